@@ -57,19 +57,22 @@ if is_installed("torch"):
     from torch_serving import make_torch_backend
 
     def make_torch(name: str) -> MakeBackend:
+        mtp = name == BUNDLED or name.endswith("_mtp")
+
         def make(max_depth: int = MAX_DEPTH) -> Backend:
-            return make_torch_backend(name, num_slots=NUM_SLOTS, max_depth=max_depth)
+            return make_torch_backend(name, num_slots=NUM_SLOTS, max_depth=max_depth, mtp=mtp)
 
         return make
 
     BACKENDS |= {
         f"torch, {name}": make_torch(name)
-        for name in ("qwen3", "llama_windows", "qwen3_5", "qwen3_next")
+        for name in ("qwen3", "llama_windows", "qwen3_5", "qwen3_next_mtp", BUNDLED)
     }
+    DRAFTING_THEMSELVES = (*DRAFTING_THEMSELVES, f"torch, {BUNDLED}")
 # Experts add nothing to drafts that a dense model does not: they run at random alone.
 # So does the model whose own head drafts, beyond its own tests.
 every_backend = pytest.mark.parametrize(
-    "name", [n for n in BACKENDS if n not in ("torch, qwen3_next", f"mlx, {BUNDLED}")]
+    "name", [n for n in BACKENDS if n != "torch, qwen3_next_mtp" and BUNDLED not in n]
 )
 drafting_itself = pytest.mark.parametrize("name", DRAFTING_THEMSELVES)
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -436,7 +439,7 @@ def _random_row(random: Random, backend: Backend, reply: Reply, errors: Sequence
     return reply.row(random.choice((0, 0, 1, 2, MAX_DEPTH)), errors, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n != f"torch, {BUNDLED}"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules(name: str, seed: int) -> None:
     """A step in flight, depths and errors of every kind; rows rest, retire and start again from

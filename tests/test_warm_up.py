@@ -12,10 +12,11 @@ from pippin.backends.mlx.shapes import Ladder, at_least, to_warm_up
 from pippin.backends.warm_up import WarmUp
 
 SHAPES = [WarmUpShape(1, 64, num_steps=3), WarmUpShape(3, 16, num_before=32)]
+DRAFTS = [WarmUpShape(2, 1, num_steps=1, depth=2, drafts_itself=own) for own in (False, True)]
 
 
 def make(shapes: list[WarmUpShape], can_hold: bool = True) -> tuple[WarmUp, FakeBackend]:
-    backend = FakeBackend(num_slots=4)
+    backend = FakeBackend(num_slots=4, max_depth=2)
     backend.shapes_to_warm_up = shapes
     return WarmUp(backend, lambda _: can_hold), backend
 
@@ -28,6 +29,19 @@ def test_every_shape_runs_once_and_leaves_nothing() -> None:
     assert told == ["warming up 1 of 2", "warming up 2 of 2"]
     assert backend.ledger.nbytes == 0
     assert backend.memory_used() == FakeBackend(num_slots=4).memory_used()
+
+
+def test_steps_with_drafts_are_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up, backend = make(DRAFTS)
+    launch, plans = backend.launch, []
+    monkeypatch.setattr(backend, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    warm_up.run_for(60.0, lambda _: None)
+    rows = [row for plan in plans for row in plan.decode]
+    assert [(row.depth, row.drafted, row.num_drafts) for row in rows] == [(2, False, 0)] * 2 + [
+        (2, True, 2)
+    ] * 2
+    assert warm_up.done
+    assert backend.ledger.nbytes == 0
 
 
 def test_what_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from pippin.backends.base import (
     Backend,
     DecodeRow,
     PrefillRow,
+    Proposal,
     Retire,
     StepPlan,
     WarmUpShape,
@@ -56,7 +57,7 @@ class WarmUp:
     def run_next(self) -> None:
         """The next shape; one that does not fit is passed over."""
         shape = self._shapes.popleft()
-        tokens = shape.num_before + shape.num_tokens + shape.num_steps
+        tokens = shape.num_before + shape.num_tokens + shape.num_steps + shape.depth
         if not self._can_hold(shape.num_rows * self._backend.row_bytes(tokens)):
             return
         *steps, end = plans(shape, self._steps)
@@ -88,6 +89,7 @@ def plans(shape: WarmUpShape, steps: Iterator[int]) -> list[StepPlan]:
             samples=True,
             captures=True,
             checkpoints=(length,),
+            num_drafts=shape.depth * shape.drafts_itself,
         )
         for slot in slots
     ]
@@ -95,7 +97,16 @@ def plans(shape: WarmUpShape, steps: Iterator[int]) -> list[StepPlan]:
     found = [StepPlan(next(steps), admit=admit, prefill=tuple(before if shape.num_before else ()))]
     found.append(StepPlan(next(steps), prefill=tuple(chunks)))
     found += [
-        StepPlan(next(steps), decode=tuple(DecodeRow(slot, position) for slot in slots))
+        StepPlan(next(steps), decode=tuple(_row(shape, slot, position) for slot in slots))
         for position in range(length, length + shape.num_steps)
     ]
     return [*found, StepPlan(next(steps), retire=tuple(Retire(slot) for slot in slots))]
+
+
+def _row(shape: WarmUpShape, slot: int, position: int) -> DecodeRow:
+    if not shape.depth:
+        return DecodeRow(slot, position)
+    if shape.drafts_itself:
+        return DecodeRow(slot, position, depth=shape.depth, num_drafts=shape.depth)
+    proposal = Proposal(position + 1, np.zeros(shape.depth, dtype=np.int32))
+    return DecodeRow(slot, position, depth=shape.depth, proposal=proposal)

@@ -35,6 +35,17 @@ source = ASTSource(
 target = GPUTarget("cuda", 90, 32)
 print(triton.compile(source, target=target, options={{"num_warps": 4}}).asm["ptx"])
 """
+
+
+def compiled(kernel: str, dtype: str) -> str:
+    """PTX."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE.format(kernel=kernel), dtype]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 CONVOLUTION_OF_ONE_ROW = """
 from pippin.backends.torch.kernels.products import CONV, ConvStep, _product as kernel
 
@@ -64,13 +75,50 @@ def test_the_last_inputs_are_read_by_all_warps_before_one_is_written(
     kernel: str, num_loads: int, dtype: str
 ) -> None:
     """They may lie where the new ones go. Warps meet between the last load and the first store."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE.format(kernel=kernel), dtype]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", done.stdout)
+    found = re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", compiled(kernel, dtype))
     assert found.count("ld.global") >= num_loads, "the kernel was not compiled as it is run"
     first_store = found.index("st.global")
     assert "ld.global" not in found[first_store:]
     last_load = first_store - 1 - found[:first_store][::-1].index("ld.global")
     assert "bar.sync" in found[last_load:first_store]
+
+
+DRAFTS = {
+    "look up": """
+from pippin.backends.torch.kernels.verify.places import _expand as kernel
+
+constants = dict(WIDTH=3, LANES=4, SPAN=9, SPAN_LANES=16)
+values = ()
+others = {name: "*i32" for name in kernel.arg_names[:11]}
+aligned = ()
+""",
+    "convolve": """
+from pippin.backends.torch.kernels.verify.delta import CONV_BLOCK, _conv_verify as kernel
+
+constants = dict(TAPS=4, WIDTH=3, KEPT=4, BLOCK=CONV_BLOCK)
+values = ("projected", "conv", "kept", "taps", "mixed", "replayed")
+others = {name: "*i32" for name in ("slots", "states_in", "states_out", "counts")}
+aligned = ()
+""",
+    "recur": """
+from pippin.backends.torch.kernels.verify.delta import COLUMNS, _delta_verify as kernel
+
+constants = dict(K_HEADS=2, V_HEADS=4, DK=64, DV=64, COLUMNS=COLUMNS, WIDTH=3, KEPT=4)
+values = ("projected", "mixed", "replayed")
+others = {name: "*fp32" for name in ("decay", "dt_bias", "state", "out")}
+others |= {name: "*i32" for name in ("states_in", "states_out", "counts")}
+aligned = ()
+""",
+    "accept": """
+from pippin.backends.torch.kernels.verify.places import _accept as kernel
+
+constants, values, aligned = dict(WIDTH=3), (), ()
+others = {name: "*i32" for name in kernel.arg_names[:8]}
+""",
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_kernels_of_drafts_compile_for_a_gpu(name: str) -> None:
+    """The interpreter takes what a compiler does not, types of branches above all."""
+    assert "st.global" in compiled(DRAFTS[name], "bf16")

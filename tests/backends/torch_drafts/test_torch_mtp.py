@@ -5,9 +5,8 @@ Transformers drops the head's weights, so one of its decoder layers is given the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -225,58 +224,3 @@ def test_what_the_head_remembers_is_in_the_budget() -> None:
     drafter = backend.runner._drafts._drafter  # type: ignore[union-attr]
     held = sum(tensor[1:].nbytes for tensor in (drafter.ring._kv, drafter.ring._tags))
     assert 0 < 0.9 * held < left[0] - left[1]
-
-
-# ---- replies -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "seed"), [(NAMES[0], 0), (NAMES[0], 1), (NAMES[1], 2)])
-def test_random_schedules(name: str, seed: int) -> None:
-    """Ahead of results; drafts of the head, of the host and none; slots that start again."""
-    random, plain = Random(seed), f"torch, {name.removesuffix('_mtp')}"
-    steps = Steps(make_backend(name))
-    running: dict[int, Reply] = {}
-    left: dict[int, int] = {}  # drafts, by slot
-    inflight: list[tuple[Any, list[Reply]]] = []
-
-    def settle() -> Iterator[int]:
-        pending, owners = inflight.pop(0)
-        result = pending.wait()
-        for reply in owners:
-            yield reply.settle(result)
-
-    accepted = 0
-    for _ in range(50):
-        slot, owners, plan = random.randrange(1, 5), [], {}
-        if slot not in running:
-            params = {"temperature": 1.0, "seed": random.randrange(3)} if slot % 2 else {}
-            reply = Reply(plain, slot, random.choice((5, 20, 64)), random.randrange(3), params)
-            left[slot] = random.randrange(MAX_DEPTH + 1)
-            plan = reply.start(num_drafts=left[slot])
-            owners.append(reply)
-        elif running[slot].is_near_end:
-            while inflight:
-                accepted += sum(settle())
-            running.pop(slot).check()
-            plan = {"retire": (Retire(slot),)}
-        rows = [r for r in running.values() if random.random() < 0.8 and not r.is_near_end]
-        decode = []
-        for reply in rows:
-            depth, num_drafts = left.pop(reply.slot, 0), random.choice((0, 1, 3, MAX_DEPTH))
-            if depth and random.random() < 0.8:
-                row = DecodeRow(reply.slot, reply.bound, depth=depth, num_drafts=num_drafts)
-                reply.bound += 1 + depth
-                reply.depths.append(depth)
-            else:
-                row = reply.row(random.choice((0, 2)), [7], num_drafts=num_drafts)
-            left[reply.slot] = num_drafts
-            decode.append(row)
-        running |= {reply.slot: reply for reply in owners}
-        inflight.append((steps.launch(decode=tuple(decode), **plan), [*owners, *rows]))
-        if len(inflight) > 1:
-            accepted += sum(settle())
-    while inflight:
-        accepted += sum(settle())
-    for reply in running.values():
-        reply.check()
-    assert accepted > 0

@@ -15,17 +15,17 @@ from pippin.scheduler.speculation.speculation import Speculation
 from serving import TORCH, make_client
 
 
-@pytest.mark.parametrize(("name", "overlap"), [("qwen3_5_mtp", True), ("qwen3_next_mtp", False)])
-def test_replies_are_those_without_drafts_cold_and_warm(name: str, overlap: bool) -> None:
-    prompts, depths = prompts_of(f"{TORCH}{name}")[:3], count()
-    expected = replies_of(make_client(f"{TORCH}{name}", overlap=overlap), prompts)
+def test_replies_are_those_without_drafts_cold_and_warm() -> None:
+    name = f"{TORCH}qwen3_5_mtp"
+    prompts, depths = prompts_of(name)[:3], count()
+    expected = replies_of(make_client(name), prompts)
     speculation = Speculation(
         None,
         MAX_DEPTH,
         lambda _: next(depths) % (MAX_DEPTH + 1),
         device=DeviceDrafter("mtp", MAX_DEPTH),
     )
-    client = make_client(f"{TORCH}{name}", overlap=overlap, speculation=speculation)
+    client = make_client(name, speculation=speculation)
     assert replies_of(client, prompts) == expected
     assert replies_of(client, prompts) == expected  # restored from what was captured with drafts
     assert client.loop.scheduler.metrics.drafted_tokens > 0

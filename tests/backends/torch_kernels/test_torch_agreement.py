@@ -20,10 +20,15 @@ from pippin.backends.torch.kernels.checks.agreement import KernelSet, kernels_ag
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.parts import ExpertMlp
 from pippin.backends.torch.plain.forward import PlainForward
+from pippin.backends.torch.plain.verify import PlainVerify
+from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import Batch, HeldCells
-from pippin.backends.torch.step.decode_inputs import Inputs
+from pippin.backends.torch.step.decode_inputs import FIELDS, Inputs
 from pippin.backends.torch.step.filters import least_in_top_p
+from pippin.backends.torch.step.future_map import FutureMap
+from pippin.backends.torch.step.verify.batch import SeenCells, VerifiedCells, VerifyBatch
+from pippin.backends.torch.step.verify.words import FIRST_CELL, OWN_FIELDS, VerifySize
 from pippin.backends.torch.streams import make_streams
 from torch_serving import load_torch
 
@@ -57,7 +62,65 @@ def plain_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
     return mlp(x)
 
 
-PLAIN = KernelSet(PlainSteps, PlainForward, PlainPrompt, plain_experts, least_in_top_p)
+class PlainDrafts:
+    """Reads nothing but the words of a step, the table and the future map, as kernels do."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pools: Pools,
+        kept: KeptInputs,
+        table: torch.Tensor,
+        future: FutureMap,
+    ) -> None:
+        self.decoder, self.table, self.future = decoder, table, future
+        self.forward = PlainVerify(decoder, pools, kept)
+
+    def logits(self, size: VerifySize, words: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        batch = self.batch(size, words.long())
+        found = self.decoder.head(self.forward.hidden(batch))
+        return found.new_zeros(size.num_tokens, found.shape[1]).index_copy(
+            0, batch.places, found
+        ), None
+
+    def batch(self, size: VerifySize, words: torch.Tensor) -> VerifyBatch:
+        names = (*FIELDS, *OWN_FIELDS)
+        column = {name: words[number] for number, name in enumerate(names)}
+        slots, starts, depths = (column[name] for name in ("slot", "position", "depth"))
+        place = torch.arange(size.width)
+        places = torch.nonzero((place <= depths[:, None]).flatten()).flatten()
+        drafts = words[FIRST_CELL + size.span :][: size.depth].T
+        tokens = torch.cat([self.future.tokens[slots, None].long(), drafts], dim=1)
+        cells = words[FIRST_CELL : FIRST_CELL + size.width].T.flatten()[places]
+        seen = [
+            SeenCells(self.table[slot, : start + 1 + depth].long())
+            for slot, start, depth in zip(
+                *(x.tolist() for x in (slots, starts, depths)), strict=True
+            )
+        ]
+        counts = torch.where(column["num_kept"] > 0, self.future.counts[slots].long(), 0)
+        return VerifyBatch(
+            lengths=(1 + depths).tolist(),
+            width=size.width,
+            slots=slots,
+            starts=starts,
+            drafts=drafts.int(),
+            tokens=tokens.flatten()[places],
+            positions=(starts[:, None] + place).flatten()[places],
+            places=places,
+            counts=counts,
+            most_kept=int(column["num_kept"].max()),
+            states_in=column["state_in"],
+            states_out=column["state_out"],
+            held=VerifiedCells(cells, tuple(seen)),
+            windows=None,
+        )
+
+    def choose(self, *_: object) -> torch.Tensor:
+        raise NotImplementedError
+
+
+PLAIN = KernelSet(PlainSteps, PlainForward, PlainPrompt, plain_experts, least_in_top_p, PlainDrafts)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
@@ -99,6 +162,23 @@ class KeepsNothing(PlainSteps):
         return found
 
 
+class RunsNoKeptDrafts(PlainDrafts):
+    def batch(self, size: VerifySize, words: torch.Tensor) -> VerifyBatch:
+        found = super().batch(size, words)
+        return replace(found, counts=torch.zeros_like(found.counts))
+
+
+class KeepsNoDrafts(PlainDrafts):
+    """Logits are right, but what the next step runs first is not."""
+
+    def logits(self, size: VerifySize, words: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        kept = self.forward._kept.inputs
+        before = kept.clone()
+        found = super().logits(size, words)
+        kept.copy_(before)
+        return found
+
+
 class NoNumbers(PlainForward):
     def chunks(self, batch: Any) -> torch.Tensor:
         return super().chunks(batch) * torch.nan
@@ -134,6 +214,8 @@ def one_row_of_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
         ({"steps": OneRowIsRight}, "a decode step of 3 rows with Gated DeltaNet"),
         ({"steps": KeepsNothing}, "a decode step of 1 rows with attention"),
         ({"steps": Raises}, "shared memory"),
+        ({"verify": RunsNoKeptDrafts}, "drafts of 1 rows with Gated DeltaNet"),
+        ({"verify": KeepsNoDrafts}, "drafts of 3 rows with Gated DeltaNet"),
         ({"chunks": NoNumbers}, "chunks of prompts with Gated DeltaNet"),
         ({"prompts": OtherTokens}, "captured chunks with attention"),
         ({"experts": one_expert_less}, "experts"),
@@ -166,8 +248,9 @@ def test_our_kernels_are_tried_on_a_loaded_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load_torch("llama")
-    monkeypatch.setattr(agreement, "our_kernels", lambda: replace(PLAIN, steps=WithoutResidual))
+    wrong = replace(PLAIN, steps=WithoutResidual)
+    monkeypatch.setattr(agreement, "our_kernels", lambda drafts: wrong)
     assert not agreement.our_kernels_agree(loaded.decoder, loaded.max_len)
     assert "a decode step of 1 rows with attention" in caplog.text
-    monkeypatch.setattr(agreement, "our_kernels", lambda: PLAIN)
+    monkeypatch.setattr(agreement, "our_kernels", lambda drafts: PLAIN)
     assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len)

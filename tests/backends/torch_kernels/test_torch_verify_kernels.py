@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("interpreted")
 
 from builders import AMPLE_BYTES
-from pippin.backends.base import Retire
+from pippin.backends.base import DecodeRow, PrefillRow, Retire
 from pippin.backends.torch.backend import TorchBackend
-from test_contract import Steps, restore
+from test_contract import Steps, admit, make_tokens, restore
 from test_draft_contract import MAX_DEPTH, Reply, goes_on, started
 from torch_serving import load_torch
 
@@ -27,7 +27,7 @@ def make_steps(name: str) -> Steps:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3", "qwen3_next_mtp"])
 def test_rows_of_every_depth_say_what_they_say_without_drafts(name: str) -> None:
     """Ahead of the results, and restored behind drafts that were accepted."""
     steps = make_steps(name)
@@ -63,3 +63,33 @@ def test_no_draft_is_accepted_behind_a_stop_id() -> None:
     steps = make_steps("qwen3_5")
     started(steps, reply)
     assert reply.settle(steps.run(decode=(reply.row(MAX_DEPTH),))) == max(first - 1, 0)
+
+
+@pytest.mark.slow
+def test_the_head_drafts_by_kernels_what_it_drafts_by_plain_operations() -> None:
+    """Rows that are greedy and sampled, one of them alone at last; what is left is verified."""
+    loaded = load_torch("qwen3_5_mtp", mtp=True)
+    found = []
+    for kernels in (False, True):
+        options = {"num_slots": 6, "pool_bytes": AMPLE_BYTES, "max_depth": 2, "debug": True}
+        backend = TorchBackend(loaded, kernels=kernels, **options)
+        steps, ends = Steps(backend), {}
+        for slot, params in ((1, {}), (2, {"temperature": 1.0, "seed": 7})):
+            prompt = make_tokens(6 + slot, slot)
+            row = PrefillRow(slot, 0, prompt, samples=True, num_drafts=2)
+            result = steps.run(admit=(admit(slot, prompt, **params),), prefill=(row,))
+            found.append((kernels, slot, result.tokens[slot], _drafts(backend, slot)))
+            ends[slot] = len(prompt)
+        for slots in ((1, 2), (1, 2), (2,)):
+            rows = [DecodeRow(slot, ends[slot], depth=2, num_drafts=2) for slot in slots]
+            result = steps.run(decode=tuple(rows))
+            for slot in slots:
+                ends[slot] += len(result.tokens[slot])
+                found.append((kernels, slot, result.tokens[slot], _drafts(backend, slot)))
+    half = len(found) // 2
+    assert [line[1:] for line in found[:half]] == [line[1:] for line in found[half:]]
+
+
+def _drafts(backend: TorchBackend, slot: int) -> list[int]:
+    drafts: list[int] = backend._future_map.drafts[slot].tolist()
+    return drafts

@@ -105,7 +105,9 @@ class WarmUpShape:
     num_rows: int
     num_tokens: int  # of a chunk
     num_before: int = 0  # tokens before it
-    num_steps: int = 0  # tokens of the reply
+    num_steps: int = 0  # tokens of the reply,
+    depth: int = 0  # and drafts that the first of these steps verifies
+    drafts_itself: bool = False  # these are the backend's own, and as many are left behind them
 
 
 class Backend(Costs, Protocol):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -18,18 +17,10 @@ from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
-from pippin.backends.torch.kernels.checks.agreement import (
-    ROUNDING,
-    kernel_errors,
-    our_kernels_agree,
-)
+from pippin.backends.torch.kernels.checks import agreement
 from pippin.backends.torch.load import LoadedModel, load
+from pippin.backends.torch.memory import largest_steps
 from pippin.backends.torch.memory.budget import CudaMeter, MemoryUse
-from pippin.backends.torch.memory.largest_steps import (
-    largest_chunk,
-    run_largest_chunk,
-    run_largest_sampling,
-)
 from pippin.backends.torch.memory.shares import LargestSteps, MemoryShares, draft_bytes
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
@@ -40,7 +31,7 @@ from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import make_streams
 from pippin.cache.entries.entry import ArraySpec, Bytes
-from pippin.types import Component, ModelSpec
+from pippin.types import Component
 
 logger = logging.getLogger(__name__)
 
@@ -86,19 +77,17 @@ class TorchBackend:
         depend on how many run beside it.
         """
         self.max_depth = 0 if deterministic else max_depth
-        decoder = loaded.decoder
+        self._decoder = decoder = loaded.decoder
         self.drafts_itself = 0 if decoder.mtp is None else self.max_depth
-        self._decoder = decoder
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
         self._streams = make_streams(decoder.device, decoder.dtype)
-        self.device = device_info(decoder.device)
-        if prefill_tokens is not None:
-            self.device = replace(self.device, prefill_tokens=prefill_tokens)
+        self.device = device_info(decoder.device, prefill_tokens)
         on_cuda = decoder.device.type == "cuda"
         if kernels is None:
             kernels = on_cuda and suit_kernels(decoder.shape)
+            agree = partial(agreement.our_kernels_agree, drafts=self.max_depth > 0)
             with self._streams.forward():
-                kernels = kernels and our_kernels_agree(decoder, loaded.max_len)
+                kernels = kernels and agree(decoder, loaded.max_len)
         send = partial(to_device, device=decoder.device)
         self._slots = Slots(num_slots, decoder.shape.vocab_size, send, in_top_p_by(kernels))
         is_captured = kernels and (recorder is not None or on_cuda)
@@ -113,19 +102,13 @@ class TorchBackend:
             chunk_graphs=chunk_graphs and is_captured and not deterministic,
             fingerprints=fingerprints,
             max_depth=self.max_depth,
+            drafts_itself=self.drafts_itself > 0,
         )
         self._meter = CudaMeter(decoder.device) if meter is None and on_cuda else meter
         self._memory = MemoryUse(decoder.nbytes)
         self._runner: Runner | None = None
         self.shapes_to_warm_up: Sequence[WarmUpShape] = self._ways.shapes_to_warm_up()
-        self.spec = ModelSpec(
-            name=loaded.name,
-            vocab_size=decoder.shape.vocab_size,
-            max_len=loaded.max_len,
-            layers=self._layout.layer_specs(),
-            state_taps=True,
-            hidden_bytes=decoder.shape.hidden * decoder.dtype.itemsize,
-        )
+        self.spec = self._layout.model_spec(loaded.name, loaded.max_len)
         self._shares = MemoryShares(
             self._layout,
             weights=decoder.nbytes,
@@ -206,8 +189,8 @@ class TorchBackend:
     def kernel_errors(self) -> Iterator[tuple[str, float | None, float]]:
         """Of each kernel on this model: how far off plain operations it is, and may be."""
         with torch.inference_mode(), self._streams.forward():
-            for name, off in kernel_errors(self._decoder):
-                yield name, off, ROUNDING[self._decoder.dtype]
+            for name, off in agreement.kernel_errors(self._decoder, drafts=self.max_depth > 0):
+                yield name, off, agreement.ROUNDING[self._decoder.dtype]
 
     # ---- bytes -----------------------------------------------------------------------------
 
@@ -247,7 +230,8 @@ class TorchBackend:
         return left
 
     def _share_out(self, budget_bytes: int) -> MemoryUse:
-        lengths = largest_chunk(self.device.prefill_tokens, self.spec.max_len, self._ways.num_slots)
+        tokens, num_slots = self.device.prefill_tokens, self._ways.num_slots
+        lengths = largest_steps.largest_chunk(tokens, self.spec.max_len, num_slots)
         capacity = sum(self.row_bytes(length) for length in lengths)
         steps = LargestSteps(
             make_pools=lambda: self._make_runner(capacity).pools,
@@ -258,9 +242,10 @@ class TorchBackend:
         return self._shares.of(budget_bytes, steps)
 
     def _run_largest(self, lengths: list[int]) -> None:
-        run_largest_chunk(self.launch, lengths)
+        largest_steps.run_largest_chunk(self.launch, lengths)
         with torch.inference_mode(), self._streams.forward():
-            run_largest_sampling(self._slots, self._ways.num_slots, self._decoder.embed)
+            embed = self._decoder.embed
+            largest_steps.run_largest_sampling(self._slots, self._ways.num_slots, embed)
 
     def _capture_largest(self) -> None:
         with torch.inference_mode(), self._streams.forward():

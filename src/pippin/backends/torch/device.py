@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,7 +24,13 @@ def has_cuda() -> bool:
     return bool(torch.cuda.is_available()) and torch.version.cuda is not None
 
 
-def device_info(device: torch.device) -> DeviceInfo:
+def device_info(device: torch.device, prefill_tokens: int | None = None) -> DeviceInfo:
+    """`prefill_tokens`: as the user asks. None: what suits it."""
+    found = _device_info(device)
+    return found if prefill_tokens is None else replace(found, prefill_tokens=prefill_tokens)
+
+
+def _device_info(device: torch.device) -> DeviceInfo:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return DeviceInfo(

@@ -61,13 +61,13 @@ class Ways:
     chunk_graphs: bool
     fingerprints: bool
     max_depth: int  # drafts of a row
+    drafts_itself: bool
 
     def num_graphs(self) -> int:
         """That there can be."""
         if not self.kernels:
             return 0
-        of_drafts = 3 * len(WIDTHS) * (1 + self.max_depth) if self.max_depth else 0
-        return len(Choice) * len(self.shapes_to_warm_up()) + of_drafts
+        return len(Choice) * len(self.shapes_to_warm_up())
 
     def shapes_to_warm_up(self) -> list[WarmUpShape]:
         if not self.kernels:
@@ -78,7 +78,12 @@ class Ways:
             num_rows = room.least_rows
             if num_rows <= self.num_slots:
                 shapes.append(WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows))
-        return shapes
+        return shapes + [
+            WarmUpShape(width, 1, num_steps=1, depth=depth, drafts_itself=self.drafts_itself)
+            for width in widths
+            for depth in range(1, self.max_depth + 1)
+            if width * (1 + depth) <= MOST_TOKENS
+        ]
 
 
 class Runner:

@@ -119,6 +119,7 @@ class Verifies:
         self._capture(step, taken, np.zeros(len(decodes), dtype=bool))
         waste_cell = parts.pools.layout.waste_cell
         words = pack_verify(size, taken, parts.rows, parts.slots, waste_cell)
+        steps.prepare(size)
         ran = steps.run(size, words, choice)
         parts.future.note_written(np.array([row.slot for row in decodes if row.samples]))
         for row in decodes:

@@ -18,16 +18,17 @@ class KeptInputs:
     ) -> None:
         """Not touched before it is used: on CPUs unused memory takes none."""
         shape = (layout.num_delta_layers, num_slots + 1, max_depth, layout.kept_width)
-        self._inputs = torch.empty(shape, dtype=layout.dtype, device=device)
+        # [layers, slots, drafts, width]
+        self.inputs = torch.empty(shape, dtype=layout.dtype, device=device)
 
     def keep(self, layer: int, slots: torch.Tensor, inputs: torch.Tensor) -> None:
         """Of the drafts of some rows: inputs [rows, drafts, width]."""
-        self._inputs[layer][slots, : inputs.shape[1]] = inputs
+        self.inputs[layer][slots, : inputs.shape[1]] = inputs
 
     def of_layer(self, layer: int) -> torch.Tensor:
         """[slots, drafts, width]"""
-        return self._inputs[layer]
+        return self.inputs[layer]
 
     def of(self, layer: int, slots: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """[rows, num_drafts, width]; behind what is kept of a row it may be anything."""
-        return self._inputs[layer][slots, :num_drafts]
+        return self.inputs[layer][slots, :num_drafts]

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from pippin.backends.torch.config import LayerKind, ModelShape
-from pippin.types import Component, LayerSpec
+from pippin.types import Component, LayerSpec, ModelSpec
 
 ZERO_SLAB, WASTE_SLAB, FIRST_SLAB = 0, 1, 2
 CELLS_WITHOUT_STATES = 256  # of a slab, where there is no state to make room for
@@ -113,6 +113,16 @@ class PoolLayout:
     @property
     def waste_cell(self) -> int:
         return WASTE_SLAB * self.cells_per_slab(Component.ATTENTION)
+
+    def model_spec(self, name: str, max_len: int) -> ModelSpec:
+        return ModelSpec(
+            name=name,
+            vocab_size=self.shape.vocab_size,
+            max_len=max_len,
+            layers=self.layer_specs(),
+            state_taps=True,
+            hidden_bytes=self.shape.hidden * self._item_bytes,
+        )
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         specs = []

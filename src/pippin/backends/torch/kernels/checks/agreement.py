@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pippin.backends.torch.graphs.steps import DecodeForward, PromptForward
+from pippin.backends.torch.kernels.checks.drafts import MakeVerify, noisy_drafts
 from pippin.backends.torch.kernels.checks.layers import (
     NoisyRows,
     few_layers,
@@ -23,6 +24,7 @@ from pippin.backends.torch.kernels.checks.layers import (
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.parts import ExpertMlp
 from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
+from pippin.backends.torch.plain.verify import PlainVerify
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step import filters
 from pippin.backends.torch.step.batches import Batch, chunk_batch, decode_batch
@@ -48,30 +50,39 @@ class KernelSet:
     prompts: Callable[[Decoder, Pools, torch.Tensor], PromptForward]
     experts: Callable[[ExpertMlp, torch.Tensor], torch.Tensor]
     in_top_p: LeastInTopP
+    verify: MakeVerify | None = None  # None: no drafts are verified
 
 
-def our_kernels() -> KernelSet:
+def our_kernels(drafts: bool = True) -> KernelSet:
     # Triton is not everywhere.
     from pippin.backends.torch.kernels.decode import DecodeKernels
     from pippin.backends.torch.kernels.layers import feed_forward
     from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
     from pippin.backends.torch.kernels.top_p import least_in_top_p
+    from pippin.backends.torch.kernels.verify.forward import VerifyKernels
 
-    return KernelSet(DecodeKernels, ChunkKernels, PromptKernels, feed_forward, least_in_top_p)
+    return KernelSet(
+        DecodeKernels,
+        ChunkKernels,
+        PromptKernels,
+        feed_forward,
+        least_in_top_p,
+        VerifyKernels if drafts else None,
+    )
 
 
-def our_kernels_agree(decoder: Decoder, max_len: int) -> bool:
+def our_kernels_agree(decoder: Decoder, max_len: int, *, drafts: bool = False) -> bool:
     """On the current stream. Models of very short texts are not tried: rows do not fit."""
     if max_len < 2 * GRID:
         return True
     with torch.inference_mode():
-        return kernels_agree(decoder, our_kernels)
+        return kernels_agree(decoder, partial(our_kernels, drafts))
 
 
 def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> bool:
     """Whether all of them do; else a warning names those that do not, and why."""
     works = True
-    for name, off in kernel_errors(decoder, make):
+    for name, off in _errors(decoder, make):
         if off is None:
             works = False
         elif not off <= ROUNDING[decoder.dtype]:  # also where it is NaN
@@ -86,10 +97,12 @@ def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> bool:
     return works
 
 
-def kernel_errors(
-    decoder: Decoder, make: Callable[[], KernelSet] = our_kernels
-) -> Iterator[tuple[str, float | None]]:
+def kernel_errors(decoder: Decoder, *, drafts: bool) -> Iterator[tuple[str, float | None]]:
     """By what is checked: how far off it is; None if it cannot be run, which a warning explains."""
+    return _errors(decoder, partial(our_kernels, drafts))
+
+
+def _errors(decoder: Decoder, make: Callable[[], KernelSet]) -> Iterator[tuple[str, float | None]]:
     try:
         kernels = make()
         checks = list(_checks(decoder, kernels))
@@ -117,6 +130,9 @@ def _checks(decoder: Decoder, kernels: KernelSet) -> Iterator[Check]:
         for num_rows in (1, 3):
             name = f"a decode step of {num_rows} rows with {kind}"
             yield name, partial(_step_off, alone, num_rows, kernels)
+            if kernels.verify is not None:
+                name = f"drafts of {num_rows} rows with {kind}"
+                yield name, partial(_drafts_off, alone, num_rows, kernels.verify)
         yield f"chunks of prompts with {kind}", partial(_chunks_off, alone, kernels)
         yield f"captured chunks with {kind}", partial(_prompts_off, alone, kernels)
     experts = (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertMlp))
@@ -140,6 +156,16 @@ def _step_off(decoder: Decoder, num_rows: int, kernels: KernelSet) -> float:
     return _runs_off(
         held, batch, lambda: run.logits(inputs, future), lambda: decoder.head(plain.tokens(batch))
     )
+
+
+def _drafts_off(decoder: Decoder, num_rows: int, verify: MakeVerify) -> float:
+    """Of rows whose last drafts were kept, and run first."""
+    drafts = noisy_drafts(decoder, num_rows)
+    run = verify(decoder, drafts.pools, drafts.kept, drafts.held.rows.table, drafts.future)
+    plain = PlainVerify(decoder, drafts.pools, drafts.kept)
+    batch = drafts.batch
+    found = drafts.found(lambda: run.logits(drafts.size, drafts.words)[0][batch.places])
+    return _off(found, drafts.found(lambda: decoder.head(plain.hidden(batch))))
 
 
 def _chunks_off(decoder: Decoder, kernels: KernelSet) -> float:

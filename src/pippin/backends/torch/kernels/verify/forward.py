@@ -92,7 +92,8 @@ class VerifyKernels:
         entered = drafter.feed(Entries(owners.flatten(), positions, tokens, inputs.hidden))
         if not size.num_drafts:
             return
-        streams = words[KEYS].T.contiguous().view(torch.int64).flatten()
+        low, high = words[KEYS].long()
+        streams = (high << 32) | (low & 0xFFFFFFFF)
         prompt_lens = places.column("prompt_len")
 
         def choose_drafts(logits: torch.Tensor, of_tokens: torch.Tensor) -> torch.Tensor:
