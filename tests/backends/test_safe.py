@@ -11,6 +11,7 @@ import pytest
 from bundled import BUNDLED_PATH
 from near_ties import ENOUGH, assert_same
 from pippin import LLM, SamplingParams
+from pippin.backends.mlx import load
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.operations import bindings, library
 from pippin.backends.mlx.rows import decode_forward
@@ -28,6 +29,7 @@ PROMPTS = (
     "Tom had a big dog. The dog liked to run and play in the park with " * 6,
 )
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=4)
+CONSTRAINED = SamplingParams(max_tokens=8, temperature=0.0, regex="(yes|no)")  # sampled late
 DRAWN = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
 
 
@@ -40,6 +42,7 @@ def replies(*, safe: bool) -> tuple[list[Completion], list[Completion]]:
     model = ModelConfig(model=str(BUNDLED_PATH), backend="mlx", dtype="float32")
     config = Config(model, EngineConfig(safe=safe, max_running=4, memory="2GB"))
     with LLM(config=config) as llm:
+        assert llm.generate("Is it?", CONSTRAINED)[0].text in ("yes", "no")
         return llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS, DRAWN)
 
 
@@ -87,6 +90,23 @@ def test_a_safe_engine_and_another_run_in_one_process() -> None:
         assert bindings.operations() is None
     with usual.loaded.operating():
         assert (bindings.operations() is None) == (library.find_library().path is None)
+
+
+def test_safe_on_a_gpu_has_no_kernel_no_stacked_layers_and_nothing_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As far as a GPU can be stood for here: what is chosen there is not asked."""
+
+    def used(*_: object, **__: object) -> Any:
+        raise Used("chosen for GPUs")
+
+    monkeypatch.setattr(load, "on_cpu", lambda: False)
+    for name in ("_choose_attention", "_merge_linear_layers", "operations"):
+        monkeypatch.setattr(load, name, used)
+    loaded = load.load(BUNDLED_PATH, dtype="float32", safe=True)
+    assert loaded.attention.kernel is None
+    assert loaded.recurrences
+    assert all("--safe" in str(choice) and not choice.mlx_lm for choice in loaded.recurrences)
 
 
 def test_safe_torch_has_no_kernels_and_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

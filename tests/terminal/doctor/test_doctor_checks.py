@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import mlx.core as mx
 import pytest
 
 from pippin import LLM, SamplingParams
+from pippin.backends.base import DeviceInfo
 from pippin.backends.mlx import environment
 from pippin.backends.mlx.cpu.operations.library import OperationsReport
 from pippin.config import Config, EngineConfig
@@ -126,7 +128,8 @@ class TwoWays:
 
     margin = 2e-3
 
-    def __init__(self, served: Completion, safe: Completion) -> None:
+    def __init__(self, served: Completion, safe: Completion, *, is_plain: bool = False) -> None:
+        self.is_plain = is_plain
         self.llm = cast(LLM, Replies(served))
         self._safe = Replies(safe)
 
@@ -149,6 +152,33 @@ def test_a_kernel_that_is_wrong_in_the_model_is_found_and_safe_is_recommended() 
     (found,) = replies.plain(cast(Engine, TwoWays(right, wrong)))
     assert found.level == "wrong"
     assert "--safe" in str(found.remedy)
+    (found,) = replies.plain(cast(Engine, TwoWays(right, wrong, is_plain=True)))
+    assert found.level == "info"
+
+
+@pytest.mark.parametrize(("off", "level"), [(1e-5, "ok"), (0.5, "wrong"), (None, "wrong")])
+def test_each_kernel_of_torch_is_held_against_plain_operations(
+    off: float | None, level: str
+) -> None:
+    pytest.importorskip("torch")
+    from pippin.backends.torch.backend import TorchBackend
+    from pippin.terminal.doctor.on_torch.choices import choices
+
+    class OnAGpu(TorchBackend):
+        has_kernels, dtype = True, "bfloat16"
+        device = DeviceInfo("cuda", "H200", 140 << 30, 0.85, prefill_tokens=8192)
+
+        def __init__(self) -> None: ...
+
+        def kernel_errors(self) -> Iterator[tuple[str, float | None, float]]:
+            yield "chunks of prompts with attention", off, 0.1
+
+    llm = SimpleNamespace(config=Config(), loop=SimpleNamespace(backend=OnAGpu()))
+    *chosen, kernel = choices(cast(LLM, llm))
+    assert chosen[0].value == "bfloat16: as the checkpoint is stored"
+    assert chosen[1].value == "Triton kernels, captured as CUDA graphs"
+    assert (kernel.name, kernel.level) == ("chunks of prompts with attention", level)
+    assert level == "ok" or "--safe" in str(kernel.remedy)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,13 @@ def test_the_schema_allows_what_is_written_and_nothing_else() -> None:
             validate(changed)
 
 
+def test_what_is_no_number_is_not_written_as_one() -> None:
+    found = Finding("product", "error nan", "ok", numbers={"error": float("nan"), "limit": 0.5})
+    document = as_document([Examined("kernels", 0.5, (found,))], 1.0)
+    assert document["sections"][0]["findings"][0]["numbers"] == {"limit": 0.5}
+    json.dumps(document, allow_nan=False)
+
+
 def test_a_section_that_fails_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,15 @@ class Engine:
         return LLM(config=replace(self._config, engine=engine))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether --safe would change nothing."""
+        if self._config.model.backend != "torch":
+            return False
+        from pippin.terminal.doctor.on_torch.choices import is_plain
+
+        return is_plain(self.llm)
+
+    @property
     def margin(self) -> float:
         """Of log probabilities that rounding may move."""
         match self._config.model.backend:

@@ -5,6 +5,7 @@ Paths of the user's home are shortened to ~.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def _entry(found: Finding) -> dict[str, Any]:
         "value": private(found.value),
         "means": None if found.means is None else private(found.means),
         "remedy": None if found.remedy is None else private(found.remedy),
-        "numbers": dict(found.numbers),
+        "numbers": {key: n for key, n in found.numbers.items() if math.isfinite(n)},  # JSON's
     }
 
 

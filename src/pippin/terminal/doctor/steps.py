@@ -20,7 +20,7 @@ def steps(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
     llm = engine.llm
     contexts = [n for n in CONTEXTS if n + 8 * NUM_STEPS < llm.max_len]
     rows = [n for n in ROWS if n <= llm.config.engine.max_running]
-    taken: dict[tuple[int, int], float] = {}
+    taken: dict[tuple[int, int], float | None] = {}
     per_token = 0.0
     for num_rows, context in sorted(itertools.product(rows, contexts), key=lambda c: c[0] * c[1]):
         if per_token * num_rows * context > limit.left() / 2:  # half is for the last section
@@ -38,11 +38,11 @@ def steps(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
 
 
 def _shown(seconds: float | None) -> str:
-    return "no time" if seconds is None else f"{1e3 * seconds:.1f} ms"
+    return "not timed" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
-def step_seconds(llm: LLM, num_rows: int, context: int) -> float:
-    """The median of steps that decode all the rows and do nothing else."""
+def step_seconds(llm: LLM, num_rows: int, context: int) -> float | None:
+    """The median of steps that decode all the rows and do nothing else; None if there were none."""
     first = llm.metrics.records[-1].step + 1 if llm.metrics.records else 0
     vocab_size = llm.loop.backend.spec.vocab_size
     prompts = [
@@ -58,4 +58,4 @@ def step_seconds(llm: LLM, num_rows: int, context: int) -> float:
         if before.step >= first and not after.after_pause
         if all(r.prefill_tokens == 0 and r.decode_rows == num_rows for r in (before, after))
     ]
-    return median(seconds) if seconds else float("nan")
+    return median(seconds) if seconds else None

@@ -36,6 +36,10 @@ def dtype_of(llm: LLM) -> str:
     return _backend(llm).dtype
 
 
+def is_plain(llm: LLM) -> bool:
+    return not _backend(llm).has_kernels
+
+
 def _backend(llm: LLM) -> TorchBackend:
     backend = llm.loop.backend
     assert isinstance(backend, TorchBackend)
