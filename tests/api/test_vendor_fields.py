@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic.types.beta.message_create_params as beta_params
@@ -186,3 +187,15 @@ def test_special_tokens_are_the_tokenizers_own(monkeypatch: pytest.MonkeyPatch) 
     for sent, tokens in (({}, [start]), ({"add_special_tokens": False}, [])):
         job = prepare_completion(completion(**sent), TEXT, MODEL)
         assert job.prompts[0].tokens == [*tokens, *encode(TEXT.tokenizer, "Count to ten.")[1:]]
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_may_be_beside_its_type(kind: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    params = chat(response_format={"type": kind, "schema": schema}).options.params
+    assert json.loads(params.json_schema) == schema
+    both = {"type": kind, "schema": schema, "json_schema": {"name": "a", "schema": schema}}
+    with pytest.raises(RequestError, match="are the same"):
+        chat(response_format=both)
+    with pytest.raises(RequestError, match=r"response_format.schema is 3"):
+        chat(response_format={"type": kind, "schema": 3})

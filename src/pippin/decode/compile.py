@@ -15,7 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from pippin.decode.closed_objects import closed
 from pippin.decode.expressions import check_part, in_one_line, regex_terminal
-from pippin.decode.json_schema import check_schema
+from pippin.decode.json_schema import ONE_LINE, check_schema
 from pippin.decode.size.check_size import check_size
 from pippin.decode.vocabulary import Vocabulary
 from pippin.errors import RequestError
@@ -96,28 +96,12 @@ def prove_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> None:
 def _source(spec: GrammarSpec) -> str:
     match spec.kind:
         case "json_schema":
-            return _json_grammar(json.dumps(closed(check_schema(spec.text))))
+            schema = json.dumps(closed(check_schema(spec.text)))
+            return LLMatcher.grammar_from_json_schema(schema, overrides=ONE_LINE)
         case "regex":
             return LLMatcher.grammar_from_lark(f"start: {regex_terminal(spec.text)}")
         case "ebnf":
             return LLMatcher.grammar_from_lark(_as_lark(spec.text))
-
-
-def _json_grammar(schema: str) -> str:
-    """One way to write each value, on one line as `json.dumps` writes it.
-
-    So the text between values is forced, and a model cannot write white space without end.
-    """
-    return LLMatcher.grammar_from_json_schema(
-        schema,
-        overrides={
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-            "coerce_one_of": False,
-            "lenient": False,
-        },
-    )
 
 
 def _as_lark(text: str) -> str:

@@ -11,13 +11,25 @@ import difflib
 import json
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pippin.decode.expressed_schema import NOT_ENFORCED, expressed
 from pippin.decode.size.schema_size import check_schema_size
 from pippin.decode.size.size_limits import TooLarge
 from pippin.errors import RequestError
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# How llguidance writes what obeys a schema: in one way, on one line as `json.dumps` does. So the
+# text between values is forced, and a model cannot write white space without end.
+ONE_LINE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+}
 MAX_EXACT = 2**53  # llguidance keeps numbers as doubles, and crashes on some near 2**63
 MAX_REMAINDERS = 10_000  # compiling a multipleOf of a million takes 16 seconds
 MAX_NAME_CHARS = 60  # of a keyword or a property that an error names

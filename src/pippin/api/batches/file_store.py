@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pippin.api.batches.durable import new_id, read_records, sync_folder, write_whole
+from pippin.api.http.http_errors import BodyTooLarge
 from pippin.errors import NotFound, PippinError, RequestError, cut
 
 MAX_FILES = 1_000  # of one owner
@@ -28,8 +29,7 @@ class FileNotFound(NotFound):
     code = "file_not_found"
 
 
-class FileTooLarge(PippinError):
-    status = 413
+class FileTooLarge(BodyTooLarge):
     code = "file_too_large"
 
 

@@ -10,17 +10,10 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
+from pippin.decode.json_schema import ONE_LINE
 from pippin.text.tokenizer import Tokenizer
 
 ANY_TEXT = "TEXT"
-# As replies to a `json_schema` are written: on one line, in one way.
-_ONE_LINE = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": False,
-    "lenient": False,
-}
 
 
 class Lark:
@@ -73,7 +66,7 @@ class Lark:
         return " ".join([lazy, *map(self.literal, rest)])
 
     def json(self, schema: dict[str, object]) -> str:
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _ONE_LINE})}")
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}")
 
     def nested(self, lark: str) -> str:
         return self.rule(f"%lark {{\n{lark}\n}}")

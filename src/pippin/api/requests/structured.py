@@ -74,8 +74,12 @@ def _asks(body: Body, field: str) -> bool:
 
 
 def _response_format(given: Body) -> str:
-    given.check_known({"type", "json_schema"})
+    given.check_known({"type", "json_schema", "schema"})
     kind = given.get("type")
+    if given.has("schema") and kind in ("json_object", "json_schema"):  # llama.cpp's and SGLang's
+        if given.has("json_schema"):
+            raise given.error("schema", "and json_schema are the same; send one of them")
+        return _schema(given, "schema")
     if kind == "json_object":
         return ANY_OBJECT
     if kind != "json_schema":
