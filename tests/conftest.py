@@ -25,11 +25,12 @@ gc.disable()
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 LONGEST_FILES = (
-    *("test_worked_examples", "test_documented_commands"),
-    *("test_mutants", "test_soak", "test_worlds", "test_mlx_families", "test_prefix_reuse"),
-    *("test_preemption", "test_structured_output", "test_compiled_steps", "test_any_split"),
-    *("test_serve", "test_bench_serving", "test_bench_restart", "test_served_disk"),
-    *("test_prefix_pressure", "test_contract", "test_openapi_fuzz", "test_page_chat"),
+    *("test_openapi_fuzz", "test_mutants", "test_worlds", "test_any_split", "test_soak"),
+    *("test_serve", "test_depth", "test_documented_commands", "test_worked_examples"),
+    *("test_mlx_families", "test_prefix_reuse", "test_preemption", "test_structured_output"),
+    *("test_compiled_steps", "test_bench_serving", "test_bench_restart", "test_served_disk"),
+    *("test_openapi", "test_random_schedules", "test_pace_explores", "test_torch_gpu_check"),
+    *("test_prefix_pressure", "test_contract", "test_page_chat"),
 )
 
 settings.register_profile("repeat", deadline=None, derandomize=True)

@@ -73,10 +73,14 @@ class KnownCosts(CostModel):
     def observe(self, step: Timed) -> None:
         pass
 
-    def _fitted(self) -> Fit:
+    def __post_init__(self) -> None:
         device = self.device
         costs = {"decode": device.decode, "row": device.row}
-        return replace(GUESS, **costs, forward=device.forward, token=device.token)
+        self._fit = replace(GUESS, **costs, forward=device.forward, token=device.token)
+
+    def _fitted(self) -> Fit:
+        assert self._fit is not None
+        return self._fit
 
 
 GUESS = _guess((1, 1, 1, 1, 0, 1.0, 1))
