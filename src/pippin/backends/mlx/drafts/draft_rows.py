@@ -243,6 +243,8 @@ class DraftRows(DecodeRows):
         if not depth:
             return mx.zeros((self.width, 0), mx.int32)
         by_host = np.array([proposal is not None for proposal in proposals])
+        if not by_host.any() and (depths[slots > 0] == depth).all():
+            return self._future_map.resolve_drafts(slots, depths)
         drafts = Proposals.of(proposals).at(lengths[:, None] + 1 + places)
         own_depths = np.where(by_host, 0, depths)
         if own_depths.any():

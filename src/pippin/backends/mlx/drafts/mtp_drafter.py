@@ -69,7 +69,7 @@ class MTPDrafter:
         self._future_map = future_map
         self._admitted = admitted
         # A step before may have written so many columns for drafts that were rejected.
-        self._window = RING - max_depth
+        self._last = RING - max_depth - 1  # tokens before one that it sees
         self._rings: dict[int, tuple[Rings, int]] = {}  # by slot, and its place there
         self._run = mx.compile(self._drafts)
 
@@ -157,20 +157,33 @@ class MTPDrafter:
     ) -> tuple[mx.array, mx.array, mx.array]:
         ours = operations("choose", "linear")
         assert ours is not None, "rows that verify drafts have these"
-        view = RingKV(rings, lengths, self._window)
-        newest = lengths + (tokens.shape[1] - 1)
-        out = self._head(hidden, tokens, view, view.mask(tokens.shape[1], newest))
+        num_tokens, num_drafts = tokens.shape[1], noise.shape[1]
+        first = lengths[:, None] + mx.arange(num_tokens, dtype=mx.int32)
+        view = RingKV(rings[0], rings[1], lengths, first % RING)
+        newest = first[:, -1:]
+        mask = self._mask(first, newest, rings[2])
+        out = self._head(hidden, tokens, view, mask[:, None])
         last = mx.take_along_axis(out, counts[:, None, None], axis=1)
+        behind = (lengths + counts)[:, None] + mx.arange(1, num_drafts, dtype=mx.int32)
+        columns = behind % RING
+        masks = self._mask(behind, mx.maximum(newest, behind), rings[2])
         drafts: list[mx.array] = []
-        view.offset = lengths + counts
-        for number in range(noise.shape[1]):
+        for number in range(num_drafts):
             logits = self._head.logits(last)[:, 0]
             drafts.append(ours.choose(logits, choices, noise[:, number]))
-            if number + 1 < noise.shape[1]:
-                view.offset = view.offset + 1
-                mask = view.mask(1, mx.maximum(newest, view.offset))
+            if number + 1 < num_drafts:
+                view.offset, view.columns = behind[:, number], columns[:, number : number + 1]
+                mask = masks[:, None, number : number + 1]
                 last = self._head(last, drafts[-1][:, None], view, mask)
         return mx.stack(drafts, axis=1), view.keys, view.values
+
+    def _mask(self, positions: mx.array, newest: mx.array, starts: mx.array) -> mx.array:
+        """bool [rows, n, RING]: what tokens at these positions [rows, n] see. `newest`: the last
+        position that a column was written for by then."""
+        newest = newest[:, :, None]
+        held = newest - (newest - mx.arange(RING, dtype=mx.int32)) % RING
+        seen = positions[:, :, None]
+        return (held <= seen) & (held >= mx.maximum(starts[:, None, None], seen - self._last))
 
     def _choices(self, slots: np.ndarray) -> mx.array:
         """float32 [width, 4]: as rows choose their tokens."""
@@ -204,24 +217,14 @@ class RingKV:
     """What the head's layer sees of rings."""
 
     def __init__(
-        self, rings: tuple[mx.array, mx.array, mx.array], offset: mx.array, window: int
+        self, keys: mx.array, values: mx.array, offset: mx.array, columns: mx.array
     ) -> None:
-        self.keys, self.values, self._starts = rings
+        self.keys, self.values = keys, values
         self.offset = offset  # int32 [rows]: the position of the first token
-        self._window = window
+        self.columns = columns  # int32 [rows, n]: of all of them
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        at = (self.offset[:, None] + mx.arange(keys.shape[2], dtype=mx.int32)) % RING
-        at = mx.broadcast_to(at[:, None, :, None], keys.shape)
+        at = mx.broadcast_to(self.columns[:, None, :, None], keys.shape)
         self.keys = mx.put_along_axis(self.keys, at, keys, axis=2)
         self.values = mx.put_along_axis(self.values, at, values, axis=2)
         return self.keys, self.values
-
-    def mask(self, num_tokens: int, newest: mx.array) -> mx.array:
-        """bool [rows, 1, tokens, RING]; `newest`: the last position that a column was written for
-        in this step."""
-        query = (self.offset[:, None] + mx.arange(num_tokens, dtype=mx.int32))[:, :, None]
-        back = (newest[:, None] - mx.arange(RING, dtype=mx.int32)) % RING
-        held = (newest[:, None] - back)[:, None]
-        first = mx.maximum(self._starts[:, None, None], query - (self._window - 1))
-        return ((held <= query) & (held >= first))[:, None]

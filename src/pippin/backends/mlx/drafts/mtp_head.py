@@ -22,7 +22,7 @@ from pippin.backends.mtp_weights import LAYER, PREFIX, STORED_LESS_ONE, find_mtp
 
 # Ids that drafts are chosen among: the first. Tokenizers number frequent tokens first, and a wrong
 # draft costs time alone.
-MAX_DRAFT_VOCAB = 1 << 15
+MAX_DRAFT_VOCAB = 1 << 11
 
 
 class MTPHead(Module):

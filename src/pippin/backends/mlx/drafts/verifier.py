@@ -18,6 +18,7 @@ from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.sampler import MLXSampler
 from pippin.backends.sampling.noise import noise_keys
+from pippin.backends.sampling.rules import Draw
 from pippin.backends.sampling.sampler import SampleRow
 
 PADDING = SampleRow(0, 0)
@@ -30,6 +31,7 @@ class Verifier:
         self._sampler = sampler
         self._future_map = future_map
         self._admitted = admitted
+        self._num_accepted = mx.compile(num_accepted)
 
     def verify(
         self,
@@ -51,7 +53,7 @@ class Verifier:
         counts = mx.zeros_like(ran.lengths)
         if tokens is not None and ran.drafts.shape[1]:
             stops = [self._sampler.of(slot).stop_ids for slot in ran.slots.tolist()]
-            counts = num_accepted(tokens, ran.drafts, stop_table(stops))
+            counts = self._num_accepted(tokens, ran.drafts, stop_table(stops))
         self._future_map.stash_lengths(ran.slots, ran.lengths + 1 + counts, counts)
         if tokens is not None:
             self._read(step, rows, ran, lines, tokens, counts, unsure)
@@ -107,10 +109,13 @@ class Verifier:
 
     def _keys(self, ran: VerifyStep, lines: Sequence[SampleRow]) -> mx.array:
         """uint32 [lines, 2]"""
-        width, num_tokens, _ = ran.logits.shape
+        width, num_tokens, vocab_size = ran.logits.shape
+        states = [self._sampler.of(row.slot) for row in lines[::num_tokens]]
+        if all(state.draw(vocab_size) is Draw.GREEDY for state in states):
+            return mx.zeros((len(lines), 2), mx.uint32)  # none is made
         num_candidates = ran.num_unsure + num_tokens
         firsts = lines[::num_tokens]  # of rows that are as short as they may be
-        streams = np.array([self._sampler.of(row.slot).stream for row in firsts], dtype=np.uint64)
+        streams = np.array([state.stream for state in states], dtype=np.uint64)
         numbers = np.array([row.num_generated for row in firsts], dtype=np.int64)
         table = noise_keys(
             np.repeat(streams, num_candidates),
