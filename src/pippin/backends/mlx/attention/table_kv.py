@@ -29,6 +29,7 @@ class DraftsShape(MainsShape):
     """Likewise, in a step that may verify drafts: rows' tails are of different lengths."""
 
     num_tokens: int  # of each row
+    keeps: bool = True  # drafts are verified, or were in the step before
 
 
 def table_operations(layout: Layout) -> Operations | None:

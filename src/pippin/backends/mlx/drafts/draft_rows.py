@@ -178,7 +178,7 @@ class DraftRows(DecodeRows):
         mains = np.full(self.width, NO_ROW, dtype=np.int32)
         proposals: list[Proposal | None] = [None] * self.width
         unsure: dict[int, Unsure] = {}
-        num_unsure = 0
+        num_unsure, keeps = 0, False
         for row in self.rows.values():
             index, bound, decode = row.index, self._bounds[row.slot], by_slot.get(row.slot)
             self._park_or_resume(row, advances=decode is not None)
@@ -191,11 +191,12 @@ class DraftRows(DecodeRows):
             proposals[index] = decode.proposal
             num_unsure = max(num_unsure, bound.num_unsure)
             row.length += 1 + decode.depth
+            keeps |= bound.kept or decode.depth > 0
             bound.kept, bound.num_accepted = decode.depth > 0, 0
             if decode.depth:
                 unsure[row.slot] = Unsure(decode.depth)
                 bound.unsure.append(unsure[row.slot])
-        lengths, num_kept = self._known(unsure_slots, least, counts)
+        lengths = self._known(unsure_slots, least, self._future_map.lengths)
         drafts = self._drafts(slots, depths, proposals, lengths)
         inputs = self._future_map.resolve(slots)[:, None]
         if drafts.shape[1]:
@@ -203,28 +204,22 @@ class DraftRows(DecodeRows):
         tree = {
             "tokens": inputs,
             "offset": lengths,
-            "cursor": lengths - mx.array(mains),
-            "counts": num_kept,
+            "cursor": lengths - mx.array(mains) if unsure_slots.any() else mx.array(least - mains),
         }
+        if keeps:
+            tree["counts"] = self._known(unsure_slots, counts, self._future_map.counts)
         tree["written"] = tree["cursor"]
         logits, hidden = self._run(tree, forward)
         plain = not unsure and not num_unsure
         found = VerifyStep(plain, slots, depths, least, num_unsure, lengths, drafts, logits, hidden)
         return found, unsure
 
-    def _known(
-        self, unsure_slots: np.ndarray, lengths: np.ndarray, counts: np.ndarray
-    ) -> tuple[mx.array, mx.array]:
-        """int32 [width] each: as the host has them, but those of `unsure_slots`."""
-        found = mx.array(lengths), mx.array(counts)
+    def _known(self, unsure_slots: np.ndarray, held: np.ndarray, by_slot: mx.array) -> mx.array:
+        """int32 [width]: as the host has them, but those of `unsure_slots`."""
         if not unsure_slots.any():
-            return found
-        at, future = mx.array(unsure_slots), self._future_map
-        known = at == 0
-        return (
-            mx.where(known, found[0], future.lengths[at]),
-            mx.where(known, found[1], future.counts[at]),
-        )
+            return mx.array(held)
+        at = mx.array(unsure_slots)
+        return mx.where(at == 0, mx.array(held), by_slot[at])
 
     def _ends_behind_tail(self, decode: DecodeRow) -> bool:
         held = self.rows[decode.slot].length - self._bounds[decode.slot].num_main
@@ -259,9 +254,13 @@ class DraftRows(DecodeRows):
         _, mains = self.mains.view(np.zeros(self.width, np.int32), self._per_row.written)
         tree |= mains
         tree["tails"] = [list(self._per_row.tails[cache]) for cache in self.layout.kv_indices]
-        tree["states"] = [self._per_row.states[cache] for cache in self.layout.state_indices]
-        shape = StepShape(self.width, DraftsShape(tree["tokens"].shape[1]))
+        keeps, before = "counts" in tree, self._per_row.states if "counts" in tree else self.states
+        tree["states"] = [before[cache] for cache in self.layout.state_indices]
+        shape = StepShape(self.width, DraftsShape(tree["tokens"].shape[1], keeps))
         logits, tails, states, hidden = forward(shape, tree)
+        if not keeps:  # a step like any other: what is kept has no meaning, but its place
+            held = zip(self.layout.state_indices, states, strict=True)
+            states = [[*s, *self._per_row.states[cache][len(s) :]] for cache, s in held]
         self._per_row.take_over(tails, states)
         return logits, hidden
 

@@ -93,7 +93,8 @@ class DecodeForward:
         tails = [(view.tail[0], view.tail[1]) for view in kv]
         if isinstance(shape.mains, DraftsShape):
             found = [] if hidden is None else [hidden]
-            return logits, tails, [view.entries() for view in states], found
+            entries = [view.entries() if shape.mains.keeps else view.cache for view in states]
+            return logits, tails, [list(held) for held in entries], found
         return logits[:, -1], tails, [list(view.cache) for view in states], []
 
 
