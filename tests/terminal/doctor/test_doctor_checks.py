@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from pippin import LLM, SamplingParams
@@ -20,7 +21,7 @@ from pippin.offline.offline_requests import Completion
 from pippin.terminal.doctor import replies
 from pippin.terminal.doctor.engine import Engine
 from pippin.terminal.doctor.on_mlx import kernels as mlx_kernels
-from pippin.terminal.doctor.on_mlx.choices import decode_steps
+from pippin.terminal.doctor.on_mlx.choices import decode_steps, products
 from pippin.types import TokenLogprobs
 
 
@@ -154,6 +155,17 @@ def test_a_kernel_that_is_wrong_in_the_model_is_found_and_safe_is_recommended() 
     assert "--safe" in str(found.remedy)
     (found,) = replies.plain(cast(Engine, TwoWays(right, wrong, is_plain=True)))
     assert found.level == "info"
+
+
+def test_the_report_says_whose_products_a_model_has() -> None:
+    class Stacked(nn.Linear):
+        """As layers of one input are made over on GPUs."""
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Stacked(64, 64))
+    assert products(model) == "2 by mlx, 1 by mlx, one product for layers of one input"
+    quantized = nn.Sequential(nn.Linear(64, 64).to_quantized(group_size=32))
+    assert products(quantized) == "1 quantized, by mlx"
+    assert products(nn.Sequential()) == "none"
 
 
 @pytest.mark.parametrize(("off", "level"), [(1e-5, "ok"), (0.5, "wrong"), (None, "wrong")])

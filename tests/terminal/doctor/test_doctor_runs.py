@@ -71,7 +71,7 @@ def test_mlx_is_loaded_twice_and_never_more(
     assert loads == [False, True]
     names = ["machine", "device", "launches", "kernels", "model", "choices", "batch", "steps"]
     assert list(found) == [*names, "plain"]
-    assert {"attention", "decode steps", "type"} <= set(found["choices"])
+    assert {"attention", "decode steps", "type", "products"} <= set(found["choices"])
     assert set(found["steps"]["1 row"]["numbers"]) == {"64"}
     assert found["steps"]["16 rows"]["numbers"] == {}
     assert found["model"]["load warned"]["value"] == "rows are not packed: the kernel is off"
