@@ -79,6 +79,22 @@ def test_it_is_built_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
+def test_a_copy_of_the_source_is_the_same_library_and_a_changed_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A checkout that was moved, or installed a second time, builds nothing."""
+    commands = Commands(WORKS, WORKS, WORKS, WORKS)
+    monkeypatch.setattr(subprocess, "run", commands)
+    first = library.find_library()
+    copy = shutil.copytree(library.SOURCE.parent, tmp_path / "cpp") / library.SOURCE.name
+    monkeypatch.setattr(library, "SOURCE", copy)
+    assert find_again() == first
+    assert len(commands.ran) == 2
+    copy.write_text(copy.read_text() + "\n")
+    assert find_again().path != first.path
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "ends",
     [
