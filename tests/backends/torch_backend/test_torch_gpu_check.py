@@ -15,7 +15,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import chunks, limits, moe, races, right
+from torch_gpu import chunks, limits, moe, mtp, races, right
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
@@ -195,3 +195,12 @@ def test_a_budget_is_served_within_and_watched(capsys: pytest.CaptureFixture[str
         with pytest.raises(AssertionError, match="more than the budget"):
             limits.serve_within(200_000_000, lambda: (0, 210_000_000))
     assert "4 rows at most" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_drafts_of_a_head_are_compared_with_none(capsys: pytest.CaptureFixture[str]) -> None:
+    mtp.mtp(num_tokens=10, widths=(2,), depths=(2,), dtypes=("float32",))
+    said = capsys.readouterr().out
+    assert said.count("0 replies say otherwise") >= 1
+    assert "float32, 2 rows" in said
+    assert "depth 2:" in said
