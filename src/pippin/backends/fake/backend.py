@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 
@@ -11,18 +10,17 @@ import numpy as np
 from pippin.backends.base import (
     Admit,
     Capture,
-    Damage,
     DecodeRow,
     DeviceInfo,
     Load,
     PrefillRow,
-    Restore,
     Retire,
     StepPlan,
     WarmUpShape,
     captured_bytes,
 )
 from pippin.backends.fake.device import FakeDevice, FutureMap
+from pippin.backends.fake.drafter import ToyDrafter
 from pippin.backends.fake.payloads import (
     FakePayload,
     Ledger,
@@ -34,10 +32,10 @@ from pippin.backends.fake.payloads import (
     spilled,
 )
 from pippin.backends.fake.pending import FakePending
-from pippin.backends.fake.toy import ARITHMETIC_VERSION, ToyRow, mix
-from pippin.backends.masks import allowed_ids
+from pippin.backends.fake.sampler import ToySampler
+from pippin.backends.fake.toy import ARITHMETIC_VERSION, ToyRow
 from pippin.cache.entries.entry import ArraySpec, Bytes
-from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
+from pippin.types import Component, LayerSpec, ModelSpec, Payload
 
 BYTES_PER_TOKEN = 64
 HIDDEN_BYTES = 40
@@ -64,7 +62,6 @@ class FakeBackend:
     ) -> None:
         """`draft_share`: of the places at which a draft of its own is right."""
         self.max_depth = self.drafts_itself = max_depth
-        self._draft_share = draft_share
         self.window = window if Component.WINDOW in components else 0
         self.restores_by_reference = restores_by_reference
         self.shapes_to_warm_up: Sequence[WarmUpShape] = ()
@@ -82,6 +79,8 @@ class FakeBackend:
         self.ledger = Ledger()
         self._payloads = PayloadMaker(self.spec, self.ledger)
         self._rows: dict[int, ToyRow] = {}
+        self._sampler = ToySampler(self.spec, self._rows, self.future_map)
+        self._drafter = ToyDrafter(self.spec, self._rows, self.future_map, draft_share)
 
     def _layer(self, index: int, component: Component) -> LayerSpec:
         nbytes = self._state_bytes if component is Component.STATE else BYTES_PER_TOKEN
@@ -136,11 +135,11 @@ class FakeBackend:
     def launch(self, plan: StepPlan) -> FakePending:
         pending = FakePending(
             plan,
-            self._num_top_logprobs,
+            self._sampler.num_top_logprobs,
             dispatched=perf_counter(),
             device_queue=self.device_queue,
-            sample_masked=self._sample_masked,
-            score=self._score,
+            sample_masked=self._sampler.sample_masked,
+            score=self._sampler.score,
         )
         for retire in plan.retire:
             self._retire(pending, retire)
@@ -196,7 +195,7 @@ class FakeBackend:
         def work() -> None:
             row = self._rows[chunk.slot]
             if chunk.restore is not None:
-                _check(pending, chunk.slot, chunk.restore)
+                pending.check(chunk.slot, chunk.restore)
                 self._restore(row, chunk)
             row.check_borrowed()
             assert row.destroyed or row.length == chunk.start, "chunks follow each other"
@@ -211,11 +210,11 @@ class FakeBackend:
             if row.is_reply(chunk.start) and len(chunk.tokens):
                 row.num_sampled += len(chunk.tokens) - 1  # these were never drawn
             if chunk.samples:
-                self._score_prompt(pending, chunk.slot)
-                self._add_hidden(pending, chunk.slot)
+                self._sampler.score_prompt(pending, chunk.slot)
+                self._sampler.add_hidden(pending, chunk.slot)
             if chunk.samples and not chunk.masked:
-                self._sample(pending, chunk.slot)
-                self._draft(chunk.slot, chunk.num_drafts)
+                self._sampler.sample(pending, chunk.slot)
+                self._drafter.draft(chunk.slot, chunk.num_drafts)
 
         self.device_queue.enqueue(pending.plan.step, work)
         if chunk.captures and (payloads or states or hidden is not None):
@@ -269,9 +268,9 @@ class FakeBackend:
         if decode.depth:
             self._verify(pending, decode)
         elif decode.samples and not decode.masked:
-            self._sample(pending, decode.slot)
+            self._sampler.sample(pending, decode.slot)
         if not decode.masked:
-            self._draft(decode.slot, decode.num_drafts)
+            self._drafter.draft(decode.slot, decode.num_drafts)
 
     def _verify(self, pending: FakePending, decode: DecodeRow) -> None:
         row, proposal = self._rows[decode.slot], decode.proposal
@@ -283,72 +282,15 @@ class FakeBackend:
             drafts = proposal.tokens[first : first + decode.depth].tolist()
         row.write_drafts(drafts)
         self.device_queue.tokens_run += len(drafts)
-        token = self._sample(pending, decode.slot)
+        token = self._sampler.sample(pending, decode.slot)
         accepted = 0
         while accepted < len(drafts) and token == drafts[accepted]:
             if token in row.admit.stop_ids:
                 break
             row.accept(token)
             accepted += 1
-            token = self._sample(pending, decode.slot)
+            token = self._sampler.sample(pending, decode.slot)
         row.num_rejected = decode.depth - accepted
-
-    def _draft(self, slot: int, num_drafts: int) -> None:
-        """For the slot's next step: what the toy says next, with errors."""
-        drafts: list[int] = []
-        if num_drafts:
-            ahead, token = copy.deepcopy(self._rows[slot]), self.future_map.peek(slot)
-        for _ in range(num_drafts):
-            ahead.run(token)
-            token = ahead.next_token(self.spec.components, self.spec.vocab_size)
-            ahead.num_sampled += 1
-            if mix(ahead.admit.seed, ahead.length) % 1000 >= 1000 * self._draft_share:
-                token = (token + 1) % self.spec.vocab_size
-            drafts.append(token)
-        self.future_map.stash_drafts(slot, drafts)
-
-    def _sample_masked(self, pending: FakePending) -> None:
-        for slot in pending.plan.masked_slots:
-            self._sample(pending, slot)
-
-    def _sample(self, pending: FakePending, slot: int) -> int:
-        row = self._rows[slot]
-        token = row.next_token(self.spec.components, self.spec.vocab_size)
-        if pending.masks is not None and slot in pending.masks:
-            allowed = allowed_ids(pending.masks[slot], self.spec.vocab_size)
-            token = int(allowed[token % len(allowed)])
-        row.num_sampled += 1
-        pending.tokens[slot] = (*pending.tokens.get(slot, ()), token)
-        self.future_map.stash(np.array([slot]), np.array([[token]], dtype=np.int32))
-        return token
-
-    def _score_prompt(self, pending: FakePending, slot: int) -> None:
-        row = self._rows[slot]
-        num_top = row.admit.params.prompt_logprobs
-        if num_top is not None:
-            tokens = row.admit.prompt[1:].tolist()
-            pending.prompt_logprobs[slot] = [self._score(token, num_top) for token in tokens]
-
-    def _add_hidden(self, pending: FakePending, slot: int) -> None:
-        row = self._rows[slot]
-        if row.admit.embeds:
-            digests = row.hidden or row.digests(self.spec.components)
-            pending.hidden[slot] = np.array(digests, dtype=np.float32)
-
-    def _num_top_logprobs(self, slot: int) -> int | None:
-        return self._rows[slot].admit.params.logprobs if slot in self._rows else None
-
-    def _score(self, token: int, num_top: int) -> TokenLogprobs:
-        top = range(min(num_top, self.spec.vocab_size))
-        ids = tuple((token + i) % self.spec.vocab_size for i in top)
-        return TokenLogprobs(-0.5, ids, tuple(-0.5 - i for i in top))
-
-
-def _check(pending: FakePending, slot: int, restore: Restore) -> None:
-    """Report payloads whose content is not what the device wrote."""
-    for component, start, end, payload in restore.placed():
-        if not as_fake((payload,))[0].intact:
-            pending.damaged.append(Damage(slot, component, start, end))
 
 
 def _fill(row: ToyRow, payloads: Mapping[Component, FakePayload], start: int, end: int) -> None:

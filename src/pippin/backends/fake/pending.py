@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pippin.backends.base import Capture, Damage, StepResult
+from pippin.backends.base import Capture, Damage, Restore, StepResult
 from pippin.backends.fake.device import FakeDevice
-from pippin.backends.fake.payloads import FakePayload
+from pippin.backends.fake.payloads import FakePayload, as_fake
 from pippin.backends.step_outputs import StepOutputs
 from pippin.types import TokenLogprobs
 
@@ -23,6 +23,12 @@ class FakePending(StepOutputs):
     captured_at: dict[int, int] = field(default_factory=dict)  # their lengths, once they have run
     damaged: list[Damage] = field(default_factory=list)
     masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
+
+    def check(self, slot: int, restore: Restore) -> None:
+        """Report payloads whose content is not what the device wrote."""
+        for component, start, end, payload in restore.placed():
+            if not as_fake((payload,))[0].intact:
+                self.damaged.append(Damage(slot, component, start, end))
 
     def dispatch(self) -> None:
         """`launch` has enqueued everything."""
