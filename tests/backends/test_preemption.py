@@ -16,7 +16,7 @@ REPLY_LEN = 18
 GROWTH = 4  # tokens that a row claims ahead; few, so that short replies outgrow it
 
 # Hybrid, windowed, plain; on torch the bundled model is one more hybrid.
-CHECKPOINTS = (BUNDLED, "gpt_oss", "llama", *TORCH_MODELS[1:])
+CHECKPOINTS = (BUNDLED, "gpt_oss", "llama", "llama4", *TORCH_MODELS[1:])
 
 
 def prompt_of(name: str, number: int) -> list[int]:
