@@ -45,6 +45,8 @@ class StepRecord:
     drafts: int = 0  # that its rows verified
     accepted: int = 0  # of these
     drafts_left: int = 0  # that the device made for the next step
+    # Of each row with drafts: its slot, how many it verified, and how many of these it accepted.
+    verified: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def host_waited(self) -> bool:

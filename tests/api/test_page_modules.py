@@ -282,6 +282,19 @@ def test_lanes_hold_every_row_and_do_not_overlap_themselves(call: Any) -> None:
         assert all(before[1] <= after[0] + 2e-6 for before, after in pairwise(own))
 
 
+def test_drafts_share_the_time_of_their_row(call: Any) -> None:
+    step = next(step for _, message in sample() for step in message["steps"] if step["decode"])
+    step |= {"ghosts": 0, "drafts": [[step["decode"][0], 3, 2]]}
+    spans = call("engine/timeline_layout.js", "layoutSteps([step], () => null)", step=step)
+    row = [span for span in spans if span["lane"] == step["decode"][0]]
+    assert [span["kind"] for span in row] == ["decode", "accepted", "accepted", "rejected"]
+    (device,) = (span for span in spans if span["lane"] == "device")
+    assert (row[0]["from"], row[-1]["to"]) == (device["from"], device["to"])
+    assert all(before["to"] == after["from"] for before, after in pairwise(row))
+    said = call("engine/timeline.js", "describeStep(step)", step=step)
+    assert "2 of 3 drafts accepted" in said
+
+
 def test_bins_hold_every_value(call: Any) -> None:
     values = [0.001, 0.0012, 0.01, 0.5, 3.0]
     assert sum(call("engine/charts.js", "logBins(values).counts", values=values)) == 5

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 from replica import Replica, Watched
 
-from builders import make_client, make_prompt
+from builders import Client, make_client, make_loop, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
 from pippin.engine.events import tree as tree_module
 from pippin.engine.events.event_sender import MAX_ROWS, MAX_STEPS
 from pippin.engine.events.schema import Frame
+from pippin.scheduler.speculation.oracle import OracleDrafter
+from pippin.scheduler.speculation.speculation import Speculation
 from pippin.types import Component
 
 MAX_MESSAGE_BYTES = 250_000  # docs/internals/events.md
@@ -70,6 +72,23 @@ def test_steps_say_what_was_computed_reused_and_sampled() -> None:
     assert [id for step in steps for id in step.started] == [first.id, second.id]
     assert sum(len(step.retired) for step in steps) == 2
     assert sum(len(step.decode) for step in steps) == sum(r.decode_rows for r in metrics.records)
+
+
+def test_steps_say_which_drafts_were_verified_and_accepted() -> None:
+    prompt = make_prompt(70)
+    drafter = OracleDrafter(lambda request: oracle(prompt, max_tokens=40)[0], 0.7, 97)
+    backend = FakeBackend(num_slots=1, max_depth=3)
+    speculation = Speculation(drafter, 3, lambda running: 3)
+    one = Watched(Client(make_loop(backend=backend, speculation=speculation)))
+    one.feed.watch()
+    reply = one.client.submit(prompt, max_tokens=40)
+    one.run()
+    drafts = [draft for step in one.replica.steps for draft in step.drafts]
+    assert {slot for slot, _, _ in drafts} == {1}
+    assert all(0 <= accepted <= verified <= 3 for _, verified, accepted in drafts)
+    accepted = sum(right for _, _, right in drafts)
+    assert accepted == reply.accepted_drafts > 0
+    assert sum(verified for _, verified, _ in drafts) - accepted == reply.rejected_drafts > 0
 
 
 def test_a_request_is_told_in_each_of_its_phases() -> None:

@@ -46,4 +46,9 @@ class Launched:
             drafts=self.plan.num_drafts,
             accepted=result.num_accepted,
             drafts_left=self.plan.num_drafts_left,
+            verified=tuple(
+                (row.slot, row.depth, len(result.tokens[row.slot]) - 1)
+                for row in self.plan.decode
+                if row.depth
+            ),
         )

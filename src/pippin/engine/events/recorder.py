@@ -194,6 +194,7 @@ class Recorder:
             span=None if span is None else round(span, 6),
             chunks=launched.chunks,
             decode=[row.slot for row in plan.decode],
+            drafts=list(record.verified),
             ghosts=record.ghosts,
             started=launched.started,
             preempted=launched.preempted,

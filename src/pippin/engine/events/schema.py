@@ -56,7 +56,8 @@ class StepEvent(msgspec.Struct, frozen=True, gc=False):
     idle: float | None  # seconds of `span` in which the device had nothing to do, at most
     span: float | None  # from the end of the step before on the device; None after a pause
     chunks: list[StepChunk]
-    decode: list[int]  # slots that ran one token
+    decode: list[int]  # slots that ran one token, and drafts behind it
+    drafts: list[tuple[int, int, int]]  # of these, slots with drafts: verified, and accepted
     ghosts: int  # of all rows: their requests had ended, what they sampled was dropped
     started: list[str]  # requests that got a slot
     preempted: list[str]  # requests that are back in the queue

@@ -5,7 +5,7 @@ import { announce, columns, h, scrollTable } from "../lib/dom.js";
 import { bytes, count, percent, plural, seconds } from "../lib/format.js";
 import { icon } from "../lib/icons.js";
 import { describeStep } from "./timeline.js";
-import { promptTokens } from "./timeline_layout.js";
+import { acceptedDrafts, promptTokens, verifiedDrafts } from "./timeline_layout.js";
 
 const REST_MS = 120; // the pointer rests that long before a text is fetched
 
@@ -34,6 +34,7 @@ export class Details {
     this.#show(`Step ${count(step.step)}`, [
       ["Prompts", step.chunks.length ? `${plural(promptTokens(step), "token")} in ${plural(step.chunks.length, "chunk")}` : "none"],
       ["Decode", step.decode.length ? plural(step.decode.length, "row") : "none"],
+      ["Drafts", verifiedDrafts(step) ? `${count(acceptedDrafts(step))} of ${count(verifiedDrafts(step))} accepted` : "none"],
       ["Ghosts", count(step.ghosts)],
       ["Planned and launched", seconds(step.launched - step.planned)],
       ["On the device", `${step.seen ? "" : "at least "}${seconds(busy)}`],
@@ -113,11 +114,16 @@ export const shortId = (id) => {
   return middle.slice(0, 6) + (choice && choice !== "-0" ? choice : "");
 };
 
+function tokensOf(slot, step) {
+  const [, verified, accepted] = step.drafts.find(([own]) => own === slot) ?? [slot, 0, 0];
+  return plural(1 + accepted, "token") + (verified ? `, ${count(accepted)} of ${plural(verified, "draft")}` : "");
+}
+
 function rowsTable(step, requestIn) {
   const rows = [
     ...step.chunks.map((chunk) => [chunk.slot, shortId(chunk.request),
       `${count(chunk.start)} + ${count(chunk.tokens)}${chunk.restored ? `, ${count(chunk.restored)} reused` : ""}`]),
-    ...step.decode.map((slot) => [slot, shortId(requestIn(slot, step.launched)?.id ?? "–"), "1 token"]),
+    ...step.decode.map((slot) => [slot, shortId(requestIn(slot, step.launched)?.id ?? "–"), tokensOf(slot, step)]),
   ].sort((a, b) => a[0] - b[0]);
   return scrollTable("Rows of the step", columns(["Slot", "Request", "Tokens"]),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, String(cell)))))));

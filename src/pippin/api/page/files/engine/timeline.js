@@ -3,7 +3,7 @@
 
 import { h } from "../lib/dom.js";
 import { count, plural, seconds } from "../lib/format.js";
-import { layoutSteps, promptTokens, stepAt } from "./timeline_layout.js";
+import { acceptedDrafts, layoutSteps, promptTokens, stepAt, verifiedDrafts } from "./timeline_layout.js";
 import { paint } from "./timeline_paint.js";
 
 const SPANS = [0.5, 1, 2, 5, 10, 20, 40]; // seconds in sight
@@ -141,6 +141,7 @@ export function describeStep(step) {
   const parts = [];
   if (step.chunks.length) parts.push(`${plural(promptTokens(step), "prompt token")} in ${plural(step.chunks.length, "chunk")}`);
   if (step.decode.length) parts.push(plural(step.decode.length, "decode row"));
+  if (step.drafts.length) parts.push(`${count(acceptedDrafts(step))} of ${plural(verifiedDrafts(step), "draft")} accepted`);
   if (step.ghosts) parts.push(plural(step.ghosts, "ghost"));
   if (step.preempted.length) parts.push(`${count(step.preempted.length)} preempted`);
   return `Step ${count(step.step)}: ${parts.join(", ") || "nothing computed"}; ${seconds(step.committed - step.planned)}`;

@@ -4,6 +4,7 @@
 //   device       [ step 7 ..........][ step 8 ..........
 //   slot 1       [chunk of a prompt ][ one token         ]
 //   slot 2       [ one token        ][ ghost             ]
+//   slot 3       [token|right|wrong ]                        two drafts, of which one was right
 //
 // `requestIn(slot, when)` is the request of a row: a row of one that had ended is a ghost.
 
@@ -26,13 +27,23 @@ export function layoutSteps(steps, requestIn) {
     spans.push({ lane: "device", kind, from, to, step });
     for (const chunk of step.chunks) spans.push({ lane: chunk.slot, kind: "prompt", from, to, step });
     const ghosts = ghostSlots(step, requestIn);
+    const drafts = new Map(step.drafts.map(([slot, ...counts]) => [slot, counts]));
     for (const slot of step.decode) {
-      spans.push({ lane: slot, kind: ghosts.has(slot) ? "ghost" : "decode", from, to, step });
+      const [verified, accepted] = ghosts.has(slot) ? [0, 0] : drafts.get(slot) ?? [0, 0];
+      const at = (n) => from + ((to - from) * n) / (1 + verified);
+      spans.push({ lane: slot, kind: ghosts.has(slot) ? "ghost" : "decode", from, to: at(1), step });
+      for (let n = 1; n <= verified; n += 1) {
+        spans.push({ lane: slot, kind: n <= accepted ? "accepted" : "rejected", from: at(n), to: at(n + 1), step });
+      }
     }
     for (const id of step.preempted) spans.push({ lane: "mark", kind: "preempted", from: step.planned, to: step.planned, step, id });
   }
   return spans;
 }
+
+export const verifiedDrafts = (step) => sum(step.drafts.map(([, verified]) => verified));
+
+export const acceptedDrafts = (step) => sum(step.drafts.map(([, , accepted]) => accepted));
 
 export const promptTokens = (step) => sum(step.chunks.map(({ tokens }) => tokens));
 

@@ -51,6 +51,12 @@ function drawSpan(pen, colours, span, x, rows) {
     pen.setLineDash([2, 2]);
     pen.strokeRect(left + 0.5, place.top + 0.5, Math.max(1, width - 1), place.height - 1);
     pen.setLineDash([]);
+  } else if (span.kind === "accepted") {
+    pen.fillStyle = colours.decode;
+    pen.fillRect(left, place.top + place.height / 3, width, (place.height * 2) / 3);
+  } else if (span.kind === "rejected") {
+    pen.fillStyle = colours.bad;
+    pen.fillRect(left, place.top + place.height - 2, width, 2);
   } else if (span.kind === "wait") {
     pen.fillStyle = colours.line;
     pen.fillRect(left, place.top + place.height / 2 - 1, width, 2);

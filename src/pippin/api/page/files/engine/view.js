@@ -14,7 +14,7 @@ import { State } from "./state.js";
 import { Timeline } from "./timeline.js";
 
 const SLOWLY_MS = 250; // numbers that change more often cannot be read
-const LANE_KINDS = [["plan", "plans"], ["launch", "launches"], ["wait", "waits"], ["commit", "commits"], ["prompt", "prompt’s chunk"], ["decode", "one token"], ["ghost", "ghost"], ["preempted", "preempted"]];
+const LANE_KINDS = [["plan", "plans"], ["launch", "launches"], ["wait", "waits"], ["commit", "commits"], ["prompt", "prompt’s chunk"], ["decode", "one token"], ["accepted", "accepted draft"], ["rejected", "rejected draft"], ["ghost", "ghost"], ["preempted", "preempted"]];
 const NODE_KINDS = [["attention", "attention KV"], ["window", "window KV"], ["state", "state at its end"], ["hidden", "head’s input"], ["locked", "locked"], ["hot", "hot"], ["evicted", "just evicted"]];
 
 export class Engine {
