@@ -220,6 +220,6 @@ class TraceWriter:
 
 
 def _work(step: StepEvent) -> Event:
-    names = ("chunks", "decode", "drafts", "ghosts", "captures", "loads", "spills")
-    names += ("forwards", "seen")
+    names = ["chunks", "decode", "drafts", "ghosts", "captures", "loads", "spills"]
+    names += ["forwards", "seen"]
     return {name: getattr(step, name) for name in names}
