@@ -16,10 +16,11 @@ from pippin import LLM, SamplingParams
 from pippin.backends.base import DeviceInfo
 from pippin.backends.mlx import environment
 from pippin.backends.mlx.cpu.operations.library import OperationsReport
-from pippin.config import Config, EngineConfig
+from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.offline.offline_requests import Completion
-from pippin.terminal.doctor import replies
+from pippin.terminal.doctor import drafts, replies
 from pippin.terminal.doctor.engine import Engine
+from pippin.terminal.doctor.findings import TimeLimit
 from pippin.terminal.doctor.on_mlx import kernels as mlx_kernels
 from pippin.terminal.doctor.on_mlx.choices import decode_steps, products
 from pippin.types import TokenLogprobs
@@ -205,3 +206,35 @@ def test_the_report_says_which_decode_steps_were_checked(
     engine: EngineConfig, compiled: bool, said: str
 ) -> None:
     assert decode_steps(Config(engine=engine), compiled=compiled) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wrong", "words", "level"),
+    [
+        ((2.0, 1.0), False, "2.00 times as fast, one request at a time, greedy: worth it", "ok"),
+        ((1.0, 1.0), False, "1.00 times as fast, one request at a time, greedy: not worth", "ok"),
+        ((2.0, 1.0), True, "2.00 times as fast", "wrong"),
+    ],
+)
+def test_drafts_are_worth_what_they_were_timed_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: tuple[float, float],
+    wrong: bool,
+    words: str,
+    level: str,
+) -> None:
+    def reply(llm: LLM, *, speculate: bool) -> tuple[float, list[int]]:
+        return seconds[speculate], [1, 2 + (wrong and speculate)]
+
+    monkeypatch.setattr(drafts, "timed_reply", reply)
+    engine = Engine(Config(ModelConfig(backend="fake")))
+    (found,) = drafts.drafts(engine, TimeLimit(60.0))
+    assert found.value.startswith(words)
+    assert found.level == level
+
+
+def test_replies_with_and_without_drafts_are_timed() -> None:
+    engine = Engine(Config(ModelConfig(backend="fake")))
+    (found,) = drafts.drafts(engine, TimeLimit(60.0))
+    assert found.level == "ok"
+    assert found.numbers["ratio"] > 0.0

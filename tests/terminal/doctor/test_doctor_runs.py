@@ -70,7 +70,8 @@ def test_mlx_is_loaded_twice_and_never_more(
     found = report(capsys, "mlx")
     assert loads == [False, True]
     names = ["machine", "device", "launches", "kernels", "model", "choices", "batch", "steps"]
-    assert list(found) == [*names, "plain"]
+    assert list(found) == [*names, "plain", "drafts"]
+    assert found["drafts"]["--speculate auto"]["value"] == "not timed: no time was left"
     assert {"attention", "decode steps", "type", "products"} <= set(found["choices"])
     assert set(found["steps"]["1 row"]["numbers"]) == {"64"}
     assert found["steps"]["16 rows"]["numbers"] == {}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pippin import LLM
 from pippin.amounts import show_bytes
-from pippin.config import Config
+from pippin.config import Config, EngineConfig
 from pippin.terminal.doctor.findings import ISSUE, Finding
 
 # How far apart, in log probability, two tokens may be whose order depends on the shape of a batch.
@@ -65,13 +65,20 @@ class Engine:
                 yield from of_torch(self.llm)
 
     def safe(self) -> LLM:
-        """The same model with --safe, in place of the one that was loaded: both may not fit."""
+        """The same model with --safe."""
+        return self._instead(replace(self._config.engine, safe=True, speculate="off"))
+
+    def drafting(self) -> LLM:
+        return self._instead(replace(self._config.engine, speculate="auto"))
+
+    def _instead(self, options: EngineConfig) -> LLM:
+        """In place of the engine that was loaded: both may not fit."""
         if self._llm is not None:
             self._llm.close()
         self._llm = None
         gc.collect()
-        engine = replace(self._config.engine, safe=True, speculate="off")
-        return LLM(config=replace(self._config, engine=engine))
+        self._llm = LLM(config=replace(self._config, engine=options))
+        return self._llm
 
     @property
     def is_plain(self) -> bool:

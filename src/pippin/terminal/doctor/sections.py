@@ -59,7 +59,7 @@ def _of_torch() -> Iterator[Section]:
 def _of_engine(
     config: Config, engine: Engine, limit: TimeLimit
 ) -> Iterator[tuple[str, str, Callable[[], Iterator[Finding]]]]:
-    from pippin.terminal.doctor import replies, steps
+    from pippin.terminal.doctor import drafts, replies, steps
 
     yield "model", "loading the model", engine.load
     yield "choices", "reading what was chosen", engine.choices
@@ -67,6 +67,8 @@ def _of_engine(
     yield "steps", "timing decode steps", partial(steps.steps, engine, limit)
     if not config.engine.safe and config.model.backend != "fake":
         yield "plain", "comparing with plain operations", partial(replies.plain, engine)
+        if not config.engine.deterministic:
+            yield "drafts", "timing replies with drafts", partial(drafts.drafts, engine, limit)
 
 
 def _not_found(message: str) -> Iterator[Finding]:

@@ -1,0 +1,51 @@
+"""What --speculate would gain here for one request at a time. Knows no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+from time import monotonic
+
+from pippin import LLM, SamplingParams
+from pippin.terminal.doctor.engine import MARGINS, Engine
+from pippin.terminal.doctor.findings import SAFE, Finding, TimeLimit, checked
+
+NAME = "--speculate auto"
+PROMPT = "A little girl named Lily found a small red box under her bed. She"
+PARAMS = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
+NUM_PAIRS = 3
+WORTH_IT = 1.1
+
+
+def drafts(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
+    """Greedy replies with drafts and without, in turn, by one engine."""
+    if limit.left() <= 0.0:
+        yield Finding(NAME, "not timed: no time was left")
+        return
+    with engine.drafting() as llm:
+        if llm.loop.backend.max_depth == 0:
+            yield Finding(NAME, "has no effect: this backend verifies no drafts for this model")
+            return
+        timed_reply(llm, speculate=True)  # what drafts are worth is learnt from them
+        pairs = [
+            (timed_reply(llm, speculate=False), timed_reply(llm, speculate=True))
+            for _ in range(NUM_PAIRS)
+        ]
+        rounds = engine.margin > MARGINS["float32"]  # and then decides between nearly equal tokens
+    ratio = median(plain[0] / drafted[0] for plain, drafted in pairs)
+    advice = "worth it for few requests" if ratio >= WORTH_IT else "not worth it here"
+    yield checked(
+        NAME,
+        f"{ratio:.2f} times as fast, one request at a time, greedy: {advice}",
+        ok=rounds or all(plain[1] == drafted[1] for plain, drafted in pairs),
+        means="replies with drafts differ from those without",
+        remedy=SAFE,
+        numbers={"ratio": ratio},
+    )
+
+
+def timed_reply(llm: LLM, *, speculate: bool) -> tuple[float, list[int]]:
+    started = monotonic()
+    (reply,) = llm.generate(PROMPT, replace(PARAMS, speculate=speculate))
+    return monotonic() - started, list(reply.tokens)
