@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -131,19 +132,10 @@ class MTPDrafter:
 
     # ---- one step --------------------------------------------------------------------------
 
-    def _drafts(
-        self,
-        hidden: mx.array,
-        tokens: mx.array,
-        counts: mx.array,
-        lengths: mx.array,
-        rings: tuple[mx.array, mx.array, mx.array],
-        choices: mx.array,
-        noise: mx.array,
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def _drafts(self, *inputs: Any) -> tuple[mx.array, mx.array, mx.array]:
         """int32 [width, as many as there is noise for], and the rings after them."""
         with substitutions.active():
-            return self._run_head(hidden, tokens, counts, lengths, rings, choices, noise)
+            return self._run_head(*inputs)
 
     def _run_head(
         self,
