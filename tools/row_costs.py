@@ -9,6 +9,8 @@ every column once; merging segments copies them twice.
 
 from __future__ import annotations
 
+import argparse
+
 import mlx.core as mx
 import numpy as np
 
@@ -65,10 +67,14 @@ def copied(num_rows: int, context: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--context", type=int, nargs="+", default=[512, 4096, 16_384])
+    options = parser.parse_args()
     print("| rows | context | held | segments: joins | tails | all rewritten: joins | tails |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
-    for num_rows in (1, 4, 16, 64):
-        for context in (512, 4096, 16_384):
+    for num_rows in options.rows:
+        for context in options.context:
             joins, tails, held = copied(num_rows, context)
             each = held * num_rows / STEPS_OF_A_REQUEST, held / TAIL
             found = (held, joins, tails, *each)

@@ -203,7 +203,7 @@ def test_what_is_timed_attends_that_way(
 def prepared(monkeypatch: pytest.MonkeyPatch, family: str, *, deterministic: bool) -> Any:
     """As on a GPU whose kernel is plain operations."""
     monkeypatch.setattr(load, "on_cpu", lambda: False)
-    monkeypatch.setattr(load, "_merge_linear_layers", lambda _: None)
+    monkeypatch.setattr(load, "_merge_linear_layers", lambda *_: None)
     monkeypatch.setattr(trial_run.packed_attention, "for_layout", lambda _: kernel)
     return load.prepare(*build(family), dtype="float32", deterministic=deterministic)
 

@@ -106,6 +106,7 @@ class BatchRunner:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if batch.status != "cancelling" or task is None:  # the server stops
+                self._save(owner, batch)  # what waited for a thread is not written any more
                 raise
             task.uncancel()
             end = "cancelled"
@@ -165,6 +166,9 @@ class BatchRunner:
             end, batch.errors = "failed", [LineError(*_reason(error))]
             log.error("the results of batch %s are not complete", batch.id, exc_info=error)
         batch.enter(end, time.time())
+        self._save(owner, batch)
+
+    def _save(self, owner: BatchOwner, batch: Batch) -> None:
         try:
             owner.batches.save(batch)
         except OSError as error:

@@ -31,7 +31,7 @@ class Verifier:
         self._sampler = sampler
         self._future_map = future_map
         self._admitted = admitted
-        self._num_accepted = mx.compile(num_accepted)
+        self._num_accepted = mx.compile(num_accepted) if future_map.drafts.size else num_accepted
 
     def verify(
         self,
