@@ -32,7 +32,7 @@ USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"name": "get_weather", "description": "Looks.", "input_schema": WEATHER}
 OTHERS = {*SAMPLING, *SERVING, *HINTS, *SAMPLERS, "chat_template_kwargs"}
 BETA = {"context_management", "mcp_servers", "compaction", "thread"}
-BETA |= {"fallbacks", "fallback_credit_token"}
+BETA |= {"fallbacks", "fallback_credit_token", "billing_policy"}
 HEADERS = {"workspace_id"}
 
 

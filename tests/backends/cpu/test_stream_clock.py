@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from statistics import median
 
 import mlx.core as mx
 import pytest
@@ -25,8 +24,8 @@ def clock() -> StreamClock:
     return found
 
 
-def busy_share(clock: StreamClock, host_does: Callable[[], None]) -> float:
-    """The median of several tries: other processes can hold any one of them up."""
+def busy_shares(clock: StreamClock, host_does: Callable[[], None]) -> list[float]:
+    """Several tries: other processes can hold any one of them up."""
     shares = []
     for _ in range(10):
         time.sleep(0.01)  # let the device go to sleep
@@ -34,7 +33,7 @@ def busy_share(clock: StreamClock, host_does: Callable[[], None]) -> float:
         host_does()
         after = clock.read()
         shares.append((after.busy - before.busy) / (after.at - before.at))
-    return median(shares)
+    return shares
 
 
 def compute() -> None:
@@ -70,4 +69,4 @@ def test_a_device_with_work_is_busy(clock: StreamClock) -> None:
 def test_a_device_without_work_is_idle_whatever_the_host_does(
     clock: StreamClock, host_does: Callable[[], None]
 ) -> None:
-    assert busy_share(clock, host_does) < 0.1
+    assert min(busy_shares(clock, host_does)) < 0.1  # what holds the device up makes it busier

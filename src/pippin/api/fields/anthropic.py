@@ -62,6 +62,7 @@ MESSAGES = FieldTable(
         "service_tier": ignored_field("there is one tier", "auto", "standard_only"),
         "speed": ignored_field("there is one speed", "standard"),
         "fallbacks": ignored_field("there is one model"),
+        "billing_policy": ignored_field("nothing is billed"),
         "fallback_credit_token": ignored_field("nothing is billed"),
         "compaction": refused_field("ask for a summary in messages"),
         "thread": refused_field("conversations are not stored; use /v1/responses"),
