@@ -11,7 +11,7 @@ from qwen35_server import MODEL, TEXT
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.messages.message_request import parse_message_request
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.snapshot_history import SnapshotHistory
+from pippin.api.requests.normalisation.snapshot_history import SnapshotHistory
 from pippin.config import LimitsConfig
 
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())

@@ -9,7 +9,7 @@ from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.bounds import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES
 from pippin.api.requests.leniency import Leniency
-from pippin.api.requests.snapshot_history import SnapshotHistory
+from pippin.api.requests.normalisation.snapshot_history import SnapshotHistory
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
 
@@ -76,7 +76,7 @@ class RequestRules:
     limits: LimitsConfig
     strict_fields: bool = False
     refuses_images: bool = False
-    normalises_prompts: bool = True  # see `requests/prompt_normalisation.py`
+    normalises_prompts: bool = True  # see `requests/normalisation/prompt_normalisation.py`
     snapshots: SnapshotHistory = field(default_factory=SnapshotHistory)
     owner: bytes = b""  # of the request; see `http/keys.py`
 

@@ -23,7 +23,7 @@ from pippin.api.requests.content.prediction import read_prediction
 from pippin.api.requests.custom_tools import InputReader, input_of
 from pippin.api.requests.extensions import effort_of, with_our_names
 from pippin.api.requests.neutral_request import ChatRequest
-from pippin.api.requests.prompt_normalisation import normalise
+from pippin.api.requests.normalisation.prompt_normalisation import normalise
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
 from pippin.text.tokenizer import Tokenizer

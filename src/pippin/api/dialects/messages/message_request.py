@@ -15,7 +15,7 @@ from pippin.api.fields.client_tools import client_tool
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ChatRequest, ToolUse
-from pippin.api.requests.prompt_normalisation import normalise
+from pippin.api.requests.normalisation.prompt_normalisation import normalise
 from pippin.api.requests.tools import (
     DeclaredTool,
     ToolChoice,
