@@ -57,15 +57,18 @@ class DraftCosts:
 
     def plain(self, rows: float) -> float | None:
         """Seconds of a step without drafts; None if unknown."""
-        point = self._points.get(size_class(round(rows)), {}).get(size_class(0))
-        return point.took if point is not None and point.known else None
+        point = self._plain_point(rows)
+        return None if point is None else point.took
 
     def plain_mean(self, rows: float) -> float | None:
         """Likewise, the mean: what steps lose or gain in all is compared with it, since a pause of
         the machine meets steps with drafts and without alike."""
+        point = self._plain_point(rows)
+        return None if point is None else fmean(point.seconds)
+
+    def _plain_point(self, rows: float) -> _Point | None:
         point = self._points.get(size_class(round(rows)), {}).get(size_class(0))
-        known = point is not None and point.known
-        return fmean(point.seconds) if point is not None and known else None
+        return point if point is not None and point.known else None
 
     def num_since_plain(self, rows: int) -> int:
         """Steps since one without drafts was seen, of about so many rows; more if few were."""
