@@ -45,6 +45,7 @@ class _Builder:
         self._shape = shape
         self._weights = weights
         self._rope = rope
+        self._norm_offset = _norm_offset(shape, weights)
         self.nbytes = 0
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
@@ -90,7 +91,7 @@ class _Builder:
 
     def norm(self, name: str) -> Norm:
         weight = self.take(name, exact=True)
-        return Norm(weight + self._shape.norm_offset, self._shape.eps)
+        return Norm(weight + self._norm_offset, self._shape.eps)
 
     def linear(self, *names: str, biased: bool = False) -> Linear:
         """Products of one input, one below the other."""
@@ -136,7 +137,7 @@ class _Builder:
         return DeltaLayer(
             shape=shape,
             project=project,
-            taps=self.take(f"{name}conv1d.weight").squeeze(1).T.contiguous(),
+            taps=self.take(f"{name}conv1d.weight").flatten(1).T.contiguous(),
             decay=-self.take(f"{name}A_log", exact=True).exp(),
             dt_bias=self.take(f"{name}dt_bias", exact=True),
             norm=Norm(self.take(f"{name}norm.weight", exact=True), self._shape.eps),
@@ -147,7 +148,7 @@ class _Builder:
         if experts is None:
             return self._dense(name)
         has_shared = experts.shared_intermediate > 0
-        gate_up, down = self._expert_weights(f"{name}experts.", experts.num_experts)
+        gate_up, down = self._expert_weights(name, experts.num_experts)
         return ExpertMlp(
             shape=experts,
             router=self.linear(f"{name}gate"),
@@ -165,12 +166,24 @@ class _Builder:
         )
 
     def _expert_weights(self, name: str, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stored as one tensor for all experts, or expert by expert."""
-        if self._weights.has(f"{name}gate_up_proj"):
-            return self.take(f"{name}gate_up_proj"), self.take(f"{name}down_proj")
-        mlps = [self._dense(f"{name}{expert}.") for expert in range(num_experts)]
+        """Stored as one tensor for all experts, as mlx-lm's three, or expert by expert."""
+        if self._weights.has(f"{name}experts.gate_up_proj"):
+            return self.take(f"{name}experts.gate_up_proj"), self.take(f"{name}experts.down_proj")
+        if self._weights.has(f"{name}switch_mlp.gate_proj.weight"):
+            parts = (f"{name}switch_mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
+            gate, up, down = map(self.take, parts)
+            return torch.cat([gate, up], dim=1), down
+        mlps = [self._dense(f"{name}experts.{expert}.") for expert in range(num_experts)]
         gate_up = torch.stack([mlp.gate_up.weight for mlp in mlps])
         return gate_up, torch.stack([mlp.down.weight for mlp in mlps])
+
+
+def _norm_offset(shape: ModelShape, weights: Weights) -> float:
+    """mlx-lm's checkpoints have it added, and store convolutions the other way round."""
+    if shape.delta is None:
+        return shape.norm_offset
+    conv = f"{shape.prefix}layers.{shape.layers.index('delta')}.linear_attn.conv1d.weight"
+    return 0.0 if weights.take(conv).shape[-1] == 1 else shape.norm_offset
 
 
 def _gates_apart(weight: torch.Tensor, shape: ModelShape) -> torch.Tensor:
