@@ -7,13 +7,23 @@ weight is read.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from pippin.backends.torch.shapes import (
+    AttentionShape,
+    DeltaShape,
+    DenseShape,
+    ExpertShape,
+    LayerShape,
+    MixerShape,
+    MlpShape,
+    ModelShape,
+    RopeShape,
+)
 from pippin.errors import LoadError, UnsupportedLayout
 
-LayerKind = Literal["attention", "window", "delta"]
 Json = dict[str, Any]
 
 FAMILIES = (
@@ -21,68 +31,6 @@ FAMILIES = (
     *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class RopeShape:
-    dim: int  # of a head's channels, how many are rotated: the first ones
-    theta: float
-    kind: str = "default"
-    options: Json = field(default_factory=dict)  # of the kind
-    max_len: int = 0
-
-
-@dataclass(frozen=True)
-class DeltaShape:
-    """A Gated DeltaNet layer."""
-
-    num_k_heads: int
-    num_v_heads: int
-    k_dim: int
-    v_dim: int
-    num_taps: int  # of the convolution
-    interleaved: bool  # its projections are stored head by head (qwen3_next)
-
-    @property
-    def num_channels(self) -> int:
-        """Of the convolution: queries, keys, values."""
-        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    num_experts: int
-    num_chosen: int
-    intermediate: int
-    normalised: bool  # the chosen ones' weights add up to 1
-    shared_intermediate: int = 0  # of the expert that every token goes to; 0: there is none
-    layers: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    model_type: str
-    prefix: str  # of the weights' names
-    vocab_size: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    max_len: int
-    tied: bool
-    rope: RopeShape
-    layers: tuple[LayerKind, ...]
-    window: int = 0  # tokens that layers with one see, the newest included
-    qk_norm: bool = False
-    qkv_bias: bool = False  # which products have a bias
-    out_bias: bool = False
-    mlp_bias: bool = False
-    norm_offset: float = 0.0  # a norm's weight is stored less this
-    gated_attention: bool = False
-    delta: DeltaShape | None = None
-    experts: ExpertShape | None = None
 
 
 def read_config(path: Path) -> Json:
@@ -115,44 +63,28 @@ def _shape(config: Json, model_type: str) -> ModelShape:
     is_hybrid = family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
     _refuse(text, model_type)
     window = _window(text, family)
-    num_heads = int(text["num_attention_heads"])
-    head_dim = int(text.get("head_dim") or text["hidden_size"] // num_heads)
     max_len = int(text.get("max_position_embeddings") or 4096)
-    # Mistral's and Qwen2's own code reads no such switch.
-    has_attention_bias = family not in ("mistral", "qwen2") and bool(text.get("attention_bias"))
+    mixers = _mixers(text, family, window, max_len, is_hybrid=is_hybrid)
     return ModelShape(
         model_type=model_type,
         prefix="model.language_model." if "text_config" in config else "model.",
         vocab_size=int(text["vocab_size"]),
         hidden=int(text["hidden_size"]),
-        intermediate=int(text.get("intermediate_size") or 0),
-        num_heads=num_heads,
-        num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
-        head_dim=head_dim,
         eps=float(text["rms_norm_eps"]),
         max_len=max_len,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        rope=_rope(text, head_dim, max_len, 0.25 if is_hybrid else 1.0),
-        layers=_layers(text, window, is_hybrid=is_hybrid),
-        window=window or 0,
-        qk_norm=family.startswith("qwen3"),
-        qkv_bias=family == "qwen2" or has_attention_bias,
-        out_bias=has_attention_bias,
-        mlp_bias=family == "llama" and bool(text.get("mlp_bias")),
+        layers=tuple(map(LayerShape, mixers, _mlps(text, family))),
         norm_offset=1.0 if is_hybrid else 0.0,
-        gated_attention=is_hybrid,
-        delta=_delta(text, interleaved=family == "qwen3_next") if is_hybrid else None,
-        experts=_experts(text, family),
     )
 
 
 def suit_kernels(shape: ModelShape) -> bool:
     """Whether our kernels take it: heads of powers of two, 16 at least, and no windows."""
-    if "window" in shape.layers:
+    if shape.window:
         return False
-    sizes = [shape.head_dim]
-    if shape.delta is not None:
-        sizes += [shape.delta.k_dim, shape.delta.v_dim]
+    sizes = [mixer.head_dim for mixer in shape.mixers(AttentionShape)]
+    for delta in shape.mixers(DeltaShape):
+        sizes += [delta.k_dim, delta.v_dim]
     return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
@@ -184,15 +116,37 @@ def _window(text: Json, family: str) -> int | None:
     return int(text.get("sliding_window") or 0) or None
 
 
-def _layers(text: Json, window: int | None, *, is_hybrid: bool) -> tuple[LayerKind, ...]:
+def _mixers(
+    text: Json, family: str, window: int | None, max_len: int, *, is_hybrid: bool
+) -> list[MixerShape]:
     num_layers = int(text["num_hidden_layers"])
     names = text.get("layer_types") or _layer_types(text, window, is_hybrid, num_layers)
-    kinds: dict[str, LayerKind] = {"linear_attention": "delta", "full_attention": "attention"}
-    if window is not None and not is_hybrid:
-        kinds["sliding_attention"] = "window"
+    full = _attention(text, family, max_len, is_hybrid=is_hybrid)
+    kinds: dict[str, MixerShape] = {"full_attention": full}
+    if is_hybrid:
+        kinds["linear_attention"] = _delta(text, interleaved=family == "qwen3_next")
+    elif window is not None:
+        kinds["sliding_attention"] = replace(full, window=window)
     if unknown := set(names) - set(kinds):
         raise UnsupportedLayout(f"layers of type {min(unknown)} are not served by torch")
-    return tuple(kinds[name] for name in names)
+    return [kinds[name] for name in names]
+
+
+def _attention(text: Json, family: str, max_len: int, *, is_hybrid: bool) -> AttentionShape:
+    num_heads = int(text["num_attention_heads"])
+    head_dim = int(text.get("head_dim") or text["hidden_size"] // num_heads)
+    # Mistral's and Qwen2's own code reads no such switch.
+    is_biased = family not in ("mistral", "qwen2") and bool(text.get("attention_bias"))
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
+        head_dim=head_dim,
+        rope=_rope(text, head_dim, max_len, 0.25 if is_hybrid else 1.0),
+        qk_norm=family.startswith("qwen3"),
+        qkv_bias=family == "qwen2" or is_biased,
+        out_bias=is_biased,
+        gated=is_hybrid,
+    )
 
 
 def _layer_types(text: Json, window: int | None, is_hybrid: bool, num_layers: int) -> list[str]:
@@ -223,18 +177,21 @@ def _delta(text: Json, *, interleaved: bool) -> DeltaShape:
     )
 
 
-def _experts(text: Json, family: str) -> ExpertShape | None:
+def _mlps(text: Json, family: str) -> list[MlpShape]:
+    num_layers = int(text["num_hidden_layers"])
+    biased = family == "llama" and bool(text.get("mlp_bias"))
+    dense = DenseShape(int(text.get("intermediate_size") or 0), biased)
     if family not in ("qwen3_moe", "qwen3_next", "qwen3_5_moe"):
-        return None
+        return [dense] * num_layers
     every = int(text.get("decoder_sparse_step") or 1)
-    dense = set(text.get("mlp_only_layers") or ())
-    chosen = (i for i in range(int(text["num_hidden_layers"])) if (i + 1) % every == 0)
-    return ExpertShape(
+    only_dense = set(text.get("mlp_only_layers") or ())
+    experts = ExpertShape(
         num_experts=int(text["num_experts"]),
         num_chosen=int(text["num_experts_per_tok"]),
         intermediate=int(text["moe_intermediate_size"]),
         normalised=family == "qwen3_5_moe"
         or bool(text.get("norm_topk_prob", family == "qwen3_next")),
         shared_intermediate=int(text.get("shared_expert_intermediate_size") or 0),
-        layers=frozenset(i for i in chosen if i not in dense),
     )
+    is_dense = ((i + 1) % every != 0 or i in only_dense for i in range(num_layers))
+    return [dense if alone else experts for alone in is_dense]

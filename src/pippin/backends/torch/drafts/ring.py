@@ -9,6 +9,8 @@ That costs drafts, never a token. What rejected drafts left has a tag behind the
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from pippin.backends.torch.models.attention_layer import AttentionLayer
@@ -19,7 +21,7 @@ NOTHING = -1
 
 def ring_bytes(mixer: AttentionLayer, item_bytes: int) -> int:
     """Of one slot."""
-    return LENGTH * (2 * mixer.num_kv_heads * mixer.head_dim * item_bytes + 4)
+    return LENGTH * (math.prod(mixer.shape.kv_parts) * item_bytes + 4)
 
 
 class HeadRing:
@@ -33,7 +35,7 @@ class HeadRing:
     ) -> None:
         """Slot 0 is that of what is not to be kept."""
         self.length = length
-        shape = (num_slots + 1, 2, mixer.num_kv_heads, length, mixer.head_dim)
+        shape = (num_slots + 1, 2, mixer.shape.num_kv_heads, length, mixer.shape.head_dim)
         self._kv = torch.zeros(shape, dtype=dtype, device=device)
         self._tags = torch.full((num_slots + 1, length), NOTHING, dtype=torch.int32, device=device)
 

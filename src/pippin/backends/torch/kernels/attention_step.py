@@ -176,7 +176,7 @@ def write_keys(
     """Keys and values of several tokens of a row, of which the later see the earlier: before
     `attention_step`, which writes each of them once more."""
     norm = layer.k_norm
-    _write_keys[(qkv.shape[0], layer.num_kv_heads)](
+    _write_keys[(qkv.shape[0], layer.shape.num_kv_heads)](
         qkv,
         norm.weight if norm else None,
         layer.rope.cos,
@@ -187,11 +187,11 @@ def write_keys(
         qkv.stride(0),
         kv.stride(0),
         norm.eps if norm else 0.0,
-        HEADS=layer.num_heads,
-        KV_HEADS=layer.num_kv_heads,
-        GATED=layer.gated,
+        HEADS=layer.shape.num_heads,
+        KV_HEADS=layer.shape.num_kv_heads,
+        GATED=layer.shape.gated,
         NORM=norm is not None,
-        D=layer.head_dim,
+        D=layer.shape.head_dim,
         ROTATED=layer.rope.dim,
         num_warps=1,
     )
@@ -248,17 +248,17 @@ def attention_step(
     inputs: Inputs,
 ) -> torch.Tensor:
     """[rows, heads * channels], what the last product reads."""
-    num_rows, heads, dim = qkv.shape[0], layer.num_heads, layer.head_dim
-    splits, least = splits_for(num_rows * layer.num_kv_heads)
+    num_rows, heads, dim = qkv.shape[0], layer.shape.num_heads, layer.shape.head_dim
+    splits, least = splits_for(num_rows * layer.shape.num_kv_heads)
     block = BLOCK_T if dim <= 128 else BLOCK_T // 2
     norms = layer.q_norm, layer.k_norm
     options = {"dtype": torch.float32, "device": qkv.device}
     sizes_of_parts = ((dim,), (), ())  # sums of values, largest scores, masses
     parts = [torch.empty(num_rows, heads, splits, *size, **options) for size in sizes_of_parts]
     out = torch.empty(num_rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
-    sizes = {"HEADS": heads, "GATED": layer.gated, "D": dim, "SPLITS": splits, "BLOCK": block}
+    sizes = {"HEADS": heads, "GATED": layer.shape.gated, "D": dim, "SPLITS": splits, "BLOCK": block}
     sizes["LEAST"] = least
-    _attend[(num_rows, layer.num_kv_heads, splits)](
+    _attend[(num_rows, layer.shape.num_kv_heads, splits)](
         qkv,
         norms[0].weight if norms[0] else None,
         norms[1].weight if norms[1] else None,
@@ -276,10 +276,10 @@ def attention_step(
         norms[0].eps if norms[0] else 0.0,
         dim**-0.5,
         **sizes,
-        KV_HEADS=layer.num_kv_heads,
+        KV_HEADS=layer.shape.num_kv_heads,
         NORM=norms[0] is not None,
         ROTATED=layer.rope.dim,
-        GROUP=max(16, triton.next_power_of_2(heads // layer.num_kv_heads)),
+        GROUP=max(16, triton.next_power_of_2(heads // layer.shape.num_kv_heads)),
         PRECISION=precision_of(qkv.dtype),
         num_warps=4,
         num_stages=2,

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from pippin.backends.mtp_weights import LAYER, PREFIX
 from pippin.backends.torch.checkpoint import Weights
-from pippin.backends.torch.config import DeltaShape, ExpertShape, ModelShape
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.mtp_head import MtpHead
 from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, Norm
 from pippin.backends.torch.models.rope import Rope
+from pippin.backends.torch.shapes import (
+    AttentionShape,
+    DeltaShape,
+    DenseShape,
+    ExpertShape,
+    LayerShape,
+    MlpShape,
+    ModelShape,
+    RopeShape,
+)
 from pippin.errors import LoadError
+from pippin.types import Component
 
 
 def build_decoder(
@@ -25,14 +37,14 @@ def build_decoder(
     mtp: frozenset[str] = frozenset(),
 ) -> Decoder:
     """`mtp`: names of the MTP head's weights, if it is wanted (`backends/mtp_weights.py`)."""
-    builder = _Builder(shape, weights, Rope.of(shape.rope, max_len, device))
+    builder = _Builder(shape, weights, max_len, device)
     embed = builder.take(f"{shape.prefix}embed_tokens.weight")
     head = Linear(embed) if shape.tied else builder.linear("lm_head")
-    counts = {"attention": 0, "window": 0, "delta": 0}
     layers = []
-    for index, kind in enumerate(shape.layers):
-        layers.append(builder.layer(index, counts[kind]))
-        counts[kind] += 1
+    numbers: Counter[Component] = Counter()
+    for index, layer in enumerate(shape.layers):
+        layers.append(builder.layer(index, layer, numbers[layer.kind]))
+        numbers[layer.kind] += 1
     norm = builder.norm(f"{shape.prefix}norm.weight")
     drafter = builder.mtp_head(mtp) if mtp else None
     return Decoder(
@@ -41,11 +53,15 @@ def build_decoder(
 
 
 class _Builder:
-    def __init__(self, shape: ModelShape, weights: Weights, rope: Rope) -> None:
+    def __init__(
+        self, shape: ModelShape, weights: Weights, max_len: int, device: torch.device
+    ) -> None:
         self._shape = shape
         self._weights = weights
-        self._rope = rope
         self._norm_offset = _norm_offset(shape, weights)
+        self._max_len = max_len
+        self._device = device
+        self._ropes: list[tuple[RopeShape, Rope]] = []
         self.nbytes = 0
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
@@ -53,23 +69,24 @@ class _Builder:
         self.nbytes += tensor.nbytes
         return tensor
 
-    def layer(self, index: int, number: int) -> DecoderLayer:
+    def layer(self, index: int, shape: LayerShape, number: int) -> DecoderLayer:
         name = f"{self._shape.prefix}layers.{index}."
-        kind = self._shape.layers[index]
-        window = self._shape.window if kind == "window" else 0
         return DecoderLayer(
             number=number,
             input_norm=self.norm(f"{name}input_layernorm.weight"),
-            mixer=self._delta(f"{name}linear_attn.")
-            if kind == "delta"
-            else self._attention(f"{name}self_attn.", window),
+            mixer=self._delta(f"{name}linear_attn.", shape.mixer)
+            if isinstance(shape.mixer, DeltaShape)
+            else self._attention(f"{name}self_attn.", shape.mixer),
             mlp_norm=self.norm(f"{name}post_attention_layernorm.weight"),
-            mlp=self._mlp(f"{name}mlp.", self._experts_of(index)),
+            mlp=self._mlp(f"{name}mlp.", shape.mlp),
         )
 
     def mtp_head(self, names: frozenset[str]) -> MtpHead:
+        """Its layer is as the model's last one that attends."""
         layer = f"{PREFIX}{LAYER}"
-        experts = self._shape.experts if f"{LAYER}mlp.gate.weight" in names else None
+        (*_, mixer) = self._shape.mixers(AttentionShape)
+        kind = ExpertShape if f"{LAYER}mlp.gate.weight" in names else DenseShape
+        mlps = (layer.mlp for layer in self._shape.layers if isinstance(layer.mlp, kind))
 
         def norm(name: str) -> Norm:
             return self.norm(f"{PREFIX}{name}.weight")
@@ -79,15 +96,11 @@ class _Builder:
             embed_norm=norm("pre_fc_norm_embedding"),
             hidden_norm=norm("pre_fc_norm_hidden"),
             input_norm=self.norm(f"{layer}input_layernorm.weight"),
-            mixer=self._attention(f"{layer}self_attn.", window=0),
+            mixer=self._attention(f"{layer}self_attn.", mixer),
             mlp_norm=self.norm(f"{layer}post_attention_layernorm.weight"),
-            mlp=self._mlp(f"{layer}mlp.", experts),
+            mlp=self._mlp(f"{layer}mlp.", next(mlps, DenseShape(0))),
             norm=norm("norm"),
         )
-
-    def _experts_of(self, index: int) -> ExpertShape | None:
-        experts = self._shape.experts
-        return experts if experts is not None and index in experts.layers else None
 
     def norm(self, name: str) -> Norm:
         weight = self.take(name, exact=True)
@@ -106,29 +119,31 @@ class _Builder:
                 )
         return Linear(weight)
 
-    def _attention(self, name: str, window: int) -> AttentionLayer:
-        shape = self._shape
+    def _attention(self, name: str, shape: AttentionShape) -> AttentionLayer:
         names = (f"{name}{part}_proj" for part in ("q", "k", "v"))
         qkv = self.linear(*names, biased=shape.qkv_bias)
-        if shape.gated_attention:
+        if shape.gated:
             bias = None if qkv.bias is None else _gates_apart(qkv.bias, shape)
             qkv = Linear(_gates_apart(qkv.weight, shape), bias)
         return AttentionLayer(
+            shape=shape,
             qkv=qkv,
             out=self.linear(f"{name}o_proj", biased=shape.out_bias),
-            rope=self._rope,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            gated=shape.gated_attention,
-            window=window,
+            rope=self._rope(shape.rope),
             q_norm=self.norm(f"{name}q_norm.weight") if shape.qk_norm else None,
             k_norm=self.norm(f"{name}k_norm.weight") if shape.qk_norm else None,
         )
 
-    def _delta(self, name: str) -> DeltaLayer:
-        shape = self._shape.delta
-        assert shape is not None
+    def _rope(self, shape: RopeShape) -> Rope:
+        """One table for all layers of a shape."""
+        for known, rope in self._ropes:
+            if known == shape:
+                return rope
+        rope = Rope.of(shape, self._max_len, self._device)
+        self._ropes.append((shape, rope))
+        return rope
+
+    def _delta(self, name: str, shape: DeltaShape) -> DeltaLayer:
         if shape.interleaved:
             qkvz, ba = self.linear(f"{name}in_proj_qkvz"), self.linear(f"{name}in_proj_ba")
             project = Linear(_heads_apart(qkvz.weight, ba.weight, shape))
@@ -144,13 +159,13 @@ class _Builder:
             out=self.linear(f"{name}out_proj"),
         )
 
-    def _mlp(self, name: str, experts: ExpertShape | None) -> Mlp:
-        if experts is None:
-            return self._dense(name)
-        has_shared = experts.shared_intermediate > 0
-        gate_up, down = self._expert_weights(name, experts.num_experts)
+    def _mlp(self, name: str, shape: MlpShape) -> Mlp:
+        if isinstance(shape, DenseShape):
+            return self._dense(name, biased=shape.bias)
+        has_shared = shape.shared_intermediate > 0
+        gate_up, down = self._expert_weights(name, shape.num_experts)
         return ExpertMlp(
-            shape=experts,
+            shape=shape,
             router=self.linear(f"{name}gate"),
             gate_up=gate_up,
             down=down,
@@ -158,8 +173,7 @@ class _Builder:
             shared_gate=self.linear(f"{name}shared_expert_gate") if has_shared else None,
         )
 
-    def _dense(self, name: str) -> DenseMlp:
-        biased = self._shape.mlp_bias
+    def _dense(self, name: str, *, biased: bool = False) -> DenseMlp:
         return DenseMlp(
             self.linear(f"{name}gate_proj", f"{name}up_proj", biased=biased),
             self.linear(f"{name}down_proj", biased=biased),
@@ -180,13 +194,15 @@ class _Builder:
 
 def _norm_offset(shape: ModelShape, weights: Weights) -> float:
     """mlx-lm's checkpoints have it added, and store convolutions the other way round."""
-    if shape.delta is None:
+    mixers = enumerate(layer.mixer for layer in shape.layers)
+    first = next((index for index, mixer in mixers if isinstance(mixer, DeltaShape)), None)
+    if first is None:
         return shape.norm_offset
-    conv = f"{shape.prefix}layers.{shape.layers.index('delta')}.linear_attn.conv1d.weight"
+    conv = f"{shape.prefix}layers.{first}.linear_attn.conv1d.weight"
     return 0.0 if weights.take(conv).shape[-1] == 1 else shape.norm_offset
 
 
-def _gates_apart(weight: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+def _gates_apart(weight: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Rows stored head by head as query and gate; here all queries come first."""
     num_rows = shape.num_heads * shape.head_dim
     queries, rest = weight[: 2 * num_rows], weight[2 * num_rows :]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pippin.backends.torch.config import ModelShape
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.mtp_head import MtpHead
 from pippin.backends.torch.models.parts import Linear, Mlp, Norm
+from pippin.backends.torch.shapes import ModelShape
 
 Mixer = AttentionLayer | DeltaLayer
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.torch.config import DeltaShape
 from pippin.backends.torch.models.parts import Linear, Norm
+from pippin.backends.torch.shapes import DeltaShape
 
 
 class Inputs(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.torch.config import ExpertShape
+from pippin.backends.torch.shapes import ExpertShape
 
 
 @dataclass(frozen=True)

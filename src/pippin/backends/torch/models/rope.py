@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pippin.backends.torch.config import RopeShape
+from pippin.backends.torch.shapes import RopeShape
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,13 @@ class LayerRun(ABC, Generic[Held]):
 
     def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         kv, held = self._pools.kv, self._held
-        if mixer.window:
+        window = mixer.shape.window
+        if window:
             assert self._windows is not None
             kv, held = self._pools.window_kv, self._windows
         q, k, v, gate = mixer.project(x, self._positions)
         kv[number][held.cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(self._look(q, kv[number], held, mixer.window), gate)
+        return mixer.finish(self._look(q, kv[number], held, window), gate)
 
     @abstractmethod
     def _look(self, q: torch.Tensor, kv: torch.Tensor, held: Held, window: int) -> torch.Tensor:

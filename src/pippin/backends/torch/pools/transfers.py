@@ -46,14 +46,14 @@ def payload_arrays(
     if component is Component.HIDDEN:
         return (ArraySpec("hidden", dtype, (shape.hidden,)),)
     if component in KV_KINDS:
-        layers = [str(i) for i, kind in enumerate(shape.layers) if kind == KV_KINDS[component]]
-        parts = (num_tokens, len(layers), 2, shape.num_kv_heads, shape.head_dim)
+        layers = [str(i) for i, layer in enumerate(shape.layers) if layer.kind is component]
+        parts = (num_tokens, layout.cell_bytes(component) // layout.dtype.itemsize)
         return (ArraySpec(f"{','.join(layers)}.kv", dtype, parts, token_axis=0),)
     assert component is Component.STATE
     heads, k_dim, v_dim = layout.recurrent_shape
     specs: list[ArraySpec] = []
-    for index, kind in enumerate(shape.layers):
-        if kind == "delta":
+    for index, layer in enumerate(shape.layers):
+        if layer.kind is Component.STATE:
             specs.append(ArraySpec(f"{index}.state.0", dtype, layout.conv_shape))
             specs.append(ArraySpec(f"{index}.state.1", "float32", (heads, v_dim, k_dim)))
     return tuple(specs)
