@@ -133,7 +133,7 @@ class _PlainWords:
 
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        mixed, z, b, a = mixer.split(mixer.project(x))
+        mixed, z, gates = mixer.split(mixer.project(x))
         given = self._inputs.recurrent
         states_in = given.states_in.long()
         source = torch.cat([conv[states_in].flatten(0, 1), mixed])
@@ -141,7 +141,7 @@ class _PlainWords:
             source[places.long()] * tap
             for places, tap in zip(given.places, mixer.taps, strict=True)
         )
-        inputs = mixer.inputs(convolved, b, a)
+        inputs = mixer.inputs(convolved, gates)
         y = torch.zeros_like(inputs.v)
         writes = []
         firsts, counts = given.first_block.tolist(), given.num_blocks.tolist()

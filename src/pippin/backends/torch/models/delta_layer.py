@@ -33,14 +33,15 @@ class DeltaLayer:
     out: Linear
 
     def split(self, projected: torch.Tensor) -> list[torch.Tensor]:
-        """[n, rows] to the convolution's inputs, z, b and a."""
+        """[n, rows] to the convolution's inputs, z and the gates' inputs."""
         heads = self.shape.num_v_heads
-        sizes = [self.shape.num_channels, heads * self.shape.v_dim, heads, heads]
+        sizes = [self.shape.num_channels, heads * self.shape.v_dim, 2 * heads]
         return list(projected.split(sizes, dim=-1))
 
-    def inputs(self, convolved: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Inputs:
-        """convolved [n, channels]: the convolution's sums, before silu."""
+    def inputs(self, convolved: torch.Tensor, gates: torch.Tensor) -> Inputs:
+        """convolved [n, channels]: the convolution's sums, before silu; gates: b | a."""
         shape = self.shape
+        b, a = gates.chunk(2, dim=-1)
         mixed = F.silu(convolved.float())
         k_size = shape.num_k_heads * shape.k_dim
         q, k, v = mixed.split([k_size, k_size, shape.num_v_heads * shape.v_dim], dim=-1)

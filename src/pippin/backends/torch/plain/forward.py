@@ -15,7 +15,8 @@ from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.attention import attend_rows
-from pippin.backends.torch.plain.gated_delta import Blocks, gated_delta_blocks, gated_delta_step
+from pippin.backends.torch.plain.blocks import Blocks
+from pippin.backends.torch.plain.recurrent import recur_blocks, recur_step
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import Batch, ChunkBatch, HeldCells
 from pippin.backends.torch.step.verify.batch import VerifiedCells
@@ -111,13 +112,13 @@ class _ChunkRun(BatchRun):
         batch, index = self._batch, self._conv
         assert index is not None
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        mixed, z, b, a = mixer.split(mixer.project(x))
+        mixed, z, gates = mixer.split(mixer.project(x))
         source = torch.cat([conv[batch.states_in].flatten(0, 1), mixed])
         convolved = mixed * mixer.taps[-1]
         for inputs, tap in zip(index.inputs, mixer.taps[:-1], strict=False):
             convolved += source[inputs] * tap
-        y, after = gated_delta_blocks(
-            mixer.inputs(convolved, b, a), self._blocks, recurrent[batch.states_in]
+        y, after = recur_blocks(
+            mixer, convolved, gates, self._blocks, recurrent[batch.states_in]
         )
         conv[self._slabs] = source[index.after]
         recurrent[self._slabs] = after[self._kept]
@@ -128,10 +129,10 @@ class _TokenRun(BatchRun):
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        mixed, z, b, a = mixer.split(mixer.project(x))
+        mixed, z, gates = mixer.split(mixer.project(x))
         source = torch.cat([conv[batch.states_in], mixed[:, None]], dim=1)
         convolved = (source * mixer.taps).sum(dim=1)
-        y, after = gated_delta_step(mixer.inputs(convolved, b, a), recurrent[batch.states_in])
+        y, after = recur_step(mixer, convolved, gates, recurrent[batch.states_in])
         conv[batch.states_out] = source[:, 1:]
         recurrent[batch.states_out] = after
         return mixer.finish(y, z)

@@ -12,7 +12,7 @@ from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.attention import attend_masked, attend_rows
 from pippin.backends.torch.plain.forward import LayerRun
-from pippin.backends.torch.plain.gated_delta import gated_delta_step
+from pippin.backends.torch.plain.recurrent import recur_step
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.verify.batch import VerifiedCells, VerifyBatch
@@ -70,8 +70,8 @@ class _VerifyRun(LayerRun[VerifiedCells]):
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        mixed, z, b, a = mixer.split(mixer.project(x))
-        inputs = self._pad(torch.cat([mixed, b, a], dim=1))
+        mixed, z, gates = mixer.split(mixer.project(x))
+        inputs = self._pad(torch.cat([mixed, gates], dim=1))
         kept = self._kept.of(number, batch.slots, batch.most_kept)
         states = (recurrent[batch.states_in], conv[batch.states_in])
         state, before = _fold(mixer, *states, kept, batch.counts)
@@ -114,9 +114,9 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token of each row, of what was kept of it [rows, width]: y, the states and the
     convolution's last inputs behind it."""
-    heads = mixer.shape.num_v_heads
-    mixed, b, a = inputs.split([mixer.shape.num_channels, heads, heads], dim=-1)
+    num_channels = mixer.shape.num_channels
+    mixed, gates = inputs[:, :num_channels], inputs[:, num_channels:]
     source = torch.cat([before, mixed[:, None]], dim=1)
     convolved = (source * mixer.taps).sum(dim=1)
-    y, after = gated_delta_step(mixer.inputs(convolved, b, a), states)
+    y, after = recur_step(mixer, convolved, gates, states)
     return y, after, source[:, 1:]
