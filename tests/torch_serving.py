@@ -1,8 +1,10 @@
-"""Serves the small checkpoints of torch_families.py, and the bundled model, on torch."""
+"""Serves the small checkpoints of torch_families.py and transformers_families.py, and the bundled
+model, on torch."""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from builders import AMPLE_BYTES
 from bundled import BUNDLED_PATH
@@ -10,12 +12,19 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import LoadedModel, load
 from reference import BUNDLED
 from torch_families import checkpoint
+from transformers_families import STATE_CONFIGS, written_model
 
 
 @cache
 def load_torch(name: str, dtype: str = "float32", mtp: bool = False) -> LoadedModel:
     """In float32 where tokens are compared: half precision leaves too many on a level."""
-    return load(BUNDLED_PATH if name == BUNDLED else checkpoint(name), dtype=dtype, mtp=mtp)
+    return load(path_of(name), dtype=dtype, mtp=mtp)
+
+
+def path_of(name: str) -> Path:
+    if name == BUNDLED:
+        return BUNDLED_PATH
+    return written_model(name)[1] if name in STATE_CONFIGS else checkpoint(name)
 
 
 def make_torch_backend(

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.models.build import build_decoder
-from pippin.backends.torch.shapes import AttentionShape, DenseShape, ExpertShape, ModelShape
+from pippin.backends.torch.shapes import AttentionShape, DeltaShape, DenseShape, ExpertShape, ModelShape
 
 QWEN3_5 = ROOT / "tests" / "fixtures" / "qwen3.5"  # its tokenizer, compressed, and its template
 BUNDLED = ROOT / "src" / "pippin" / "models" / "stories-hybrid-20m"
@@ -138,8 +138,8 @@ class RandomWeights:
         return next(size for part, size in sizes.items() if part in name)
 
     def _delta_sizes(self) -> dict[str, tuple[int, ...]]:
-        delta, hidden = self._shape.delta, self._shape.hidden
-        if delta is None:
+        delta, hidden = self._shape.recurrent, self._shape.hidden
+        if not isinstance(delta, DeltaShape):
             return {}
         values = delta.num_v_heads * delta.v_dim
         return {

@@ -7,10 +7,14 @@ weight is read.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pippin.backends.torch.families.lfm2 import read_lfm2
+from pippin.backends.torch.families.nemotron_h import read_nemotron_h
+from pippin.backends.torch.families.rope import read_rope
 from pippin.backends.torch.shapes import (
     AttentionShape,
     DeltaShape,
@@ -20,7 +24,6 @@ from pippin.backends.torch.shapes import (
     MixerShape,
     MlpShape,
     ModelShape,
-    RopeShape,
 )
 from pippin.errors import LoadError, UnsupportedLayout
 
@@ -29,8 +32,12 @@ Json = dict[str, Any]
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"),
     *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    *("lfm2", "nemotron_h"),
 )
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+READERS: dict[str, Callable[[Json], ModelShape]] = {
+    "lfm2": read_lfm2,
+    "nemotron_h": read_nemotron_h,
+}
 
 
 def read_config(path: Path) -> Json:
@@ -52,6 +59,8 @@ def read_shape(config: Json) -> ModelShape:
     if "quantization_config" in config or "quantization" in config:
         raise LoadError(f"quantized {model_type} checkpoints are not served by the torch backend")
     try:
+        if (read := READERS.get(model_type)) is not None:
+            return read(config)
         return _shape(config, model_type)
     except KeyError as error:
         raise LoadError(f"config.json of this {model_type} lacks {error}") from error
@@ -79,8 +88,9 @@ def _shape(config: Json, model_type: str) -> ModelShape:
 
 
 def suit_kernels(shape: ModelShape) -> bool:
-    """Whether our kernels take it: heads of powers of two, 16 at least, and no windows."""
-    if shape.window:
+    """Whether our kernels take it: heads of powers of two, 16 at least, no windows, and recurrent
+    layers of Gated DeltaNet alone."""
+    if shape.window or not isinstance(shape.recurrent, DeltaShape | None):
         return False
     sizes = [mixer.head_dim for mixer in shape.mixers(AttentionShape)]
     for delta in shape.mixers(DeltaShape):
@@ -93,18 +103,6 @@ def _refuse(text: Json, model_type: str) -> None:
         raise UnsupportedLayout(f"{model_type} with sliding windows is not served by torch")
     if text.get("hidden_act", "silu") != "silu":
         raise UnsupportedLayout(f"{model_type} with {text['hidden_act']} is not served by torch")
-
-
-def _rope(text: Json, head_dim: int, max_len: int, share: float) -> RopeShape:
-    options: Json = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = str(options.get("rope_type") or options.get("type") or "default")
-    if kind == "mrope":  # of text, whose three positions are one
-        kind = "default"
-    if kind not in ROPE_TYPES:
-        raise UnsupportedLayout(f"rope of type {kind} is not served by torch")
-    share = options.get("partial_rotary_factor") or text.get("partial_rotary_factor") or share
-    theta = options.get("rope_theta") or text.get("rope_theta") or 10000.0
-    return RopeShape(int(head_dim * float(share)), float(theta), kind, options, max_len)
 
 
 def _window(text: Json, family: str) -> int | None:
@@ -141,7 +139,7 @@ def _attention(text: Json, family: str, max_len: int, *, is_hybrid: bool) -> Att
         num_heads=num_heads,
         num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
         head_dim=head_dim,
-        rope=_rope(text, head_dim, max_len, 0.25 if is_hybrid else 1.0),
+        rope=read_rope(text, head_dim, max_len, share=0.25 if is_hybrid else 1.0),
         qk_norm=family.startswith("qwen3"),
         qkv_bias=family == "qwen2" or is_biased,
         out_bias=is_biased,

@@ -63,7 +63,7 @@ def _load(
     longest = min(shape.max_len, max_len or shape.max_len)
     progress("loading weights")
     with open_weights(path, device, shape.prefix) as weights:
-        stored = weights.stored_dtype(f"{shape.prefix}embed_tokens.weight")
+        stored = weights.stored_dtype(shape.stored_name(f"{shape.prefix}embed_tokens.weight"))
         weights.dtype = dtype_of(dtype, device, stored)
         head = find_mtp_weights(shape.model_type, weights.names) if mtp else frozenset[str]()
         if isinstance(head, str):

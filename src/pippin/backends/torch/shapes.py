@@ -5,10 +5,13 @@ Layers of one model may differ in everything that is said of a layer here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pippin.types import Component
+
+Activation = Literal["silu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,34 @@ class DeltaShape:
         """Of the convolution: queries, keys, values."""
         return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
+    @property
+    def num_gates(self) -> int:
+        """Inputs of a token that the recurrence reads beside what is convolved."""
+        return 2 * self.num_v_heads
+
+    @property
+    def state_parts(self) -> tuple[int, int, int]:
+        """Of the state: heads, keys' channels, values' channels."""
+        return (self.num_v_heads, self.k_dim, self.v_dim)
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """A short convolution alone (LFM2): its last inputs are its state."""
+
+    num_channels: int
+    num_taps: int
+    bias: bool = False  # of the convolution and of both products
+    num_gates: int = 0
+    state_parts: tuple[int, int, int] = (0, 0, 0)
+
 
 @dataclass(frozen=True)
 class DenseShape:
     intermediate: int
     bias: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,19 +96,57 @@ class ExpertShape:
     shared_intermediate: int = 0  # of the expert that every token goes to; 0: there is none
 
 
-MixerShape = AttentionShape | DeltaShape
+@dataclass(frozen=True)
+class MambaShape:
+    """A Mamba-2 layer."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of heads that share B and C
+    state_dim: int
+    num_taps: int
+    least_dt: float = 0.0  # of time steps
+    most_dt: float = math.inf
+    conv_bias: bool = True
+    bias: bool = False  # of both products
+    eps: float = 1e-5
+
+    @property
+    def inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: x, B, C."""
+        return self.inner + 2 * self.num_groups * self.state_dim
+
+    @property
+    def num_gates(self) -> int:
+        return self.num_heads
+
+    @property
+    def state_parts(self) -> tuple[int, int, int]:
+        return (self.num_heads, self.state_dim, self.head_dim)
+
+
+RecurrentShape = DeltaShape | ConvShape | MambaShape
+MixerShape = AttentionShape | RecurrentShape
 MlpShape = DenseShape | ExpertShape
-AnyMixer = TypeVar("AnyMixer", AttentionShape, DeltaShape)
+AnyMixer = TypeVar("AnyMixer", AttentionShape, DeltaShape, ConvShape, MambaShape)
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    mixer: MixerShape
-    mlp: MlpShape
+    """Either may be missing."""
+
+    mixer: MixerShape | None
+    mlp: MlpShape | None
 
     @property
-    def kind(self) -> Component:
-        """What the pools hold of its tokens."""
+    def kind(self) -> Component | None:
+        """What the pools hold of its tokens, if they do."""
+        if self.mixer is None:
+            return None
         if not isinstance(self.mixer, AttentionShape):
             return Component.STATE
         return Component.WINDOW if self.mixer.window else Component.ATTENTION
@@ -99,15 +163,23 @@ class ModelShape:
     tied: bool
     layers: tuple[LayerShape, ...]
     norm_offset: float = 0.0  # a norm's weight is stored less this
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of weights' names: Llama's, and its own
 
     def mixers(self, kind: type[AnyMixer]) -> list[AnyMixer]:
         """Of the layers that mix tokens so, in their order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, kind)]
 
     @property
-    def delta(self) -> DeltaShape | None:
+    def recurrent(self) -> RecurrentShape | None:
         """Of its recurrent layers: they are all alike."""
-        return next(iter(self.mixers(DeltaShape)), None)
+        mixers = (layer.mixer for layer in self.layers if layer.kind is Component.STATE)
+        return next((mixer for mixer in mixers if not isinstance(mixer, AttentionShape)), None)
+
+    def stored_name(self, name: str) -> str:
+        """Of a weight, in the checkpoint."""
+        for ours, stored in self.renamed:
+            name = name.replace(ours, stored)
+        return name
 
     @property
     def window(self) -> int:

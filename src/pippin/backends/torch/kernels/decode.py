@@ -47,6 +47,7 @@ class DecodeKernels:
             if isinstance(mixer, AttentionLayer):
                 y = self._attend(mixer, layer.number, product(x, mixer.qkv, norm=norm), inputs)
             else:
+                assert isinstance(mixer, DeltaLayer)
                 before = self._pools.conv[layer.number]
                 conv = ConvStep(before, mixer.taps, inputs.state_in, inputs.state_out)
                 projected = product(x, mixer.project, norm=norm, conv=conv)
@@ -57,6 +58,7 @@ class DecodeKernels:
 
     def _one_row_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         mlp, norm = layer.mlp, layer.mlp_norm
+        assert mlp is not None
         if not isinstance(mlp, DenseMlp):
             return x + feed_forward(mlp, norm_rows(x, norm))
         return product(product(x, mlp.gate_up, norm=norm, swiglu=True), mlp.down, residual=x)
@@ -66,6 +68,7 @@ class DecodeKernels:
         mixer = layer.mixer
         if isinstance(mixer, AttentionLayer):
             return mixer.out(self._attend(mixer, layer.number, mixer.qkv(normed), inputs))
+        assert isinstance(mixer, DeltaLayer)
         projected = mixer.project(normed)
         conv = self._pools.conv[layer.number]
         conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)

@@ -5,6 +5,9 @@ Knows no pools: a caller mixes the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from pippin.backends.torch.kernels.experts.products import (
@@ -16,18 +19,21 @@ from pippin.backends.torch.kernels.experts.products import (
 from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, route
 from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
 from pippin.backends.torch.models.decoder import Decoder, Mix
-from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Mlp
+from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Mlp, Norm, SquaredMlp
 
 
 def run_layers(decoder: Decoder, x: torch.Tensor, mix: Mix) -> torch.Tensor:
     """As `Decoder.run` and the last norm, of embeddings: [tokens, hidden], what the head reads."""
-    layers = decoder.layers
-    normed = norm_rows(x, layers[0].input_norm)
-    for index, layer in enumerate(layers):
-        x, normed = add_norm(x, mix(layer, normed), layer.mlp_norm)
-        last = index + 1 == len(layers)
-        following = decoder.norm if last else layers[index + 1].input_norm
-        x, normed = add_norm(x, feed_forward(layer.mlp, normed), following)
+    parts: list[tuple[Norm, Callable[[torch.Tensor], torch.Tensor]]] = []
+    for layer in decoder.layers:
+        if layer.mixer is not None:
+            parts.append((layer.input_norm, partial(mix, layer)))
+        if layer.mlp is not None:
+            parts.append((layer.mlp_norm, partial(feed_forward, layer.mlp)))
+    normed = norm_rows(x, parts[0][0])
+    following = [norm for norm, _ in parts[1:]] + [decoder.norm]
+    for (_, run), norm in zip(parts, following, strict=True):
+        x, normed = add_norm(x, run(normed), norm)
     return normed
 
 
@@ -35,6 +41,8 @@ def feed_forward(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
     """x [tokens, hidden], normed."""
     if isinstance(mlp, DenseMlp):
         return mlp.down(swiglu(mlp.gate_up(x)))
+    if isinstance(mlp, SquaredMlp):
+        return mlp(x)
     return run_experts(mlp, x, route(mlp.router(x), mlp.shape))
 
 

@@ -14,7 +14,7 @@ from pippin.backends.torch.kernels.attention_blocks import attend_blocks
 from pippin.backends.torch.kernels.delta_blocks import delta_blocks
 from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.rows import conv_rows, gated_norm, keep_inputs
-from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.forward import BatchRun, LayerRun
 from pippin.backends.torch.pools.memory import Pools
@@ -74,7 +74,8 @@ class _LaunchedRun(BatchRun):
             BlockInputs(*blocks),
         )
 
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(mixer, DeltaLayer)
         return _recur(mixer, x, self._pools, number, self._inputs)
 
 
@@ -92,7 +93,8 @@ class _CapturedRun(LayerRun[HeldCells]):
     ) -> torch.Tensor:
         return attend_blocks(q, kv, self._table, self._inputs.blocks)
 
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(mixer, DeltaLayer)
         return _recur(mixer, x, self._pools, number, self._inputs)
 
 

@@ -9,10 +9,10 @@ import torch
 from pippin.backends.mtp_weights import LAYER, PREFIX
 from pippin.backends.torch.checkpoint import Weights
 from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.build_recurrent import build_recurrent
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mixer
 from pippin.backends.torch.models.mtp_head import MtpHead
-from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, Norm
+from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, Norm, SquaredMlp
 from pippin.backends.torch.models.rope import Rope
 from pippin.backends.torch.shapes import (
     AttentionShape,
@@ -20,6 +20,7 @@ from pippin.backends.torch.shapes import (
     DenseShape,
     ExpertShape,
     LayerShape,
+    MixerShape,
     MlpShape,
     ModelShape,
     RopeShape,
@@ -41,7 +42,7 @@ def build_decoder(
     embed = builder.take(f"{shape.prefix}embed_tokens.weight")
     head = Linear(embed) if shape.tied else builder.linear("lm_head")
     layers = []
-    numbers: Counter[Component] = Counter()
+    numbers: Counter[Component | None] = Counter()
     for index, layer in enumerate(shape.layers):
         layers.append(builder.layer(index, layer, numbers[layer.kind]))
         numbers[layer.kind] += 1
@@ -65,21 +66,27 @@ class _Builder:
         self.nbytes = 0
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
-        tensor = self._weights.take(name, exact=exact)
+        tensor = self._weights.take(self._shape.stored_name(name), exact=exact)
         self.nbytes += tensor.nbytes
         return tensor
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(self._shape.stored_name(name))
 
     def layer(self, index: int, shape: LayerShape, number: int) -> DecoderLayer:
         name = f"{self._shape.prefix}layers.{index}."
         return DecoderLayer(
             number=number,
             input_norm=self.norm(f"{name}input_layernorm.weight"),
-            mixer=self._delta(f"{name}linear_attn.", shape.mixer)
-            if isinstance(shape.mixer, DeltaShape)
-            else self._attention(f"{name}self_attn.", shape.mixer),
+            mixer=None if shape.mixer is None else self._mixer(name, shape.mixer),
             mlp_norm=self.norm(f"{name}post_attention_layernorm.weight"),
-            mlp=self._mlp(f"{name}mlp.", shape.mlp),
+            mlp=None if shape.mlp is None else self._mlp(f"{name}mlp.", shape.mlp),
         )
+
+    def _mixer(self, name: str, shape: MixerShape) -> Mixer:
+        if isinstance(shape, AttentionShape):
+            return self._attention(f"{name}self_attn.", shape)
+        return build_recurrent(self, name, shape, self._shape.eps)
 
     def mtp_head(self, names: frozenset[str]) -> MtpHead:
         """Its layer is as the model's last one that attends."""
@@ -112,7 +119,7 @@ class _Builder:
         if biased:
             return Linear(weight, torch.cat([self.take(f"{name}.bias") for name in names]))
         for name in names:
-            if self._weights.has(f"{name}.bias"):
+            if self.has(f"{name}.bias"):
                 raise LoadError(
                     f"the checkpoint has a weight {name}.bias, but config.json asks for no such"
                     f" bias of {self._shape.model_type}: correct config.json"
@@ -143,23 +150,10 @@ class _Builder:
         self._ropes.append((shape, rope))
         return rope
 
-    def _delta(self, name: str, shape: DeltaShape) -> DeltaLayer:
-        if shape.interleaved:
-            qkvz, ba = self.linear(f"{name}in_proj_qkvz"), self.linear(f"{name}in_proj_ba")
-            project = Linear(_heads_apart(qkvz.weight, ba.weight, shape))
-        else:
-            project = self.linear(*(f"{name}in_proj_{part}" for part in ("qkv", "z", "b", "a")))
-        return DeltaLayer(
-            shape=shape,
-            project=project,
-            taps=self.take(f"{name}conv1d.weight").flatten(1).T.contiguous(),
-            decay=-self.take(f"{name}A_log", exact=True).exp(),
-            dt_bias=self.take(f"{name}dt_bias", exact=True),
-            norm=Norm(self.take(f"{name}norm.weight", exact=True), self._shape.eps),
-            out=self.linear(f"{name}out_proj"),
-        )
-
     def _mlp(self, name: str, shape: MlpShape) -> Mlp:
+        if isinstance(shape, DenseShape) and not shape.gated:
+            up, down = (self.linear(f"{name}{p}_proj", biased=shape.bias) for p in ("up", "down"))
+            return SquaredMlp(up, down)
         if isinstance(shape, DenseShape):
             return self._dense(name, biased=shape.bias)
         has_shared = shape.shared_intermediate > 0
@@ -181,9 +175,9 @@ class _Builder:
 
     def _expert_weights(self, name: str, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Stored as one tensor for all experts, as mlx-lm's three, or expert by expert."""
-        if self._weights.has(f"{name}experts.gate_up_proj"):
+        if self.has(f"{name}experts.gate_up_proj"):
             return self.take(f"{name}experts.gate_up_proj"), self.take(f"{name}experts.down_proj")
-        if self._weights.has(f"{name}switch_mlp.gate_proj.weight"):
+        if self.has(f"{name}switch_mlp.gate_proj.weight"):
             parts = (f"{name}switch_mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
             gate, up, down = map(self.take, parts)
             return torch.cat([gate, up], dim=1), down
@@ -209,13 +203,3 @@ def _gates_apart(weight: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     by_head = queries.unflatten(0, (shape.num_heads, 2, shape.head_dim))
     q, gate = (by_head[:, part].flatten(0, 1) for part in (0, 1))
     return torch.cat([q, gate, rest])
-
-
-def _heads_apart(qkvz: torch.Tensor, ba: torch.Tensor, shape: DeltaShape) -> torch.Tensor:
-    """Stored key head by key head as q, k, values, z and as b, a; here part by part."""
-    per_key = shape.num_v_heads // shape.num_k_heads
-    v_rows = per_key * shape.v_dim
-    by_head = qkvz.unflatten(0, (shape.num_k_heads, -1))
-    q, k, v, z = by_head.split([shape.k_dim, shape.k_dim, v_rows, v_rows], dim=1)
-    b, a = ba.unflatten(0, (shape.num_k_heads, -1)).split([per_key, per_key], dim=1)
-    return torch.cat([part.flatten(0, 1) for part in (q, k, v, z, b, a)])

@@ -8,21 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.models.mtp_head import MtpHead
 from pippin.backends.torch.models.parts import Linear, Mlp, Norm
 from pippin.backends.torch.shapes import ModelShape
 
-Mixer = AttentionLayer | DeltaLayer
+RecurrentLayer = DeltaLayer | ConvLayer | MambaLayer
+Mixer = AttentionLayer | RecurrentLayer
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
     number: int  # among the layers of its kind
     input_norm: Norm
-    mixer: Mixer
+    mixer: Mixer | None
     mlp_norm: Norm
-    mlp: Mlp
+    mlp: Mlp | None
 
 
 Mix = Callable[[DecoderLayer, torch.Tensor], torch.Tensor]  # a layer and its normed input
@@ -47,6 +50,8 @@ class Decoder:
         """What the layers make of tokens [n]: [n, hidden], before the last norm."""
         x = self.embed[tokens]
         for layer in self.layers:
-            x = x + mix(layer, layer.input_norm(x))
-            x = x + layer.mlp(layer.mlp_norm(x))
+            if layer.mixer is not None:
+                x = x + mix(layer, layer.input_norm(x))
+            if layer.mlp is not None:
+                x = x + layer.mlp(layer.mlp_norm(x))
         return x

@@ -31,6 +31,7 @@ class DeltaLayer:
     dt_bias: torch.Tensor  # float32 [value heads]
     norm: Norm  # of a head's values
     out: Linear
+    conv_bias: torch.Tensor | None = None  # [channels]
 
     def split(self, projected: torch.Tensor) -> list[torch.Tensor]:
         """[n, rows] to the convolution's inputs, z and the gates' inputs."""

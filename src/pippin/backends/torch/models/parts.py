@@ -76,4 +76,15 @@ class ExpertMlp:
         return (y * weights[..., None]).sum(dim=1)
 
 
-Mlp = DenseMlp | ExpertMlp
+@dataclass(frozen=True)
+class SquaredMlp:
+    """Without a gate: the squares of what is above zero (relu2)."""
+
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
+Mlp = DenseMlp | ExpertMlp | SquaredMlp

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from pippin.backends.torch.models.decoder import Decoder
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.plain.attention import attend_masked, attend_rows
 from pippin.backends.torch.plain.forward import LayerRun
-from pippin.backends.torch.plain.recurrent import recur_step
+from pippin.backends.torch.plain.recurrent import convolve_step, recur_step
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.verify.batch import VerifiedCells, VerifyBatch
@@ -41,7 +41,7 @@ class PlainVerify:
         """Run kept drafts, so that the states are those behind them."""
         for layer in self._decoder.layers:
             mixer, number = layer.mixer, layer.number
-            if not isinstance(mixer, DeltaLayer):
+            if mixer is None or isinstance(mixer, AttentionLayer):
                 continue
             recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
             kept = self._kept.of(number, slots, most)
@@ -67,7 +67,7 @@ class _VerifyRun(LayerRun[VerifiedCells]):
                 rows.append(attend_masked(part, kv[seen.cells], seen.written, seen.mask))
         return torch.cat(rows)
 
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
         mixed, z, gates = mixer.split(mixer.project(x))
@@ -94,7 +94,7 @@ class _VerifyRun(LayerRun[VerifiedCells]):
 
 
 def _fold(
-    mixer: DeltaLayer,
+    mixer: RecurrentLayer,
     states: torch.Tensor,  # [rows, ..]
     before: torch.Tensor,  # [rows, taps - 1, channels]: the convolution's last inputs
     kept: torch.Tensor,  # [rows, drafts, width]: behind a row's count they are anything, NaN too
@@ -110,13 +110,12 @@ def _fold(
 
 
 def _step(
-    mixer: DeltaLayer, states: torch.Tensor, before: torch.Tensor, inputs: torch.Tensor
+    mixer: RecurrentLayer, states: torch.Tensor, before: torch.Tensor, inputs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token of each row, of what was kept of it [rows, width]: y, the states and the
     convolution's last inputs behind it."""
     num_channels = mixer.shape.num_channels
     mixed, gates = inputs[:, :num_channels], inputs[:, num_channels:]
     source = torch.cat([before, mixed[:, None]], dim=1)
-    convolved = (source * mixer.taps).sum(dim=1)
-    y, after = recur_step(mixer, convolved, gates, states)
+    y, after = recur_step(mixer, convolve_step(mixer, source), gates, states)
     return y, after, source[:, 1:]

@@ -18,11 +18,12 @@ from functools import cached_property
 
 import torch
 
-from pippin.backends.torch.shapes import AttentionShape, DeltaShape, ModelShape
+from pippin.backends.torch.shapes import AttentionShape, ModelShape
 from pippin.types import Component, LayerSpec, ModelSpec
 
 ZERO_SLAB, WASTE_SLAB, FIRST_SLAB = 0, 1, 2
 CELLS_WITHOUT_STATES = 256  # of a slab, where there is no state to make room for
+LEAST_CELLS = 32  # of a slab, where states are small
 KV_KINDS = (Component.ATTENTION, Component.WINDOW)
 
 
@@ -53,19 +54,19 @@ class PoolLayout:
         return max(map(self._kv_bytes, self.shape.mixers(AttentionShape)), default=0)
 
     @property
-    def num_delta_layers(self) -> int:
-        return len(self.shape.mixers(DeltaShape))
+    def num_recurrent_layers(self) -> int:
+        return sum(layer.kind is Component.STATE for layer in self.shape.layers)
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:
-        delta = self.shape.delta
-        return (0, 0, 0) if delta is None else (delta.num_v_heads, delta.k_dim, delta.v_dim)
+        recurrent = self.shape.recurrent
+        return (0, 0, 0) if recurrent is None else recurrent.state_parts
 
     @property
     def conv_shape(self) -> tuple[int, int]:
         """The last inputs, oldest first."""
-        delta = self.shape.delta
-        return (0, 0) if delta is None else (delta.num_taps - 1, delta.num_channels)
+        recurrent = self.shape.recurrent
+        return (0, 0) if recurrent is None else (recurrent.num_taps - 1, recurrent.num_channels)
 
     @property
     def _recurrent_bytes(self) -> int:
@@ -78,13 +79,13 @@ class PoolLayout:
     @property
     def kept_width(self) -> int:
         """Of what is kept of a draft in each recurrent layer: the inputs of its convolution and of
-        its two gates."""
-        delta = self.shape.delta
-        return 0 if delta is None else delta.num_channels + 2 * delta.num_v_heads
+        its gates."""
+        recurrent = self.shape.recurrent
+        return 0 if recurrent is None else recurrent.num_channels + recurrent.num_gates
 
     def kept_bytes(self, max_depth: int) -> int:
         """Of one slot, for its drafts."""
-        return max_depth * self.num_delta_layers * self.kept_width * self._item_bytes
+        return max_depth * self.num_recurrent_layers * self.kept_width * self._item_bytes
 
     def cells_per_slab(self, kind: Component) -> int:
         nbytes = self.cell_bytes(kind)
@@ -93,16 +94,17 @@ class PoolLayout:
     @cached_property
     def slab_bytes(self) -> int:
         """Whole cells of every kind, and a state if there are any."""
-        state = self.num_delta_layers * (self._recurrent_bytes + self._conv_bytes)
+        state = self.num_recurrent_layers * (self._recurrent_bytes + self._conv_bytes)
         sizes = [size for kind in KV_KINDS if (size := self.cell_bytes(kind))]
-        least = state or CELLS_WITHOUT_STATES * max(sizes)
+        cells = LEAST_CELLS if state else CELLS_WITHOUT_STATES
+        least = max(state, cells * max(sizes, default=0))
         unit = math.lcm(*sizes) if sizes else 256
         return -(-least // unit) * unit
 
     @property
     def state_bytes(self) -> int:
         """Of a slab that holds a state: what rounding up to whole cells adds counts as its own."""
-        return self.slab_bytes if self.num_delta_layers else 0
+        return self.slab_bytes if self.num_recurrent_layers else 0
 
     def row_bytes(self, num_tokens: int, num_newest: int) -> int:
         """Of a row's own: beside what it sees of a window, so many more may be there."""
@@ -130,8 +132,10 @@ class PoolLayout:
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         specs = []
         left = self.state_bytes
-        num_left = self.num_delta_layers
+        num_left = self.num_recurrent_layers
         for index, layer in enumerate(self.shape.layers):
+            if layer.kind is None:
+                continue
             if isinstance(layer.mixer, AttentionShape):
                 nbytes, window = self._kv_bytes(layer.mixer), layer.mixer.window
                 specs.append(LayerSpec(index, layer.kind, nbytes, window or None))
@@ -159,7 +163,7 @@ class PoolLayout:
 
     def conv(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Of each recurrent layer [slabs, taps - 1, channels]."""
-        start = self.num_delta_layers * self._recurrent_bytes // self._item_bytes
+        start = self.num_recurrent_layers * self._recurrent_bytes // self._item_bytes
         return self._state_views(memory.view(self.dtype), start, self.conv_shape)
 
     def _state_views(
@@ -167,5 +171,5 @@ class PoolLayout:
     ) -> list[torch.Tensor]:
         """Of each recurrent layer a part of this shape, from `start` on in every slab."""
         slabs, size = memory.view(-1, self.slab_bytes // memory.itemsize), math.prod(shape)
-        starts = (start + layer * size for layer in range(self.num_delta_layers))
+        starts = (start + layer * size for layer in range(self.num_recurrent_layers))
         return [slabs[:, first : first + size].unflatten(1, shape) for first in starts]

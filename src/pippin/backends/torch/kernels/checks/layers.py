@@ -12,7 +12,7 @@ import torch
 
 from pippin.backends.base import PrefillRow
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
-from pippin.backends.torch.models.parts import DenseMlp, Linear, Mlp
+from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
@@ -39,6 +39,7 @@ def few_layers(decoder: Decoder) -> dict[str, Decoder]:
         if first is not None:
             shape, layer = first
             dense = DenseShape(0)  # its size is that of its weights
+            assert layer.mlp is not None
             alone = replace(layer, number=0, mlp=_dense(layer.mlp))
             kept = ((replace(shape, mlp=dense), alone), *kept)
             shapes, layers = zip(*kept, strict=True)
@@ -48,10 +49,10 @@ def few_layers(decoder: Decoder) -> dict[str, Decoder]:
     return found
 
 
-def _dense(mlp: Mlp) -> DenseMlp:
-    return (
-        mlp if isinstance(mlp, DenseMlp) else DenseMlp(Linear(mlp.gate_up[0]), Linear(mlp.down[0]))
-    )
+def _dense(mlp: Mlp) -> Mlp:
+    if isinstance(mlp, ExpertMlp):
+        return DenseMlp(Linear(mlp.gate_up[0]), Linear(mlp.down[0]))
+    return mlp
 
 
 class NoisyRows:

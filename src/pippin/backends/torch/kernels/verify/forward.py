@@ -22,6 +22,7 @@ from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
 from pippin.backends.torch.kernels.verify.places import accept, expand
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.accept import noise_words
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
@@ -112,6 +113,7 @@ class VerifyKernels:
             projected, kv = mixer.qkv(normed), self._pools.kv[number]
             write_keys(projected, mixer, kv, places.inputs)
             return mixer.out(attention_step(projected, mixer, kv, self._table, places.inputs))
+        assert isinstance(mixer, DeltaLayer)
         projected = mixer.project(normed)
         conv, recurrent = self._pools.conv[number], self._pools.recurrent[number]
         kept = self._kept.of_layer(number)
