@@ -38,6 +38,7 @@ from reference import BUNDLED
 
 MODELS = (BUNDLED, *FAMILIES)
 TORCH = "torch "  # the name of a checkpoint that the other backend serves begins so
+DRAFTED_BY = " drafted by "  # and the name of a draft model
 TORCH_MODELS = tuple(f"{TORCH}{name}" for name in (BUNDLED, "qwen3_5", "llama", "llama_windows"))
 if not is_installed("torch"):
     TORCH_MODELS = ()
@@ -63,12 +64,14 @@ def make_backend(
     if name.startswith(TORCH):
         from torch_serving import make_torch_backend
 
+        checkpoint, _, draft = name.removeprefix(TORCH).partition(DRAFTED_BY)
         return make_torch_backend(
-            name.removeprefix(TORCH),
+            checkpoint,
             num_slots=num_slots,
             pool_bytes=pool_bytes,
             max_depth=max_depth,
             mtp=name.endswith("_mtp"),
+            draft=draft or None,
         )
     loaded = model or served(name)
     return MLXBackend(loaded, num_slots=num_slots, max_depth=max_depth, debug=True)

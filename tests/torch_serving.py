@@ -16,9 +16,12 @@ from transformers_families import STATE_CONFIGS, written_model
 
 
 @cache
-def load_torch(name: str, dtype: str = "float32", mtp: bool = False) -> LoadedModel:
+def load_torch(
+    name: str, dtype: str = "float32", mtp: bool = False, draft: str | None = None
+) -> LoadedModel:
     """In float32 where tokens are compared: half precision leaves too many on a level."""
-    return load(path_of(name), dtype=dtype, mtp=mtp)
+    drafts = None if draft is None else path_of(draft)
+    return load(path_of(name), dtype=dtype, mtp=mtp, draft=drafts)
 
 
 def path_of(name: str) -> Path:
@@ -34,9 +37,11 @@ def make_torch_backend(
     pool_bytes: int = AMPLE_BYTES,
     max_depth: int = 0,
     mtp: bool = False,
+    draft: str | None = None,
 ) -> TorchBackend:
+    """`draft`: the name of a draft model."""
     return TorchBackend(
-        load_torch(name, mtp=mtp),
+        load_torch(name, mtp=mtp, draft=draft),
         num_slots=num_slots,
         pool_bytes=pool_bytes,
         fingerprints=True,

@@ -204,3 +204,10 @@ def test_drafts_of_a_head_are_compared_with_none(capsys: pytest.CaptureFixture[s
     assert said.count("0 replies say otherwise") >= 1
     assert "float32, 2 rows" in said
     assert "depth 2:" in said
+
+
+def test_a_model_that_drafts_for_itself_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
+    config = mtp.PLAIN | small | {"num_attention_heads": 2, "num_key_value_heads": 1}
+    mtp.draft_model(num_tokens=8, widths=(2,), depths=(2,), config=config, device="cpu")
+    assert "100% of drafts accepted, 0 replies say otherwise" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.torch.drafts.mtp_drafter import Entries, MtpDrafter
+from pippin.backends.torch.drafts.entries import Entries, StepDrafter
 from pippin.backends.torch.kernels.attention_step import attention_step, write_keys
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.layers import run_layers
@@ -47,7 +47,7 @@ class VerifyKernels:
         kept: KeptInputs,
         table: torch.Tensor,  # int32 [slots, positions]
         future: FutureMap,
-        drafter: MtpDrafter | None = None,
+        drafter: StepDrafter | None = None,
     ) -> None:
         self._decoder = decoder
         self._pools = pools
@@ -79,7 +79,7 @@ class VerifyKernels:
         return found
 
     def _draft(
-        self, drafter: MtpDrafter, inputs: PlaceInputs, found: torch.Tensor, choice: Choice
+        self, drafter: StepDrafter, inputs: PlaceInputs, found: torch.Tensor, choice: Choice
     ) -> None:
         """Behind what rows accepted: what was drawn behind each token is the next one."""
         places, size = inputs.places, inputs.places.size
@@ -90,7 +90,7 @@ class VerifyKernels:
         starts = places.starts.long()
         positions = (starts[:, None] + place).flatten()
         tokens = found[3:].T.flatten().long()
-        entered = drafter.feed(Entries(owners.flatten(), positions, tokens, inputs.hidden))
+        entered = drafter.feed(Entries(slots, owners.flatten(), positions, tokens, inputs.hidden))
         if not size.num_drafts:
             return
         low, high = words[KEYS].long()
