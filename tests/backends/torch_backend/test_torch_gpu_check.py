@@ -31,10 +31,9 @@ from run_again import RunAgain
 from torch_serving import load_torch
 
 pytestmark = pytest.mark.slow
-SMALL = right.TINY | {
-    "text_config": right.TINY["text_config"]
-    | {"num_hidden_layers": 2, "full_attention_interval": 2, "vocab_size": 300}
-}
+FEW_LAYERS = {"num_hidden_layers": 2, "full_attention_interval": 2}
+SHALLOW = right.TINY | {"text_config": right.TINY["text_config"] | FEW_LAYERS}
+SMALL = right.TINY | {"text_config": SHALLOW["text_config"] | {"vocab_size": 300}}
 
 
 @pytest.fixture
@@ -45,6 +44,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(races, "NUM_SCHEDULES", 2)
+    monkeypatch.setattr(races, "TINY", SHALLOW)
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -173,7 +173,8 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         "NUM_ROWS": 4,
         "NUM_OPERATIONS": 60,
         "BUDGET_SECONDS": 1e9,
-        "SERVED_SHAPE": limits.TINY,
+        "TINY": SHALLOW,
+        "SERVED_SHAPE": SHALLOW,
     }.items():
         monkeypatch.setattr(limits, name, value)
 
