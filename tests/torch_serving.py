@@ -12,7 +12,7 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import LoadedModel, load
 from reference import BUNDLED
 from torch_families import checkpoint
-from transformers_families import STATE_CONFIGS, written_model
+from transformers_families import WRITTEN_CONFIGS, written_model
 
 
 @cache
@@ -27,7 +27,7 @@ def load_torch(
 def path_of(name: str) -> Path:
     if name == BUNDLED:
         return BUNDLED_PATH
-    return written_model(name)[1] if name in STATE_CONFIGS else checkpoint(name)
+    return written_model(name)[1] if name in WRITTEN_CONFIGS else checkpoint(name)
 
 
 def make_torch_backend(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attention_families import ATTENTION_CONFIGS
 from families import CONFIGS
 from near_ties import log_softmax
 from small_models import Config, draw_values
@@ -26,6 +27,7 @@ STATE_CONFIGS: dict[str, Config] = {
     "lfm2_biases": _LFM2 | {"conv_bias": True, "block_auto_adjust_ff_dim": False},
     "nemotron_h": _NEMOTRON_H | {"hybrid_override_pattern": "M-M*-M*"},
 }
+WRITTEN_CONFIGS = STATE_CONFIGS | ATTENTION_CONFIGS
 
 
 @cache
@@ -36,7 +38,7 @@ def written_model(name: str) -> tuple[Any, Path]:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.for_model(**STATE_CONFIGS[name])
+    config = transformers.AutoConfig.for_model(**WRITTEN_CONFIGS[name])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.requires_grad_(False)
     for key, value in model.state_dict().items():

@@ -93,8 +93,8 @@ def test_replies_are_what_mlx_says(name: str) -> None:
 
 
 def test_what_it_lacks_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedLayout, match="gemma3_text models are not served by the torch"):
-        read_shape({"model_type": "gemma3_text"})
+    with pytest.raises(UnsupportedLayout, match="gemma4_text models are not served by the torch"):
+        read_shape({"model_type": "gemma4_text"})
     assert {str(config["model_type"]) for config in TORCH_CONFIGS.values()} <= set(FAMILIES)
 
 

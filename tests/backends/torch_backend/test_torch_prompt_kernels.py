@@ -23,6 +23,7 @@ from pippin.backends.torch.kernels.attention_blocks import (
 )
 from pippin.backends.torch.kernels.prompt import PromptKernels
 from pippin.backends.torch.kernels.rows import keep_inputs
+from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.plain.attention import attend_rows
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import WASTE_SLAB
@@ -67,8 +68,9 @@ def test_blocks_attend_to_what_their_rows_attend_to(tile: AttentionTile | None) 
     heads, dim = shape.num_heads, shape.head_dim
     q = torch.randn(128, heads, dim, device=DEVICE)
     batch = chunk_batch(made.taken, made.held, made.pools)
-    expected = attend_rows(q[:73], kv, batch.lengths, batch.held.seen)
-    found = attend_blocks(q, kv, made.held.table, made.inputs(ROOM).recurrent.blocks, tile)
+    scoring = Scoring(dim**-0.5)
+    expected = attend_rows(q[:73], kv, batch.lengths, batch.held.seen, scoring)
+    found = attend_blocks(q, kv, made.held.table, made.inputs(ROOM).recurrent.blocks, scoring, tile)
     torch.testing.assert_close(found[:73], expected, rtol=1e-5, atol=1e-5)
     assert not found[73:].any()
 

@@ -1,4 +1,4 @@
-"""Families with states or latent cells, against transformers on the checkpoints that it wrote.
+"""Families against transformers on the checkpoints that it wrote.
 
 Transformers judges what was said, given what was said before it.
 """
@@ -20,7 +20,7 @@ from pippin.errors import LoadError
 from pippin.scheduler.memory import claims
 from pippin.scheduler.planning import admission
 from serving import TORCH, check_idle, make_client, make_prompt
-from transformers_families import STATE_CONFIGS, score
+from transformers_families import STATE_CONFIGS, WRITTEN_CONFIGS, score
 
 
 def ask(client: Client, prompts: list[list[int]], max_tokens: int = 6) -> list[Reply]:
@@ -32,7 +32,7 @@ def ask(client: Client, prompts: list[list[int]], max_tokens: int = 6) -> list[R
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@pytest.mark.parametrize("family", STATE_CONFIGS)
+@pytest.mark.parametrize("family", WRITTEN_CONFIGS)
 def test_cold_joined_warm_and_preempted_replies_are_what_transformers_says(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,4 +76,4 @@ def test_what_a_family_may_have_and_is_not_served_is_refused_by_name(
 
 
 def test_families_that_transformers_writes_are_listed() -> None:
-    assert {str(config["model_type"]) for config in STATE_CONFIGS.values()} <= set(FAMILIES)
+    assert {str(config["model_type"]) for config in WRITTEN_CONFIGS.values()} <= set(FAMILIES)

@@ -11,7 +11,11 @@ from typing import Any, Literal, TypeVar
 
 from pippin.types import Component
 
-Activation = Literal["silu", "relu2"]
+# Norms of queries and keys: of each head, or of all heads' channels together.
+QkNorm = Literal["head", "all"]
+ActivationKind = Literal["silu", "gelu_tanh", "clamped"]
+# How routers weigh experts. `sigmoid`: each by itself, and a bias helps to choose.
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -23,14 +27,21 @@ class RopeShape:
     max_len: int = 0
 
 
+NO_ROPE = RopeShape(0, 1.0)  # keys say nothing of their position
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeShape
+    scale: float  # of scores
+    rope_pairs: bool = False  # as stored, a channel turns with its neighbour
     window: int = 0  # tokens that one sees, itself included; 0: all before it
-    qk_norm: bool = False
+    softcap: float = 0.0  # scores stay below it; 0: there is none
+    sinks: bool = False  # a score for each head that no value belongs to
+    qk_norm: QkNorm | None = None
     qkv_bias: bool = False  # which products have a bias
     out_bias: bool = False
     gated: bool = False
@@ -80,11 +91,21 @@ class ConvShape:
 
 
 @dataclass(frozen=True)
+class Activation:
+    """Of a gate, which is multiplied with what goes up. Clamped: gate and up stay below `limit`,
+    the gate is sharper by `alpha`, and 1 is added to what goes up."""
+
+    kind: ActivationKind = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
 class DenseShape:
     intermediate: int
     bias: bool = False
-    activation: Activation = "silu"
-    gated: bool = True
+    gated: bool = True  # else the squares of what is above zero
+    activation: Activation = Activation()
 
 
 @dataclass(frozen=True)
@@ -94,6 +115,13 @@ class ExpertShape:
     intermediate: int
     normalised: bool  # the chosen ones' weights add up to 1
     shared_intermediate: int = 0  # of the expert that every token goes to; 0: there is none
+    shared_gated: bool = True
+    bias: bool = False  # of experts and of their router
+    activation: Activation = Activation()
+    scoring: Scoring = "softmax"
+    num_groups: int = 1  # of experts: those of the best groups may be chosen
+    num_groups_chosen: int = 1
+    scale: float = 1.0  # of the chosen ones' weights
 
 
 @dataclass(frozen=True)
@@ -153,6 +181,17 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class NormNames:
+    """Of a layer's norms: before and behind attention, before and behind what follows it; "": there
+    is none."""
+
+    input: str = "input_layernorm"
+    mixed: str = ""
+    mlp: str = "post_attention_layernorm"
+    fed: str = ""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     model_type: str
     prefix: str  # of the weights' names
@@ -162,7 +201,14 @@ class ModelShape:
     max_len: int
     tied: bool
     layers: tuple[LayerShape, ...]
+    norms: NormNames = NormNames()
     norm_offset: float = 0.0  # a norm's weight is stored less this
+    centred_norms: bool = False  # they subtract the mean
+    parallel: bool = False  # a layer's feed-forward part reads what its attention reads
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a layer adds
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     renamed: tuple[tuple[str, str], ...] = ()  # parts of weights' names: Llama's, and its own
 
     def mixers(self, kind: type[AnyMixer]) -> list[AnyMixer]:

@@ -23,6 +23,7 @@ from pippin.backends.torch.drafts.entries import (
 from pippin.backends.torch.drafts.ring import DraftRing, ring_bytes
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.models.parts import Norm
 
 LENGTH = 512  # tokens of a row whose keys are kept,
 NUM_FIRST = 4  # of these the first ones
@@ -95,18 +96,27 @@ class ModelDrafter:
         # What lies before a slot's first token is no row's, and what lies behind the longest text
         # is never accepted.
         rotated = flat.clamp(0, self.most_places - 1)
-        x = decoder.embed[entries.tokens.clamp_max(len(decoder.embed) - 1)]
+        x = decoder.embedded(entries.tokens.clamp_max(len(decoder.embed) - 1))
         number = 0
         for layer in decoder.layers:
+            normed = self._normed(x, layer.input_norm)
             if isinstance(mixer := layer.mixer, AttentionLayer):
-                q, k, v, gate = mixer.project(self._norm(x, layer.input_norm), rotated)
+                q, k, v, gate = mixer.project(normed, rotated)
+                q = q * (mixer.shape.scale * mixer.shape.head_dim**0.5)  # the ring has its own
                 self.ring.write(number, entries.slots, flat.clamp_min(0), k, v)
                 window = mixer.shape.window
                 attended = self.ring.attend(number, q, entries.owners, places, bound, window)
-                x, number = x + mixer.finish(attended, gate), number + 1
+                mixed = self._normed(mixer.finish(attended, gate), layer.mixed_norm)
+                x, number = x + mixed * layer.scale, number + 1
             if layer.mlp is not None:
-                x = x + self._feed_forward(layer.mlp, self._norm(x, layer.mlp_norm))
+                if not layer.parallel:
+                    normed = self._normed(x, layer.mlp_norm)
+                fed = self._feed_forward(layer.mlp, normed)
+                x = x + self._normed(fed, layer.fed_norm) * layer.scale
         return self._norm(x, decoder.norm)
+
+    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return x if norm is None else self._norm(x, norm)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab], of the ids that the model which verifies has."""

@@ -39,7 +39,7 @@ class MtpDrafter:
     def feed(self, entries: Entries, bound: int | None = None) -> Entered:
         head = self._head
         assert entries.hidden is not None
-        embedded = self._norm(self._decoder.embed[entries.tokens], head.embed_norm)
+        embedded = self._norm(self._decoder.embedded(entries.tokens), head.embed_norm)
         hidden = self._norm(entries.hidden, head.hidden_norm)
         x = head.fc(torch.cat([embedded, hidden], dim=-1))
         # Drafts may lie behind the longest text there is: they are never accepted.

@@ -39,7 +39,8 @@ def read_lfm2(config: dict[str, Any]) -> ModelShape:
         num_kv_heads=int(config["num_key_value_heads"]),
         head_dim=head_dim,
         rope=read_rope(config, head_dim, max_len, theta=1e6),
-        qk_norm=True,
+        scale=head_dim**-0.5,
+        qk_norm="head",
     )
     conv = ConvShape(hidden, int(config["conv_L_cache"]), bool(config.get("conv_bias")))
     kinds: dict[str, MixerShape] = {"full_attention": attention, "conv": conv}

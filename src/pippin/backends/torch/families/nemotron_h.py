@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from pippin.backends.torch.shapes import (
+    NO_ROPE,
     AttentionShape,
     DenseShape,
     LayerShape,
     MambaShape,
     ModelShape,
-    RopeShape,
 )
 from pippin.errors import UnsupportedLayout
 
@@ -45,7 +45,7 @@ def read_nemotron_h(config: dict[str, Any]) -> ModelShape:
         raise UnsupportedLayout(f"nemotron_h with {act} is not served by torch")
     eps = float(config.get("layer_norm_epsilon") or 1e-5)
     biased = bool(config.get("mlp_bias"))
-    mlp = DenseShape(int(config["intermediate_size"]), biased, activation="relu2", gated=False)
+    mlp = DenseShape(int(config["intermediate_size"]), biased, gated=False)
     layers = {
         "mamba": LayerShape(_mamba(config, eps), None),
         "attention": LayerShape(_attention(config), None),
@@ -67,11 +67,13 @@ def read_nemotron_h(config: dict[str, Any]) -> ModelShape:
 def _attention(config: dict[str, Any]) -> AttentionShape:
     heads = int(config["num_attention_heads"])
     biased = bool(config.get("attention_bias"))
+    head_dim = int(config.get("head_dim") or config.get("attention_head_dim") or 128)
     return AttentionShape(
         num_heads=heads,
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config.get("attention_head_dim") or 128),
-        rope=RopeShape(0, 1.0),
+        head_dim=head_dim,
+        rope=NO_ROPE,
+        scale=head_dim**-0.5,
         qkv_bias=biased,
         out_bias=biased,
     )

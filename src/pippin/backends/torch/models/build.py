@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
 from pippin.backends.mtp_weights import LAYER, PREFIX
 from pippin.backends.torch.checkpoint import Weights
 from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.build_mlp import build_mlp
 from pippin.backends.torch.models.build_recurrent import build_recurrent
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mixer
 from pippin.backends.torch.models.mtp_head import MtpHead
-from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, Norm, SquaredMlp
+from pippin.backends.torch.models.parts import Head, Linear, Norm
 from pippin.backends.torch.models.rope import Rope
 from pippin.backends.torch.shapes import (
     AttentionShape,
@@ -21,7 +23,6 @@ from pippin.backends.torch.shapes import (
     ExpertShape,
     LayerShape,
     MixerShape,
-    MlpShape,
     ModelShape,
     RopeShape,
 )
@@ -40,7 +41,9 @@ def build_decoder(
     """`mtp`: names of the MTP head's weights, if it is wanted (`backends/mtp_weights.py`)."""
     builder = _Builder(shape, weights, max_len, device)
     embed = builder.take(f"{shape.prefix}embed_tokens.weight")
-    head = Linear(embed) if shape.tied else builder.linear("lm_head")
+    weight = embed if shape.tied else builder.linear("lm_head").weight
+    head = Head(weight, None, shape.logit_scale, shape.logit_softcap)
+    embed_scale = float(torch.tensor(shape.embed_scale, dtype=dtype))  # as embeddings are
     layers = []
     numbers: Counter[Component | None] = Counter()
     for index, layer in enumerate(shape.layers):
@@ -49,7 +52,15 @@ def build_decoder(
     norm = builder.norm(f"{shape.prefix}norm.weight")
     drafter = builder.mtp_head(mtp) if mtp else None
     return Decoder(
-        shape, dtype, embed, tuple(layers), norm, head, nbytes=builder.nbytes, mtp=drafter
+        shape,
+        dtype,
+        embed,
+        tuple(layers),
+        norm,
+        head,
+        nbytes=builder.nbytes,
+        embed_scale=embed_scale,
+        mtp=drafter,
     )
 
 
@@ -74,13 +85,21 @@ class _Builder:
         return self._weights.has(self._shape.stored_name(name))
 
     def layer(self, index: int, shape: LayerShape, number: int) -> DecoderLayer:
-        name = f"{self._shape.prefix}layers.{index}."
+        name, names = f"{self._shape.prefix}layers.{index}.", self._shape.norms
+
+        def norm(own: str) -> Norm | None:
+            return self.norm(f"{name}{own}.weight") if own else None
+
         return DecoderLayer(
             number=number,
-            input_norm=self.norm(f"{name}input_layernorm.weight"),
+            input_norm=norm(names.input),
             mixer=None if shape.mixer is None else self._mixer(name, shape.mixer),
-            mlp_norm=self.norm(f"{name}post_attention_layernorm.weight"),
-            mlp=None if shape.mlp is None else self._mlp(f"{name}mlp.", shape.mlp),
+            mlp_norm=norm(names.mlp),
+            mlp=None if shape.mlp is None else build_mlp(self, name, shape.mlp),
+            mixed_norm=norm(names.mixed),
+            fed_norm=norm(names.fed),
+            scale=self._shape.residual_scale,
+            parallel=self._shape.parallel,
         )
 
     def _mixer(self, name: str, shape: MixerShape) -> Mixer:
@@ -105,13 +124,13 @@ class _Builder:
             input_norm=self.norm(f"{layer}input_layernorm.weight"),
             mixer=self._attention(f"{layer}self_attn.", mixer),
             mlp_norm=self.norm(f"{layer}post_attention_layernorm.weight"),
-            mlp=self._mlp(f"{layer}mlp.", next(mlps, DenseShape(0))),
+            mlp=build_mlp(self, layer, next(mlps, DenseShape(0))),
             norm=norm("norm"),
         )
 
     def norm(self, name: str) -> Norm:
         weight = self.take(name, exact=True)
-        return Norm(weight + self._norm_offset, self._shape.eps)
+        return Norm(weight + self._norm_offset, self._shape.eps, self._shape.centred_norms)
 
     def linear(self, *names: str, biased: bool = False) -> Linear:
         """Products of one input, one below the other."""
@@ -127,18 +146,25 @@ class _Builder:
         return Linear(weight)
 
     def _attention(self, name: str, shape: AttentionShape) -> AttentionLayer:
-        names = (f"{name}{part}_proj" for part in ("q", "k", "v"))
-        qkv = self.linear(*names, biased=shape.qkv_bias)
+        parts = ("qkv",) if self.has(f"{name}qkv_proj.weight") else ("q", "k", "v")
+        qkv = self.linear(*(f"{name}{part}_proj" for part in parts), biased=shape.qkv_bias)
         if shape.gated:
             bias = None if qkv.bias is None else _gates_apart(qkv.bias, shape)
             qkv = Linear(_gates_apart(qkv.weight, shape), bias)
+        norms = [self.norm(f"{name}{part}_norm.weight") for part in "qk" if shape.qk_norm]
+        if shape.rope_pairs:
+            bias = None if qkv.bias is None else _pairs_apart(qkv.bias, shape)
+            qkv = Linear(_pairs_apart(qkv.weight, shape), bias)
+            order = _halves_first(shape, qkv.weight.device)
+            norms = [replace(norm, weight=norm.weight[..., order]) for norm in norms]
         return AttentionLayer(
             shape=shape,
             qkv=qkv,
             out=self.linear(f"{name}o_proj", biased=shape.out_bias),
             rope=self._rope(shape.rope),
-            q_norm=self.norm(f"{name}q_norm.weight") if shape.qk_norm else None,
-            k_norm=self.norm(f"{name}k_norm.weight") if shape.qk_norm else None,
+            q_norm=norms[0] if norms else None,
+            k_norm=norms[1] if norms else None,
+            sinks=self.take(f"{name}sinks", exact=True) if shape.sinks else None,
         )
 
     def _rope(self, shape: RopeShape) -> Rope:
@@ -149,41 +175,6 @@ class _Builder:
         rope = Rope.of(shape, self._max_len, self._device)
         self._ropes.append((shape, rope))
         return rope
-
-    def _mlp(self, name: str, shape: MlpShape) -> Mlp:
-        if isinstance(shape, DenseShape) and not shape.gated:
-            up, down = (self.linear(f"{name}{p}_proj", biased=shape.bias) for p in ("up", "down"))
-            return SquaredMlp(up, down)
-        if isinstance(shape, DenseShape):
-            return self._dense(name, biased=shape.bias)
-        has_shared = shape.shared_intermediate > 0
-        gate_up, down = self._expert_weights(name, shape.num_experts)
-        return ExpertMlp(
-            shape=shape,
-            router=self.linear(f"{name}gate"),
-            gate_up=gate_up,
-            down=down,
-            shared=self._dense(f"{name}shared_expert.") if has_shared else None,
-            shared_gate=self.linear(f"{name}shared_expert_gate") if has_shared else None,
-        )
-
-    def _dense(self, name: str, *, biased: bool = False) -> DenseMlp:
-        return DenseMlp(
-            self.linear(f"{name}gate_proj", f"{name}up_proj", biased=biased),
-            self.linear(f"{name}down_proj", biased=biased),
-        )
-
-    def _expert_weights(self, name: str, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stored as one tensor for all experts, as mlx-lm's three, or expert by expert."""
-        if self.has(f"{name}experts.gate_up_proj"):
-            return self.take(f"{name}experts.gate_up_proj"), self.take(f"{name}experts.down_proj")
-        if self.has(f"{name}switch_mlp.gate_proj.weight"):
-            parts = (f"{name}switch_mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
-            gate, up, down = map(self.take, parts)
-            return torch.cat([gate, up], dim=1), down
-        mlps = [self._dense(f"{name}experts.{expert}.") for expert in range(num_experts)]
-        gate_up = torch.stack([mlp.gate_up.weight for mlp in mlps])
-        return gate_up, torch.stack([mlp.down.weight for mlp in mlps])
 
 
 def _norm_offset(shape: ModelShape, weights: Weights) -> float:
@@ -203,3 +194,19 @@ def _gates_apart(weight: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     by_head = queries.unflatten(0, (shape.num_heads, 2, shape.head_dim))
     q, gate = (by_head[:, part].flatten(0, 1) for part in (0, 1))
     return torch.cat([q, gate, rest])
+
+
+def _pairs_apart(weight: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """Rows of queries and keys whose channels turn with their neighbours; here with those half a
+    head away. Scores are the same: queries and keys change places together."""
+    num_rows = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    by_head = weight[:num_rows].unflatten(0, (-1, shape.head_dim))
+    turned = by_head[:, _halves_first(shape, weight.device)].flatten(0, 1)
+    return torch.cat([turned, weight[num_rows:]])
+
+
+def _halves_first(shape: AttentionShape, device: torch.device) -> torch.Tensor:
+    """Of the rotated channels those at even places, then those at odd ones; then the rest."""
+    order = torch.arange(shape.head_dim, device=device)
+    pairs, rest = order[: shape.rope.dim], order[shape.rope.dim :]
+    return torch.cat([pairs.view(-1, 2).mT.flatten(), rest])

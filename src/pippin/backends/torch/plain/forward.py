@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
 from pippin.backends.torch.plain.attention import attend_rows
 from pippin.backends.torch.plain.blocks import Blocks
@@ -64,16 +64,17 @@ class LayerRun(ABC, Generic[Held]):
 
     def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         kv, held = self._pools.kv, self._held
-        window = mixer.shape.window
-        if window:
+        if mixer.shape.window:
             assert self._windows is not None
             kv, held = self._pools.window_kv, self._windows
         q, k, v, gate = mixer.project(x, self._positions)
         kv[number][held.cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(self._look(q, kv[number], held, window), gate)
+        return mixer.finish(self._look(q, kv[number], held, mixer.scoring), gate)
 
     @abstractmethod
-    def _look(self, q: torch.Tensor, kv: torch.Tensor, held: Held, window: int) -> torch.Tensor:
+    def _look(
+        self, q: torch.Tensor, kv: torch.Tensor, held: Held, scoring: Scoring
+    ) -> torch.Tensor:
         """Attention of each row over the cells that it sees."""
         ...
 
@@ -87,9 +88,9 @@ class BatchRun(LayerRun[HeldCells]):
         self._batch = batch
 
     def _look(
-        self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, window: int
+        self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, scoring: Scoring
     ) -> torch.Tensor:
-        return attend_rows(q, kv, self._batch.lengths, held.seen, window)
+        return attend_rows(q, kv, self._batch.lengths, held.seen, scoring)
 
 
 class _ChunkRun(BatchRun):

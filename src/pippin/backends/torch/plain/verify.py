@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
 from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.plain.attention import attend_masked, attend_rows
 from pippin.backends.torch.plain.forward import LayerRun
@@ -57,14 +57,15 @@ class _VerifyRun(LayerRun[VerifiedCells]):
         self._kept = kept
 
     def _look(
-        self, q: torch.Tensor, kv: torch.Tensor, held: VerifiedCells, window: int
+        self, q: torch.Tensor, kv: torch.Tensor, held: VerifiedCells, scoring: Scoring
     ) -> torch.Tensor:
         rows = []
         for part, seen in zip(q.split(self._batch.lengths), held.seen, strict=True):
             if seen.mask is None or seen.written is None:
-                rows.append(attend_rows(part, kv, [len(part)], [seen.cells], window))
+                rows.append(attend_rows(part, kv, [len(part)], [seen.cells], scoring))
             else:
-                rows.append(attend_masked(part, kv[seen.cells], seen.written, seen.mask))
+                known = kv[seen.cells]
+                rows.append(attend_masked(part, known, seen.written, seen.mask, scoring))
         return torch.cat(rows)
 
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:

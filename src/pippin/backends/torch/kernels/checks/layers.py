@@ -51,7 +51,7 @@ def few_layers(decoder: Decoder) -> dict[str, Decoder]:
 
 def _dense(mlp: Mlp) -> Mlp:
     if isinstance(mlp, ExpertMlp):
-        return DenseMlp(Linear(mlp.gate_up[0]), Linear(mlp.down[0]))
+        return DenseMlp(Linear(mlp.gate_up[0]), Linear(mlp.down[0]), mlp.shape.activation)
     return mlp
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from pippin.backends.torch.drafts.entries import Entries, StepDrafter
 from pippin.backends.torch.kernels.attention_step import attention_step, write_keys
@@ -60,7 +59,7 @@ class VerifyKernels:
         """[tokens, vocab] of every row's input token and drafts."""
         waste_cell = self._pools.layout.waste_cell
         places = expand(size, words, self._future, self._table, waste_cell)
-        x = F.embedding(places.tokens, self._decoder.embed)
+        x = self._decoder.embedded(places.tokens)
         mix = partial(self._mix, places=places)
         hidden = run_layers(self._decoder, x, mix)
         inputs = PlaceInputs(_unowned(places.inputs.words), places, hidden)
@@ -110,7 +109,7 @@ class VerifyKernels:
     def _mix(self, layer: DecoderLayer, normed: torch.Tensor, places: Places) -> torch.Tensor:
         mixer, number = layer.mixer, layer.number
         if isinstance(mixer, AttentionLayer):
-            projected, kv = mixer.qkv(normed), self._pools.kv[number]
+            projected, kv = mixer.normed(mixer.qkv(normed)), self._pools.kv[number]
             write_keys(projected, mixer, kv, places.inputs)
             return mixer.out(attention_step(projected, mixer, kv, self._table, places.inputs))
         assert isinstance(mixer, DeltaLayer)
