@@ -65,7 +65,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine.grammar_zygote": {"decode", "engine.model_vocabulary"},
     "engine.message_pump": {"messages", "engine.events", "scheduler.loop"},
     "engine.engine_client": {"messages", "engine.watchers", "engine.suspects"},
-    "engine.suspects": {"messages"},
+    "engine.suspects": {"messages", "engine.delta_queue"},
+    "engine.delta_queue": {"messages"},
     "engine.watchers": {"messages", "engine.events.schema"},
     "engine.events": {"types", "messages", "metrics", "cache", "scheduler", "backends.base"},
     "engine.events.schema": {"types"},
@@ -89,9 +90,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "startup": set(),
     "startup.find_checkpoint": {"config", "text", "hub.download"},
     "startup.describe_checkpoint": {"text", "api.model_info"},
-    "startup.draft_model": {"config", "text", "startup.find_checkpoint"},
     "startup.resolve": {
-        *("config", "startup.draft_model", "startup.find_checkpoint", "api.http.keys"),
+        *("config", "startup.find_checkpoint", "api.http.keys"),
         *("backends.nvidia", "backends.torch.config"),
     },
     "startup.servable": {

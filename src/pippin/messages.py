@@ -79,7 +79,7 @@ class Compiled(msgspec.Struct, tag="compiled", frozen=True):
     ids: list[str]
 
 
-class TokenDelta(msgspec.Struct, frozen=True, gc=False):
+class TokenDelta(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """New tokens of one request; `finish` set makes it the request's one terminal message."""
 
     id: str

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 from pippin.errors import ContextOverflow, PippinError, error_of
 from pippin.messages import Submit, TokenDelta
-from pippin.text.detokenizer import Detokenizer, TokenSpan
+from pippin.text.detokenizer import Detokenizer
 from pippin.text.parsers.base import PlainText, ReplyParser
 from pippin.text.pieces import Content, TextPiece, content_of, joined
 from pippin.text.prompt import Prompt
+from pippin.text.token_spans import TokenSpan
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import SamplingParams, TokenLogprobs
 
@@ -31,8 +34,7 @@ class ShownToken:
     logprobs: TokenLogprobs | None  # None: nothing predicted it, it is the very first
 
 
-@dataclass(frozen=True, slots=True)
-class SequencePiece:
+class SequencePiece(msgspec.Struct, frozen=True, gc=False):
     """The next part of one sequence. The last one has `finish`."""
 
     index: int
@@ -146,7 +148,11 @@ class GeneratedSequence:
         self._wants_logprobs = params.logprobs is not None
         self._stop_ids = frozenset(submit.stop_ids)
         self._detokenizer = Detokenizer(
-            tokenizer, params.stop, parser=parser, min_tokens=params.min_tokens
+            tokenizer,
+            params.stop,
+            parser=parser,
+            min_tokens=params.min_tokens,
+            with_spans=self._wants_logprobs,
         )
         self._logprobs: dict[int, TokenLogprobs] = {}  # by token index, until shown
         self._num_arrived = 0
@@ -177,16 +183,18 @@ class GeneratedSequence:
         """The delta's part of the reply; raises if the request failed or was aborted."""
         if delta.finish == "error" or delta.finish == "abort":
             raise error_of_delta(delta)
-        is_first, self._began = not self._began, True
         self._accepted_drafts = delta.accepted_drafts
         self.rejected_drafts = delta.rejected_drafts
+        pieces: list[TextPiece] = []
+        shown: list[ShownToken] = []
+        is_first, self._began = not self._began, True
         if is_first:
             self.cached_tokens = delta.cached_tokens or 0
             self.host_tokens = delta.host_tokens
             self.disk_tokens = delta.disk_tokens
             self.queued_s = delta.queued_s
             self.prompt_logprobs = delta.prompt_logprobs
-        pieces, shown = self._echo() if is_first else ([], [])
+            pieces, shown = self._echo()
         if self._hides_reply:
             finish: Literal["length"] | None = "length" if delta.finish else None
             self.finish = finish
@@ -195,22 +203,23 @@ class GeneratedSequence:
         reply, spans = self._decode(delta)
         num_new = self.num_tokens - num_before  # less than arrived, if a stop string cut them off
         self.finish = "stop" if self._detokenizer.stopped else delta.finish
-        if self._wants_logprobs:
+        if spans:
             shown += [self._shown(span) for span in spans]
         return SequencePiece(
             self.index,
-            joined([*pieces, *reply]),
+            joined([*pieces, *reply]) if pieces else reply,
             shown,
             delta.tokens[:num_new],
-            (delta.logprobs or [])[:num_new],
+            delta.logprobs[:num_new] if delta.logprobs else [],
             self.finish,
             is_first,
         )
 
     def _decode(self, delta: TokenDelta) -> tuple[list[TextPiece], list[TokenSpan]]:
         tokens = delta.tokens
-        for i, logprobs in enumerate(delta.logprobs or ()):
-            self._logprobs[self._num_arrived + i] = logprobs
+        if delta.logprobs:
+            known = enumerate(delta.logprobs, self._num_arrived)
+            self._logprobs.update(known)
         self._num_arrived += len(tokens)
         hides_last = delta.finish == "stop" and bool(tokens) and tokens[-1] in self._stop_ids
         decoded = self._detokenizer.feed(tokens[:-1] if hides_last else tokens)
@@ -218,7 +227,7 @@ class GeneratedSequence:
             return decoded.pieces, decoded.spans
         self._num_unseen = int(hides_last)
         rest = self._detokenizer.close()
-        return decoded.pieces + rest.pieces, decoded.spans + rest.spans
+        return joined(decoded.pieces + rest.pieces), decoded.spans + rest.spans
 
     def _shown(self, span: TokenSpan) -> ShownToken:
         base = len(self.prompt.echo.text) if self.prompt.echo else 0

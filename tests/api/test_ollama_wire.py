@@ -10,7 +10,7 @@ import httpx
 import pytest
 from scripted_engine import TOKENIZER, ScriptedEngine, answer_anything, hang, say, serving
 
-from pippin.api.http import sending
+from pippin.api.http import heartbeats, sending
 from pippin.config import ServerConfig
 
 PIXEL = base64.b64encode(
@@ -39,7 +39,7 @@ def test_a_stream_that_waits_is_kept_open_by_what_json_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sending, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(sending, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeats, "HEARTBEAT_SECONDS", 0.01)
     with (
         serving(ScriptedEngine(hang())) as url,
         httpx.stream("POST", f"{url}/api/chat", json={**CHAT, "timeout": 0.5}) as reply,

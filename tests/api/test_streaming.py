@@ -14,7 +14,7 @@ import pytest
 from scripted_engine import Script, ScriptedEngine, fail, hang, say, serving
 
 from pippin.api.dialects.messages.message_reply import MessagesDialect
-from pippin.api.http import sending
+from pippin.api.http import heartbeats, sending
 from pippin.messages import Submit, TokenDelta
 
 STREAM = {
@@ -27,7 +27,7 @@ STREAM = {
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "GRACE_SECONDS", 0.01)
-    monkeypatch.setattr(sending, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeats, "HEARTBEAT_SECONDS", 0.02)
 
 
 @pytest.mark.usefixtures("impatient")

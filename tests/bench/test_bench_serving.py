@@ -23,6 +23,7 @@ from pippin.bench.served import scenarios, suite
 from pippin.bench.served.cold_warm import ColdWarm, cold_warm_table
 from pippin.bench.served.prefix import prefix
 from pippin.bench.served.serving import find_target, measure_server
+from pippin.bench.served.streams import measure_streams
 from pippin.bench.served.watching import cost_of_watching
 from pippin.bench.servers import processes
 from pippin.config import Config, EngineConfig, ModelConfig
@@ -177,3 +178,15 @@ def test_sigterm_unwinds_and_is_put_back() -> None:
     with pytest.raises(SystemExit), processes.ended_by_sigterm():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_cost_of_a_streamed_token_is_measured_in_both_processes() -> None:
+    report = measure_streams(["chat", "ollama"], [2], rate=400.0, seconds=0.3)
+    costs = report.data["costs"]
+    assert [each["dialect"] for each in costs] == ["chat", "ollama"]
+    assert all(each["num_streams"] == 2 and each["bytes_per_token"] > 0 for each in costs)
+    assert all(each["server_us"] > 0 and each["engine_us"] > 0 for each in costs)
+    with pytest.raises(BenchError, match="'chats' is no dialect: use chat, "):
+        measure_streams(["chats"], [2], rate=400.0, seconds=0.3)
+    with pytest.raises(BenchError, match="replies end in 600 s"):
+        measure_streams(["chat"], [2], rate=400.0, seconds=600.0)

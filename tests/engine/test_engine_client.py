@@ -79,6 +79,7 @@ def test_deltas_reach_the_request_they_belong_to() -> None:
     async def scenario(client: EngineClient, sent: SentMessages) -> None:
         tasks = await open_requests(client, "a", "b")
         say(client, TokenDelta("a", [1]), TokenDelta("b", [2]))
+        await asyncio.sleep(0)  # each reads what it got
         say(client, TokenDelta("x", [9]), TokenDelta("b", finish="stop"))
         say(client, TokenDelta("a", [3], finish="length"))
         a, b = await asyncio.gather(*tasks)

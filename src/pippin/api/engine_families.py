@@ -47,6 +47,8 @@ pippin_kv_offload_requests_loading = {tier}.loading
     Number of requests that wait for a load from a lower tier, by tier.
 """
 COUNTERS = """\
+pippin_engine_cpu_seconds = cpu_seconds
+    CPU seconds of the engine process, all threads.
 pippin_steps = metrics.steps
     Number of steps that the engine ran.
 pippin_prompt_tokens = metrics.prompt_tokens

@@ -17,14 +17,14 @@ HELP_ALL = "--help-all"
 
 # heading: (fields that --help lists, fields that only --help-all lists)
 _FIELDS: dict[str, tuple[str, str]] = {
-    "Model": ("model backend dtype revision max_len deterministic safe", ""),
+    "Model": ("model backend dtype revision max_len deterministic safe", "fake_step"),
     "Memory": ("memory", "wired buffer_limit"),
     "Prefix cache": (
         "prefix_cache cache_dir disk host_cache",
         "share_prefixes prompt_normalisation canary",
     ),
     "Batching": (
-        "max_running max_queue speculate draft_model",
+        "max_running max_queue speculate",
         "max_queue_tokens prefill_tokens max_gap overlap forced_chunks",
     ),
     "API": (

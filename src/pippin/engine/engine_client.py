@@ -54,6 +54,7 @@ class Engine(Protocol):
     def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         """The request's deltas up to its terminal one; NotReady if it is not taken.
 
+        What has arrived since the last one was read is one delta.
         A generator closed or cancelled before that aborts the request.
         """
         ...
@@ -249,12 +250,12 @@ class EngineClient:
         if not request.started and delta.error_code == DeviceFailed.code:
             return  # it failed with all others; the next engine serves it
         request.started = True
-        request.deltas.put_nowait(delta)
+        request.deltas.put(delta)
 
     def _end(self, id: str, reason: str) -> None:
         request = self._requests[id]
         self._forget(id)
-        request.deltas.put_nowait(
+        request.deltas.put(
             TokenDelta(
                 id,
                 finish="error",

@@ -7,7 +7,6 @@ step; and at most once. A request that is in flight at two deaths is not served 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -15,8 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pippin.engine.delta_queue import DeltaQueue
 from pippin.errors import PoisonRequest
-from pippin.messages import Submit, TokenDelta
+from pippin.messages import Submit
 
 MAX_ENGINES = 2  # that one request is submitted to
 MAX_DEATHS = 2  # at which one request was in flight; then it is refused
@@ -26,7 +26,7 @@ REMEMBERED_SUSPECTS = 4096
 @dataclass(eq=False)
 class OpenRequest:
     submit: Submit
-    deltas: asyncio.Queue[TokenDelta] = field(default_factory=asyncio.Queue)
+    deltas: DeltaQueue = field(default_factory=DeltaQueue)
     started: bool = False  # an engine reported it, or sent some of the reply
     compiled: bool = False  # likewise; a request without a grammar has nothing to compile
     num_engines: int = 0  # it was sent to

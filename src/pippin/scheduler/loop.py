@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from pippin.backends.base import Backend, PendingStep, StepPlan
@@ -229,6 +229,7 @@ class Loop:
             "waiting": scheduler.num_waiting,
             "slots": scheduler.slots.num_slots,
             "overlap": self.overlap,
+            "cpu_seconds": process_time(),
             "memory": {
                 "device_bytes": self.backend.memory_used(),
                 "parts": self.backend.memory_parts(),

@@ -9,39 +9,26 @@ Stop strings are looked for in content alone: not in reasoning, not in a call.
 from __future__ import annotations
 
 import codecs
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from pippin.text.parsers.base import PlainText, ReplyParser
 from pippin.text.pieces import Content, TextPiece, content_of, joined
 from pippin.text.stop import StopMatcher
+from pippin.text.token_spans import TokenSpan, TokenSpans
 from pippin.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_UNFINISHED_TOKENS = 8  # a character is at most four bytes; past this it will never finish
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
-    """Where one token's text lies in the reply, in characters, markup and all.
-
-    The tokens that share one character all span it.
-    """
-
-    index: int  # 0 is the reply's first token
-    id: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(msgspec.Struct, frozen=True, gc=False):
     """What may now be shown, and the tokens whose text has been shown in full."""
 
     pieces: list[TextPiece]
-    spans: list[TokenSpan]
+    spans: list[TokenSpan] = []  # unless they are wanted, none
 
     @property
     def text(self) -> str:
@@ -119,6 +106,7 @@ class Detokenizer:
         parser: ReplyParser | None = None,
         min_tokens: int = 0,
         show_special: bool = False,
+        with_spans: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._parser = parser or PlainText()
@@ -130,10 +118,7 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self.num_tokens = 0  # decoded; fewer than were fed if a stop string cut them off
         self.num_reasoning_tokens = 0  # of these
-        self._num_decoded = 0  # characters
-        self._num_shown = 0
-        self._unfinished: list[tuple[int, int, int]] = []  # (index, id, start): no end yet
-        self._waiting: deque[TokenSpan] = deque()  # decoded, not shown in full
+        self._spans = TokenSpans() if with_spans else None
         self.stopped = False
 
     @property
@@ -144,38 +129,42 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> Decoded:
         """Decode new tokens; those after a stop string are dropped."""
         shown: list[TextPiece] = []
+        parser = self._parser
         for token in ids:
             if self.stopped:
                 break
-            was_reasoning = self._parser.in_reasoning
-            pieces = self._parser.feed(self._decode(token))
-            self.num_reasoning_tokens += was_reasoning or self._parser.in_reasoning
+            was_reasoning = parser.in_reasoning
+            pieces = parser.feed(self._decode(token))
+            self.num_reasoning_tokens += was_reasoning or parser.in_reasoning
             shown += self._show(pieces)
-        return Decoded(joined(shown), self._take_spans())
+        return self._decoded(shown)
 
     def close(self) -> Decoded:
         """The reply is finished: return what was held back."""
         if self.stopped:
-            return Decoded([], [])
+            return Decoded([])
         text = self._decoder.flush()
-        self._finish_character(text)
-        self._end_spans(self._num_decoded)
+        if self._spans is not None:
+            self._spans.finish_character(text)
+            self._spans.close()
         shown = self._show([*self._parser.feed(text), *self._parser.close()])
         if not self.stopped:
             shown += self._release()
-            self._num_shown = self._num_decoded
-        return Decoded(joined(shown), self._take_spans())
+            if self._spans is not None:
+                self._spans.show_all_but(0)
+        return self._decoded(shown)
+
+    def _decoded(self, shown: list[TextPiece]) -> Decoded:
+        if self._spans is None:
+            return Decoded(joined(shown))
+        spans = self._spans.take_before_cut() if self.stopped else self._spans.take_shown()
+        return Decoded(joined(shown), spans)
 
     def _decode(self, token: int) -> str:
-        index = self.num_tokens
         self.num_tokens += 1
-        start = self._num_decoded
         text = self._text_of(token)
-        self._finish_character(text)
-        if self._decoder.unfinished:
-            self._unfinished.append((index, token, start))
-        else:
-            self._waiting.append(TokenSpan(index, token, start, self._num_decoded))
+        if self._spans is not None:
+            self._spans.add(token, text, unfinished=self._decoder.unfinished)
         return text
 
     def _text_of(self, token: int) -> str:
@@ -187,22 +176,19 @@ class Detokenizer:
             return ""
         return self._decoder.flush() + mark
 
-    def _finish_character(self, text: str) -> None:
-        """New text ends the character that earlier tokens began: now their spans are known."""
-        if text:
-            self._end_spans(self._num_decoded + 1)
-        self._num_decoded += len(text)
-
-    def _end_spans(self, end: int) -> None:
-        self._waiting.extend(TokenSpan(i, id, start, end) for i, id, start in self._unfinished)
-        self._unfinished.clear()
-
     def _show(self, pieces: list[TextPiece]) -> list[TextPiece]:
         """Those of the parser's pieces, or parts of them, that no stop string can cut."""
+        shown, num_held = (pieces, 0) if self._matcher is None else self._match(pieces)
+        if self._spans is not None:
+            self._spans.show_all_but(self._parser.num_held + num_held)
+        return shown
+
+    def _match(self, pieces: list[TextPiece]) -> tuple[list[TextPiece], int]:
+        """What may be shown, and the number of characters held back or cut off."""
+        assert self._matcher is not None
         shown: list[TextPiece] = []
-        num_cut = 0
         for piece in pieces:
-            if self._matcher is None or self.num_tokens <= self._min_tokens:
+            if self.num_tokens <= self._min_tokens:
                 shown.append(piece)
             elif isinstance(piece, Content):
                 num_fed = self._matcher.num_held + len(piece.text)
@@ -210,28 +196,12 @@ class Detokenizer:
                 shown += [Content(text)] if text else []
                 if self._matcher.matched is not None:
                     self.stopped = True
-                    num_cut = num_fed - len(text)
-                    break
+                    return shown, num_fed - len(text)
             else:  # a stop string does not reach across a call
                 shown += [*self._release(), piece]
-        num_held = num_cut if self._matcher is None or self.stopped else self._matcher.num_held
-        self._num_shown = self._num_decoded - self._parser.num_held - num_held
-        return shown
+        return shown, self._matcher.num_held
 
     def _release(self) -> list[TextPiece]:
         """What was held back is not a stop string after all."""
         held = "" if self._matcher is None else self._matcher.flush()
         return [Content(held)] if held else []
-
-    def _take_spans(self) -> list[TokenSpan]:
-        if self.stopped:  # a token cut in two was still needed for the text before the cut
-            return [span for span in self._drain() if span.start < self._num_shown]
-        spans = []
-        while self._waiting and self._waiting[0].end <= self._num_shown:
-            spans.append(self._waiting.popleft())
-        return spans
-
-    def _drain(self) -> list[TokenSpan]:
-        spans = list(self._waiting)
-        self._waiting.clear()
-        return spans

@@ -8,8 +8,9 @@ from typing import Any
 
 from pippin.errors import ContextOverflow, RequestError
 from pippin.text.bundle import TextBundle
-from pippin.text.detokenizer import Detokenizer, TokenSpan
+from pippin.text.detokenizer import Detokenizer
 from pippin.text.templates.message_shape import Message, Tools
+from pippin.text.token_spans import TokenSpan
 
 NUM_ENDING_CHARS = 64
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippin.api.dialects.dialect import CompletionStream, logprobs_entry
+from pippin.api.dialects.event_template import HOLE, EventTemplate
 from pippin.api.dialects.openai_tools import read_chat_tools
 from pippin.api.dialects.shared_options import (
     check_choices,
@@ -75,6 +76,10 @@ class ChatDialect(CompletionStream):
         self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice and call
 
     def events(self, piece: SequencePiece) -> bytes:
+        if len(piece.pieces) == 1 and not (piece.is_first or piece.shown or piece.finish):
+            (part,) = piece.pieces
+            if isinstance(part, Content | Reasoning):
+                return self._text_chunk(part, piece)
         out = self._chunk(piece.index, {"role": "assistant", "content": ""}) * piece.is_first
         deltas = [delta for part in piece.pieces if (delta := self._delta(part, piece))]
         # One chunk at least carries the tokens' logprobs and how the reply finished.
@@ -86,6 +91,15 @@ class ChatDialect(CompletionStream):
             finish = self._finish(piece.index, piece.finish) if is_last else None
             out += self._chunk(piece.index, delta, logprobs, finish)
         return out
+
+    def _text_chunk(self, part: Content | Reasoning, piece: SequencePiece) -> bytes:
+        key = piece.index, type(part)
+        template = self._templates.get(key)
+        if template is None:
+            delta = self._delta(type(part)(HOLE), piece)
+            assert delta is not None
+            template = self._templates[key] = EventTemplate(self._chunk(piece.index, delta))
+        return template.fill(part.text)
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
         return self._whole([self._choice(choice) for choice in choices])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippin.api.dialects.dialect import LEAST_LOGPROB, CompletionStream
+from pippin.api.dialects.event_template import HOLE, EventTemplate
 from pippin.api.dialects.shared_options import check_choices, read_options
 from pippin.api.fields.openai import COMPLETION
 from pippin.api.fields.value_kinds import rows_of
@@ -52,9 +53,16 @@ class CompletionsDialect(CompletionStream):
         self._with_logprobs = job.with_logprobs
 
     def events(self, piece: SequencePiece) -> bytes:
-        if not (piece.text or piece.shown or piece.finish):
+        text = piece.text
+        if not (text or piece.shown or piece.finish):
             return b""
-        return self._event(self._choice(piece.index, piece.text, piece.shown, piece.finish))
+        if self._with_logprobs or piece.finish:
+            return self._event(self._choice(piece.index, text, piece.shown, piece.finish))
+        template = self._templates.get(piece.index)
+        if template is None:
+            event = self._event(self._choice(piece.index, HOLE, [], None))
+            template = self._templates[piece.index] = EventTemplate(event)
+        return template.fill(text)
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
         return self._whole(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Hashable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
 
+from pippin.api.dialects.event_template import EventTemplate
 from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice, run_sequences
@@ -42,6 +43,7 @@ class CompletionStream:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._templates: dict[Hashable, EventTemplate] = {}  # of chunks with nothing but text
 
     def open(self) -> bytes:
         return b""

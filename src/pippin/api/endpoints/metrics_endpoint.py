@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from time import monotonic
+from time import monotonic, process_time
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -49,6 +49,11 @@ class EngineCounters(Collector):
             self._known = None
 
     def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "pippin_server_cpu_seconds",
+            "CPU seconds of the server process, which reads requests and writes replies.",
+            value=process_time(),
+        )
         up = self._engine.healthy
         yield GaugeMetricFamily(
             "pippin_engine_up", "1 if the engine is running, 0 if it is not.", value=up

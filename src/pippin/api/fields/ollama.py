@@ -71,7 +71,7 @@ _OPTIONS: Fields = {
     **pick(
         SAMPLING,
         *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-        *("presence_penalty", "frequency_penalty", "speculate"),
+        *("presence_penalty", "frequency_penalty", "speculate", "ignore_eos"),
     ),
     "repeat_penalty": SAMPLING["repetition_penalty"],
     **dict.fromkeys(_LOADING, ignored_field("the model is loaded already")),

@@ -24,6 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pippin.api.http.chunk_writer import with_chunk_writer
 from pippin.api.http.http_errors import (
     HeadTooLarge,
     TooManyConnections,
@@ -81,6 +82,7 @@ def allow_open_files(limits: LimitsConfig) -> None:
 class LimitedConnection(H11Protocol):
     def __init__(self, *args: Any, limits: LimitsConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.app = with_chunk_writer(self.app, self)
         self._limits = limits
         self._head_timer = _Timer(self.loop, limits.header_timeout)
         self._stall_timer = _Timer(self.loop, limits.send_timeout)

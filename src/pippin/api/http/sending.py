@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pippin.api.http.chunk_writer import ChunkWriter
+from pippin.api.http.heartbeats import Heartbeats
 from pippin.api.http.http_errors import (
     CLIENT_CLOSED_REQUEST,
     DeadlinePassed,
@@ -28,7 +30,6 @@ from pippin.errors import PippinError
 
 T = TypeVar("T")
 GRACE_SECONDS = 0.2
-HEARTBEAT_SECONDS = 10.0
 EVENTS, JSON_LINES = "text/event-stream", "application/x-ndjson"
 HEARTBEAT = b": still here\n\n"  # of events
 
@@ -68,51 +69,76 @@ class StreamResponse(Response):
         self._events = events
         self._encode_error = encode_error
         self._timeout_s = timeout_s
-        self._started = False
-        self._sent_at = monotonic()
+        self._send_message: Send
+        self._writer: ChunkWriter | None = None
+        self._sending: set[asyncio.Task[None]] = set()  # headers or a heartbeat
+        self._started = self._head_sent = False
+        self.sent_at = monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_message = send
+        self._writer = ChunkWriter.of(scope)
         try:
             await _unless_disconnected(receive, self._run(scope, receive, send))
         finally:
             await self._events.aclose()  # if the client disconnected before the start
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        heartbeats = asyncio.create_task(self._send_heartbeats(send))
+        heartbeats = Heartbeats.of_this_loop()
+        heartbeats.add(self)
+        grace = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._start_soon)
         failure: Exception | None = None
         try:
-            await _in_time(self._send_events(send), self._timeout_s)
+            await _in_time(self._send_events(), self._timeout_s)
         except Exception as error:
             failure = error
         finally:
-            heartbeats.cancel()
+            grace.cancel()
+            heartbeats.remove(self)
+            for task in self._sending:
+                task.cancel()
         if failure is None:
-            await self._send(send, b"", more=False)
+            await self._send(b"", more=False)
             return
         shown = failure if isinstance(failure, PippinError) else internal_error()
         if not self._started:
             await error_response(shown)(scope, receive, send)
         else:
             record_of(scope).error = shown.code
-            await self._send(send, self._encode_error(shown), more=False)
+            await self._send(self._encode_error(shown), more=False)
         if shown is not failure:
             raise failure
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
-                await self._send(send, event)
+                if self._writer is None or not self._head_sent:
+                    await self._send(event)
+                    continue
+                if self._writer.is_paused:
+                    await self._writer.drained()
+                self.sent_at = monotonic()
+                self._writer.write(event)
 
-    async def _send_heartbeats(self, send: Send) -> None:
-        """Headers if there is nothing else to send yet, then comments or a dialect's own."""
-        await asyncio.sleep(GRACE_SECONDS)
-        await self._start(send)
-        while True:
-            await asyncio.sleep(self._sent_at + HEARTBEAT_SECONDS - monotonic())
-            if monotonic() - self._sent_at >= HEARTBEAT_SECONDS:
-                await self._send(send, self._heartbeat())
+    def _start_soon(self) -> None:
+        """Headers, if there is nothing else to send yet."""
+        if not self._started:
+            self._send_soon(self._start())
 
-    async def _start(self, send: Send) -> None:
+    def beat(self) -> None:
+        """Comments, or a dialect's own, while there is nothing else to send."""
+        if self._writer is None or not self._head_sent:
+            self._send_soon(self._send(self._heartbeat()))
+        elif not self._writer.is_paused:
+            self.sent_at = monotonic()
+            self._writer.write(self._heartbeat())
+
+    def _send_soon(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _start(self) -> None:
         if not self._started:
             self._started = True
             headers = [  # others add theirs
@@ -120,12 +146,15 @@ class StreamResponse(Response):
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
             ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            head = {"type": "http.response.start", "status": 200, "headers": headers}
+            await self._send_message(head)
+            self._head_sent = True
 
-    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        await self._start(send)
-        self._sent_at = monotonic()
-        await send({"type": "http.response.body", "body": body, "more_body": more})
+    async def _send(self, body: bytes, *, more: bool = True) -> None:
+        await self._start()
+        self.sent_at = monotonic()
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        await self._send_message(message)
 
 
 async def _in_time(work: Awaitable[T], timeout_s: float | None) -> T:

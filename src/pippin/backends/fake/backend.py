@@ -59,8 +59,11 @@ class FakeBackend:
         restores_by_reference: bool = False,
         max_depth: int = 0,
         draft_share: float = 1.0,
+        step_seconds: float = 0.0,
     ) -> None:
-        """`draft_share`: of the places at which a draft of its own is right."""
+        """`draft_share`: of the places at which a draft of its own is right.
+        `step_seconds`: the least that a step takes.
+        """
         self.max_depth = self.drafts_itself = max_depth
         self.window = window if Component.WINDOW in components else 0
         self.restores_by_reference = restores_by_reference
@@ -74,7 +77,7 @@ class FakeBackend:
             state_taps=state_taps,
             hidden_bytes=HIDDEN_BYTES if knows_head else 0,
         )
-        self.device_queue = FakeDevice()
+        self.device_queue = FakeDevice(step_seconds)
         self.future_map = FutureMap(num_slots, max_depth)
         self.ledger = Ledger()
         self._payloads = PayloadMaker(self.spec, self.ledger)

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import perf_counter, sleep
 
 import numpy as np
 
 
 class FakeDevice:
-    def __init__(self) -> None:
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        """`step_seconds`: a step ends so long after its launch, or after the one before it."""
+        self._step_seconds = step_seconds
+        self._last: tuple[int, float] = (-1, 0.0)  # the last step, and when it ends
+        self._ends: dict[int, float] = {}  # on time.perf_counter()
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
         self.done_step = -1
         self.tokens_run = 0  # tokens put through the toy model: the honest count of work
 
     def enqueue(self, step: int, work: Callable[[], None]) -> None:
+        if self._step_seconds and step != self._last[0]:
+            end = self._ends[step] = max(perf_counter(), self._last[1]) + self._step_seconds
+            self._last = step, end
         self._queue.append((step, work))
 
     def advance(self, num_items: int = 1) -> None:
@@ -28,6 +36,8 @@ class FakeDevice:
                 self.done_step = step
 
     def run_until(self, step: int) -> None:
+        if (end := self._ends.pop(step, None)) is not None:
+            sleep(max(0.0, end - perf_counter()))
         while self._queue and self._queue[0][0] <= step:
             self.advance()
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 
 from pippin.errors import LoadError
-
-MLX_PREFIX = "language_model.model."  # of mlx-lm's names, where other checkpoints' are nested
 
 
 class Weights(Protocol):
@@ -28,25 +26,20 @@ class Weights(Protocol):
         ...
 
 
-class Stored(NamedTuple):
-    file: Any  # open
-    name: str  # in it
-
-
 class CheckpointWeights:
     def __init__(
-        self, found: dict[str, Stored], device: torch.device, dtype: torch.dtype | None = None
+        self, files: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None
     ) -> None:
-        self._found = found
+        self._files = files  # an open file by the name of each tensor in it
         self._device = device
         self.dtype = dtype
 
     def has(self, name: str) -> bool:
-        return name in self._found
+        return name in self._files
 
     @property
     def names(self) -> Iterable[str]:
-        return self._found.keys()
+        return self._files.keys()
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
         tensor = self._stored(name)
@@ -56,28 +49,18 @@ class CheckpointWeights:
         return self._stored(name).dtype
 
     def _stored(self, name: str) -> torch.Tensor:
-        if name not in self._found:
+        if name not in self._files:
             raise LoadError(f"the checkpoint has no weight {name}")
-        stored = self._found[name]
-        tensor: torch.Tensor = stored.file.get_tensor(stored.name)
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
 
 @contextmanager
-def open_weights(path: Path, device: torch.device, prefix: str) -> Iterator[CheckpointWeights]:
-    """The weights of a directory's *.safetensors; open as long as the context lasts.
-
-    `prefix`: of the decoder's names, which mlx-lm's checkpoints may nest the other way round.
-    """
+def open_weights(path: Path, device: torch.device) -> Iterator[CheckpointWeights]:
+    """The weights of a directory's *.safetensors; open as long as the context lasts."""
     with ExitStack() as stack:
-        found: dict[str, Stored] = {}
+        files: dict[str, Any] = {}
         for part in sorted(path.glob("*.safetensors")):
             opened = stack.enter_context(safe_open(part, framework="pt"))
-            found |= {_usual_name(name, prefix): Stored(opened, name) for name in opened.keys()}  # noqa: SIM118
-        yield CheckpointWeights(found, device)
-
-
-def _usual_name(name: str, prefix: str) -> str:
-    if name.startswith(MLX_PREFIX):
-        return prefix + name.removeprefix(MLX_PREFIX)
-    return name.removeprefix("language_model.")
+            files |= dict.fromkeys(opened.keys(), opened)
+        yield CheckpointWeights(files, device)

@@ -44,7 +44,10 @@ class Target:
 
 
 class Exchange(asyncio.Protocol):
-    """One request on its own connection. `started`: the first event arrived; `done`: all of it."""
+    """One request on its own connection.
+
+    `first_read`: something arrived; `started`: the first event; `done`: all of it.
+    """
 
     def __init__(self, request: bytes, disconnect_after: int | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -52,6 +55,7 @@ class Exchange(asyncio.Protocol):
         self._disconnect_after = disconnect_after  # reads, each about one event
         self._transport: asyncio.Transport | None = None
         self.recording = Recording(sent=perf_counter())
+        self.first_read: asyncio.Future[None] = loop.create_future()
         self.started: asyncio.Future[None] = loop.create_future()
         self.done: asyncio.Future[Recording] = loop.create_future()
 
@@ -62,14 +66,17 @@ class Exchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.recording.pieces.append((perf_counter(), data))
+        if not self.first_read.done():
+            self.first_read.set_result(None)
         if not self.started.done() and b"data:" in data:
             self.started.set_result(None)
         if len(self.recording.pieces) == self._disconnect_after:
             self.disconnect()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.started.done():  # an error reply, perhaps: the parser reports it
-            self.started.set_result(None)
+        for future in (self.first_read, self.started):
+            if not future.done():  # an error reply, perhaps: the parser reports it
+                future.set_result(None)
         if not self.done.done():
             self.done.set_result(self.recording)
 
@@ -127,6 +134,10 @@ class LoadClient:
             **self.target.extra,
         }
         return await self._exchange("POST", path, json.dumps(body).encode(), disconnect_after)
+
+    async def start_post(self, path: str, fields: dict[str, Any]) -> Exchange:
+        """A request of any dialect, as it is."""
+        return await self._exchange("POST", path, json.dumps(fields).encode())
 
     async def start_get(self, path: str) -> Exchange:
         return await self._exchange("GET", path, b"")

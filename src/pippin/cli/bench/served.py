@@ -1,4 +1,4 @@
-"""`pippin bench serve`, `churn`, `compare` and `restart`: load on servers, over HTTP."""
+"""`pippin bench serve`, `streams`, `churn`, `compare`, `restart`: load on servers, over HTTP."""
 
 from __future__ import annotations
 
@@ -72,6 +72,40 @@ def serve(
         api_key=api_key,
         num_watchers=watchers,
         num_pairs=pairs,
+    )
+    report.publish(outputs)
+
+
+def streams(
+    *,
+    only: Names = None,
+    streams: Numbers = None,
+    rate: Positive = 2500.0,
+    seconds: Positive = 4.0,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """Measure the CPU time of a streamed token in the server process and in the engine process.
+
+    Starts servers with the fake backend, which computes nothing, and needs no model.
+
+    Parameters
+    ----------
+    only
+        Dialects to measure: chat, logprobs (chat completions with logprobs), completions,
+        responses, messages, ollama. Default: all.
+    streams
+        Numbers of streams to measure. Default: 1,64,256.
+    rate
+        Tokens per second of all streams together, at most 200 per stream. A rate that the server
+        process can keep up with measures the highest cost: one that is behind sends several tokens
+        at once.
+    seconds
+        Seconds of each measurement.
+    """
+    from pippin.bench.served.streams import DIALECTS, measure_streams
+
+    report = measure_streams(
+        only or list(DIALECTS), streams or [1, 64, 256], rate=rate, seconds=seconds
     )
     report.publish(outputs)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from pippin.api.dialects.block_stream import BlockStream
 from pippin.api.dialects.dialect import named_event
+from pippin.api.dialects.event_template import HOLE, EventTemplate
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.errors import PippinError
@@ -44,6 +45,7 @@ class MessagesDialect(BlockStream):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._num_blocks = 0
+        self._delta_event: EventTemplate | None = None  # of the open block
         self._called = False
         self._opened = False
 
@@ -97,15 +99,17 @@ class MessagesDialect(BlockStream):
 
     def _start(self, block: dict[str, Any]) -> bytes:
         self._open_kind = block["type"]
+        self._delta_event = None
         start = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
         return named_event(start)
 
     def _delta(self, text: str) -> bytes:
-        kind, member = _DELTAS[self._open_kind or ""]
-        delta = {"type": kind, member: text}
-        return named_event(
-            {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
-        )
+        if self._delta_event is None:
+            kind, member = _DELTAS[self._open_kind or ""]
+            delta = {"type": kind, member: HOLE}
+            event = {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+            self._delta_event = EventTemplate(named_event(event))
+        return self._delta_event.fill(text)
 
     def _end_call(self) -> bytes:
         self._called = True

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from pippin.api.dialects.dialect import logprobs_entry
+from pippin.api.dialects.event_template import HOLE, EventTemplate
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.errors import PippinError
@@ -28,7 +29,7 @@ def ollama_error(error: PippinError) -> dict[str, Any]:
 
 def rfc3339(unix_s: float | None = None) -> str:
     now = datetime.now(UTC) if unix_s is None else datetime.fromtimestamp(unix_s, UTC)
-    return now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return now.isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
 
 
 def line(data: dict[str, Any]) -> bytes:
@@ -49,6 +50,7 @@ class OllamaStream:
         self._open_calls: dict[int, FoldedCall] = {}
         self._finish: str | None = None
         self._tokens: list[int] = []  # of the reply
+        self._text_line: EventTemplate | None = None  # with nothing but text
 
     def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
         raise NotImplementedError
@@ -57,6 +59,10 @@ class OllamaStream:
         return b""
 
     def events(self, piece: SequencePiece) -> bytes:
+        self._finish = piece.finish
+        self._tokens += piece.tokens
+        if len(piece.pieces) == 1 and isinstance(piece.pieces[0], Content) and not piece.shown:
+            return self._line_of(piece.pieces[0].text)
         text, thinking, calls = "", "", []
         for part in piece.pieces:
             match part:
@@ -74,11 +80,15 @@ class OllamaStream:
                         calls.append(call)  # Ollama sends calls whole
                     else:
                         text += unparsed
-        self._finish = piece.finish
-        self._tokens += piece.tokens
         if not (text or thinking or calls or piece.shown):
             return b""
         return line(self._envelope(self._said(text, thinking, calls), piece.shown, done=False))
+
+    def _line_of(self, text: str) -> bytes:
+        if self._text_line is None:
+            envelope = self._envelope(self._said(HOLE, "", []), [], done=False)
+            self._text_line = EventTemplate(line(envelope | {"created_at": HOLE}))
+        return self._text_line.fill(rfc3339(), text)
 
     def close(self) -> bytes:
         return line(self._envelope(self._said("", "", []), [], done=True) | self._end(self._finish))

@@ -21,7 +21,7 @@ from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
 from pippin.text.tokenizer import Tokenizer
 
-_SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop", "speculate")
+_SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop", "speculate", "ignore_eos")
 _SAME_PENALTIES = ("presence_penalty", "frequency_penalty")
 _MESSAGE_FIELDS = frozenset(
     {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}

@@ -7,6 +7,7 @@ from typing import Any
 
 from pippin.api.dialects.block_stream import BlockStream
 from pippin.api.dialects.dialect import cached_details, named_event
+from pippin.api.dialects.event_template import HOLE, EventTemplate
 from pippin.api.dialects.responses.item_forms import (
     CUSTOM,
     FUNCTION,
@@ -40,6 +41,7 @@ class ResponsesDialect(BlockStream):
         self._done: list[Item] = []
         # The one that grows, if `_open_kind` is set:
         self._form, self._item, self._text = MESSAGE, Item(), ""
+        self._delta_event: EventTemplate | None = None
         self._input: InputReader | None = None  # of the custom tool that is called
         self._call = ("", "")  # of a shell tool: its id and name. It is sent when it is whole
 
@@ -91,6 +93,7 @@ class ResponsesDialect(BlockStream):
 
     def _start(self, kind: str, form: ItemForm, item: Item) -> bytes:
         self._form, self._item, self._text, self._open_kind = form, item, "", kind
+        self._delta_event = None
         added = self._event("response.output_item.added", output_index=len(self._done), item=item)
         return added + self._part_event("added")
 
@@ -106,8 +109,12 @@ class ResponsesDialect(BlockStream):
         if not text:
             return b""
         self._text += text
-        place = {**self._form.place, **self._form.delta}
-        return self._item_event(f"response.{self._form.text_event}.delta", delta=text, **place)
+        if self._delta_event is None:
+            data = {"delta": HOLE, **self._form.place, **self._form.delta}
+            kind = f"response.{self._form.text_event}.delta"
+            event = {"type": kind, "sequence_number": HOLE, **self._place, **data}
+            self._delta_event = EventTemplate(named_event(event))
+        return self._delta_event.fill(self._next_number(), text)
 
     def _end_call(self) -> bytes:
         rest = self._input.close() if self._input is not None else ""
@@ -177,13 +184,18 @@ class ResponsesDialect(BlockStream):
         return self._item_event(f"response.{form.part_event}.{what}", part=part, **form.place)
 
     def _item_event(self, kind: str, **data: Any) -> bytes:
-        place = {"item_id": self._item["id"], "output_index": len(self._done)}
-        return self._event(kind, **place, **data)
+        return self._event(kind, **self._place, **data)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item["id"], "output_index": len(self._done)}
 
     def _event(self, kind: str, **data: Any) -> bytes:
-        number = self._num_events
+        return named_event({"type": kind, "sequence_number": self._next_number(), **data})
+
+    def _next_number(self) -> int:
         self._num_events += 1
-        return named_event({"type": kind, "sequence_number": number, **data})
+        return self._num_events - 1
 
     def _finished(self, finish: str | None, items: list[Item]) -> dict[str, Any]:
         whole = self._response("incomplete" if finish == "length" else "completed", items)

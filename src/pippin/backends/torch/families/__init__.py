@@ -1,1 +1,0 @@
-"""Families whose config.json is not read as Llama's is, one file each."""
