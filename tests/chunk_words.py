@@ -121,19 +121,19 @@ class _PlainWords:
         q, k, v, gate = mixer.project(x, self._inputs.position.long())
         kv[self._inputs.cell.long()] = torch.stack([k, v], dim=1)
         y = torch.zeros_like(q)
-        shared = mixer.num_heads // mixer.num_kv_heads
+        shared = mixer.shape.num_heads // mixer.shape.num_kv_heads
         for block in self._blocks:
             for n in range(block["length"]):
                 cells = self._table[block["slot"], : block["position"] + n + 1].long()
                 keys, values = kv[cells].repeat_interleave(shared, dim=2).unbind(dim=1)
                 token = block["start"] + n
-                scores = torch.einsum("hd,thd->ht", q[token], keys) * mixer.head_dim**-0.5
+                scores = torch.einsum("hd,thd->ht", q[token], keys) * mixer.shape.head_dim**-0.5
                 y[token] = torch.einsum("ht,thd->hd", scores.softmax(dim=-1), values)
         return mixer.finish(y, gate)
 
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        mixed, z, b, a = mixer.split(mixer.project(x))
+        mixed, z, gates = mixer.split(mixer.project(x))
         given = self._inputs.recurrent
         states_in = given.states_in.long()
         source = torch.cat([conv[states_in].flatten(0, 1), mixed])
@@ -141,7 +141,7 @@ class _PlainWords:
             source[places.long()] * tap
             for places, tap in zip(given.places, mixer.taps, strict=True)
         )
-        inputs = mixer.inputs(convolved, b, a)
+        inputs = mixer.inputs(convolved, gates)
         y = torch.zeros_like(inputs.v)
         writes = []
         firsts, counts = given.first_block.tolist(), given.num_blocks.tolist()

@@ -11,7 +11,6 @@ import gc
 import os
 import re
 import ssl
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,8 @@ from pathlib import Path
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
+
+from processes import BUILT
 
 # What is imported and collected stays: to look through it for garbage costs seconds and finds none.
 gc.disable()
@@ -59,8 +60,6 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 # Stock mlx-lm, which ours is compared with, would have g++ build its kernels one by one.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
-# Our operations are built once for all workers, and for the next run.
-OPERATIONS = Path(tempfile.gettempdir(), f"pippin-tests-{os.getuid()}")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -71,21 +70,21 @@ def user_directories_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Ite
             directory = tmp_path_factory.mktemp(kind)
             patch.setenv(f"XDG_{kind.upper()}_HOME", str(directory))
             if kind == "cache":
-                OPERATIONS.mkdir(exist_ok=True)
+                BUILT.mkdir(exist_ok=True)
                 (directory / "pippin").mkdir()
-                (directory / "pippin" / "kernels").symlink_to(OPERATIONS)
+                (directory / "pippin" / "kernels").symlink_to(BUILT)
                 build_operations()
         yield
 
 
 def build_operations() -> None:
     """By one worker; the others, and the processes that tests start, find them built."""
-    with (OPERATIONS / "lock").open("w") as file:
+    with (BUILT / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         from pippin.backends.mlx.cpu.operations.library import find_library  # and so mlx
 
         built = find_library().path
-    assert built is None or built.parent.samefile(OPERATIONS), "collecting tests has built some"
+    assert built is None or built.parent.samefile(BUILT), "collecting tests has built some"
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.machinery import PathFinder
@@ -12,6 +13,8 @@ from pathlib import Path
 
 # For what always comes: a machine that has much else to do may take this long.
 PATIENCE_SECONDS = 120.0
+# What is built once for all workers, and for the next run.
+BUILT = Path(tempfile.gettempdir(), f"pippin-tests-{os.getuid()}")
 
 
 def is_installed(package: str) -> bool:

@@ -36,15 +36,17 @@ from pippin.types import Component, ModelSpec
 from processes import is_installed
 from reference import BUNDLED
 
-MODELS = (BUNDLED, *FAMILIES)
 TORCH = "torch "  # the name of a checkpoint that the other backend serves begins so
-TORCH_MODELS = tuple(f"{TORCH}{name}" for name in (BUNDLED, "qwen3_5", "llama", "llama_windows"))
+DRAFTED_BY = " drafted by "  # and the name of a draft model
+TORCH_MODELS = tuple(f"{TORCH}{name}" for name in ("qwen3_5", "llama", "llama_windows"))
 if not is_installed("torch"):
     TORCH_MODELS = ()
 # States and attention in turn, attention alone, windows, states alone, both in each layer.
 ONE_OF_EACH_KIND = ("qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")
-ON_EITHER_BACKEND = (*MODELS, *TORCH_MODELS)
-TRIED_MOST = (*ONE_OF_EACH_KIND, *TORCH_MODELS[1:])  # the bundled model shows no more
+ON_EITHER_BACKEND = (*FAMILIES, *TORCH_MODELS)
+TRIED_MOST = (*ONE_OF_EACH_KIND, *TORCH_MODELS)
+# A qwen3_5 of larger sizes: it shows no more than the small one, and takes ten times as long.
+BUNDLED_ON_EITHER = (BUNDLED, *(f"{TORCH}{BUNDLED}" for _ in TORCH_MODELS[:1]))
 NUM_SLOTS = 16
 
 
@@ -63,12 +65,14 @@ def make_backend(
     if name.startswith(TORCH):
         from torch_serving import make_torch_backend
 
+        checkpoint, _, draft = name.removeprefix(TORCH).partition(DRAFTED_BY)
         return make_torch_backend(
-            name.removeprefix(TORCH),
+            checkpoint,
             num_slots=num_slots,
             pool_bytes=pool_bytes,
             max_depth=max_depth,
             mtp=name.endswith("_mtp"),
+            draft=draft or None,
         )
     loaded = model or served(name)
     return MLXBackend(loaded, num_slots=num_slots, max_depth=max_depth, debug=True)

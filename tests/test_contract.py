@@ -35,7 +35,7 @@ from pippin.backends.masks import allow_only, full_masks
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import Component, Payload, SamplingParams, TokenLogprobs
 from processes import is_installed
-from serving import BUNDLED, served
+from serving import served
 
 NUM_SLOTS = 6
 KV = (Component.ATTENTION, Component.WINDOW)
@@ -49,17 +49,8 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 if is_installed("torch"):
     from torch_serving import make_torch_backend
 
-    BACKENDS |= {
-        f"torch, {name}": partial(make_torch_backend, name, num_slots=NUM_SLOTS)
-        for name in ("qwen3_5", BUNDLED)
-    }
-every_backend = pytest.mark.parametrize(
-    "make_backend",
-    [
-        pytest.param(make, id=name, marks=[pytest.mark.slow] if BUNDLED in name else [])
-        for name, make in BACKENDS.items()
-    ],
-)
+    BACKENDS["torch"] = partial(make_torch_backend, "qwen3_5", num_slots=NUM_SLOTS)
+every_backend = pytest.mark.parametrize("make_backend", BACKENDS.values(), ids=BACKENDS.keys())
 MakeBackend = Callable[[], Backend]
 
 

@@ -30,13 +30,14 @@ from pippin.backends.fake import FakeBackend
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import Component, Payload
 from processes import is_installed
-from serving import BUNDLED, served
+from serving import BUNDLED, DRAFTED_BY, served
 from test_contract import Expected, Steps, admit, alone, make_tokens, prefill, restore
 
 NUM_SLOTS = 6
 MAX_DEPTH = 4
 NUM_TOKENS = 48  # of an expected reply
 MakeBackend = Callable[..., Backend]
+OWN_DRAFTS = f"qwen3{DRAFTED_BY}qwen3"
 
 
 def make_fake(max_depth: int = MAX_DEPTH) -> Backend:
@@ -58,21 +59,33 @@ if is_installed("torch"):
 
     def make_torch(name: str) -> MakeBackend:
         mtp = name == BUNDLED or name.endswith("_mtp")
+        served_name, _, draft = name.partition(DRAFTED_BY)
 
         def make(max_depth: int = MAX_DEPTH) -> Backend:
-            return make_torch_backend(name, num_slots=NUM_SLOTS, max_depth=max_depth, mtp=mtp)
+            return make_torch_backend(
+                served_name,
+                num_slots=NUM_SLOTS,
+                max_depth=max_depth,
+                mtp=mtp,
+                draft=draft or None,
+            )
 
         return make
 
     BACKENDS |= {
         f"torch, {name}": make_torch(name)
-        for name in ("qwen3", "llama_windows", "qwen3_5", "qwen3_next_mtp", BUNDLED)
+        for name in ("qwen3", "llama_windows", "qwen3_5", "qwen3_next_mtp", BUNDLED, OWN_DRAFTS)
     }
-    DRAFTING_THEMSELVES = (*DRAFTING_THEMSELVES, f"torch, {BUNDLED}")
+    DRAFTING_THEMSELVES = (*DRAFTING_THEMSELVES, f"torch, {BUNDLED}", f"torch, {OWN_DRAFTS}")
 # Experts add nothing to drafts that a dense model does not: they run at random alone.
 # So does the model whose own head drafts, beyond its own tests.
 every_backend = pytest.mark.parametrize(
-    "name", [n for n in BACKENDS if n != "torch, qwen3_next_mtp" and BUNDLED not in n]
+    "name",
+    [
+        name
+        for name in BACKENDS
+        if name != "torch, qwen3_next_mtp" and BUNDLED not in name and DRAFTED_BY not in name
+    ],
 )
 drafting_itself = pytest.mark.parametrize("name", DRAFTING_THEMSELVES)
 SAMPLED: dict[str, dict[str, Any]] = {

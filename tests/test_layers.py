@@ -90,8 +90,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "startup": set(),
     "startup.find_checkpoint": {"config", "text", "hub.download"},
     "startup.describe_checkpoint": {"text", "api.model_info"},
+    "startup.draft_model": {"config", "text", "startup.find_checkpoint"},
     "startup.resolve": {
-        *("config", "startup.find_checkpoint", "api.http.keys"),
+        *("config", "startup.draft_model", "startup.find_checkpoint", "api.http.keys"),
         *("backends.nvidia", "backends.torch.config"),
     },
     "startup.servable": {

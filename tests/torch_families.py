@@ -56,13 +56,18 @@ MTP_CONFIGS: dict[str, Config] = {
     "qwen3_next_mtp": TORCH_CONFIGS["qwen3_next"] | _HEAD,
 }
 
+DRAFT_CONFIGS: dict[str, Config] = {  # models whose heads score fewer or more ids than others'
+    f"llama_{name}_vocab": _LLAMA | {"vocab_size": _LLAMA["vocab_size"] + more}
+    for name, more in (("small", -9), ("large", 9))
+}
+
 
 @cache
 def checkpoint(name: str) -> Path:
     """A directory with config.json and model.safetensors; it goes when the process does."""
     path = Path(_directory().name, name)
     path.mkdir()
-    config = (TORCH_CONFIGS | MTP_CONFIGS)[name]
+    config = (TORCH_CONFIGS | MTP_CONFIGS | DRAFT_CONFIGS)[name]
     (path / "config.json").write_text(json.dumps(_complete(config)))
     save_file(weights(config), path / "model.safetensors", {"format": "pt"})
     return path

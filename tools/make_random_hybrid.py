@@ -29,8 +29,9 @@ sys.path.insert(0, str(ROOT / "src"))
 import torch
 from safetensors.torch import save_file
 
-from pippin.backends.torch.config import ModelShape, read_shape
+from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.models.build import build_decoder
+from pippin.backends.torch.shapes import AttentionShape, DeltaShape, DenseShape, ExpertShape, ModelShape
 
 QWEN3_5 = ROOT / "tests" / "fixtures" / "qwen3.5"  # its tokenizer, compressed, and its template
 BUNDLED = ROOT / "src" / "pippin" / "models" / "stories-hybrid-20m"
@@ -114,28 +115,31 @@ class RandomWeights:
         if name.endswith("_proj.bias"):
             return self._size(name.removesuffix("bias") + "weight")[:1]
         shape, hidden = self._shape, self._shape.hidden
-        heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        (*_, mixer) = shape.mixers(AttentionShape)
+        heads, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        dense = (layer.mlp for layer in shape.layers if isinstance(layer.mlp, DenseShape))
+        intermediate = next(dense, DenseShape(0)).intermediate
         sizes: dict[str, tuple[int, ...]] = {
             "embed_tokens": (shape.vocab_size, hidden),
             "lm_head": (shape.vocab_size, hidden),
-            "q_norm": (shape.head_dim,),
-            "k_norm": (shape.head_dim,),
+            "q_norm": (mixer.head_dim,),
+            "k_norm": (mixer.head_dim,),
             **self._delta_sizes(),
             "norm": (hidden,),
-            "q_proj": ((1 + shape.gated_attention) * heads, hidden),
+            "q_proj": ((1 + mixer.gated) * heads, hidden),
             "k_proj": (kv, hidden),
             "v_proj": (kv, hidden),
             "o_proj": (hidden, heads),
             **self._expert_sizes(),
-            "gate_proj": (shape.intermediate, hidden),
-            "up_proj": (shape.intermediate, hidden),
-            "down_proj": (hidden, shape.intermediate),
+            "gate_proj": (intermediate, hidden),
+            "up_proj": (intermediate, hidden),
+            "down_proj": (hidden, intermediate),
         }
         return next(size for part, size in sizes.items() if part in name)
 
     def _delta_sizes(self) -> dict[str, tuple[int, ...]]:
-        delta, hidden = self._shape.delta, self._shape.hidden
-        if delta is None:
+        delta, hidden = self._shape.recurrent, self._shape.hidden
+        if not isinstance(delta, DeltaShape):
             return {}
         values = delta.num_v_heads * delta.v_dim
         return {
@@ -153,7 +157,8 @@ class RandomWeights:
         }
 
     def _expert_sizes(self) -> dict[str, tuple[int, ...]]:
-        experts, hidden = self._shape.experts, self._shape.hidden
+        mlps, hidden = (layer.mlp for layer in self._shape.layers), self._shape.hidden
+        experts = next((mlp for mlp in mlps if isinstance(mlp, ExpertShape)), None)
         if experts is None:
             return {}
         number, size, shared = (

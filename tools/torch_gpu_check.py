@@ -24,6 +24,7 @@
     decode, prefill    Qwen3.5-0.8B's shape in bfloat16, random weights
     speculate   the same shape: a step's time by the depth of drafts, and what 80% of right ones gain
     mtp         the bundled model with drafts of its MTP head: the same tokens in float32, and how much faster
+    draft_model a random model that drafts for itself: the same tokens, and nearly every draft right
     expert_speed       eight layers of Qwen3-30B-A3B's shape, against the time to read their weights
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
@@ -52,7 +53,7 @@ from torch_gpu.filters import top_p
 from torch_gpu.host import host
 from torch_gpu.limits import budget, captures, long
 from torch_gpu.moe import agreement, biases, expert_speed, moe
-from torch_gpu.mtp import mtp
+from torch_gpu.mtp import draft_model, mtp
 from torch_gpu.races import races, waits
 from torch_gpu.speculate import drafts, speculate
 from torch_gpu.speed import churn, decode, prefill
@@ -108,6 +109,7 @@ USUAL = {
     "prefill": prefill,
     "speculate": speculate,
     "mtp": mtp,
+    "draft_model": draft_model,
     "expert_speed": expert_speed,
     "host": host,
     "churn": churn,

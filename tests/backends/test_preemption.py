@@ -8,15 +8,15 @@ from builders import Reply
 from near_ties import count_same
 from pippin.scheduler.memory import claims
 from pippin.scheduler.planning import admission
-from serving import BUNDLED, TORCH_MODELS, make_client, make_prompt
+from serving import TORCH_MODELS, make_client, make_prompt
 
 NUM_REQUESTS = 24
 NUM_ROWS = 8  # that the budget holds
 REPLY_LEN = 18
 GROWTH = 4  # tokens that a row claims ahead; few, so that short replies outgrow it
 
-# Hybrid, windowed, plain; on torch the bundled model is one more hybrid.
-CHECKPOINTS = (BUNDLED, "gpt_oss", "llama", "llama4", *TORCH_MODELS[1:])
+# Hybrid, windowed, plain.
+CHECKPOINTS = ("qwen3_5", "gpt_oss", "llama", "llama4", *TORCH_MODELS)
 
 
 def prompt_of(name: str, number: int) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from builders import Client
-from families import WINDOW
+from families import FAMILIES, WINDOW
 from near_ties import TOLERANCE, assert_same
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.packing import payload_arrays
@@ -21,9 +21,7 @@ from pippin.cache.tree.canary import CacheCorruption, Canary
 from pippin.cache.tree.components import INDEX
 from pippin.cache.tree.radix import Node
 from pippin.types import Payload
-from reference import BUNDLED
 from serving import (
-    MODELS,
     ONE_OF_EACH_KIND,
     ask_all,
     cache_of,
@@ -61,7 +59,7 @@ def ask_counted(client: Client, model: CountedModel, prompt: Sequence[int], repl
     return reply.cached_tokens
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_cached_tokens_are_exactly_those_not_run_through_the_model(name: str) -> None:
     loaded = served(name)
     model = CountedModel(**{part.name: getattr(loaded, part.name) for part in fields(loaded)})
@@ -130,7 +128,7 @@ def arrays_of(payload: Payload) -> list[mx.array]:
     return [mx.concatenate(list(column), axis=2) for column in columns]
 
 
-@pytest.mark.parametrize("name", [BUNDLED, *ONE_OF_EACH_KIND])
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_overlap_on_and_off_leave_the_same_in_the_cache(name: str) -> None:
     clients = [make_client(name, overlap=overlap) for overlap in (True, False)]
     for client in clients:
@@ -145,12 +143,10 @@ def test_overlap_on_and_off_leave_the_same_in_the_cache(name: str) -> None:
             np.testing.assert_allclose(array, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [BUNDLED, *ONE_OF_EACH_KIND])
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_the_canary_raises_no_false_alarm(name: str) -> None:
     canary = Canary("raise")
-    client = make_client(
-        name, canary=canary, capacity_bytes=1 << 25 if name == BUNDLED else 1 << 19
-    )
+    client = make_client(name, canary=canary, capacity_bytes=1 << 19)
     workload(client, name)
     assert cache_of(client).sweep(1000) == 0
     assert canary.checked > 0

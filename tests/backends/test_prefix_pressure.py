@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from builders import Client, Reply
+from families import FAMILIES
 from near_ties import assert_same
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.types import Component
-from reference import BUNDLED
 from serving import (
-    MODELS,
     ONE_OF_EACH_KIND,
-    TORCH_MODELS,
     TRIED_MOST,
     active_bytes,
     ask_all,
@@ -53,7 +51,7 @@ def evictions(cache: PrefixCache) -> dict[Component, int]:
     return {c: n for c, n in cache.tree.stats.evictions.items() if c in cache.tree.component_bytes}
 
 
-@pytest.mark.parametrize("name", [BUNDLED, *TRIED_MOST, *TORCH_MODELS[:1]])
+@pytest.mark.parametrize("name", TRIED_MOST)
 def test_sixteen_clients_under_pressure(name: str) -> None:
     """Four shared beginnings, four clients each; room for some of it only."""
     client = make_client(name, capacity_bytes=tight_capacity(name, 110, 6))
@@ -65,7 +63,7 @@ def test_sixteen_clients_under_pressure(name: str) -> None:
     asked: list[list[int]] = []
     replies: list[Reply] = []
     with counted_prompts() as counted:
-        for turn in range(1 if name.endswith(BUNDLED) else 2):
+        for turn in range(2):
             asked += histories
             replies += [client.submit(h, max_tokens=REPLY_LEN, logprobs=2) for h in histories]
             run_within_budget(client)
@@ -81,7 +79,7 @@ def test_sixteen_clients_under_pressure(name: str) -> None:
 
 
 @pytest.mark.usefixtures("exact_bytes")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -> None:
     client = make_client(name, chunk=512)
     cache = cache_of(client)

@@ -1,4 +1,4 @@
-"""Warm == cold, token by token, on the bundled model and on every family.
+"""Warm == cold, token by token, on every family and on the bundled model.
 
 Each scenario also counts the prompt tokens that were really computed, and holds them to the bound:
 1 token of a shared prefix where all layers attend (windows included), 127 where some keep a state,
@@ -16,6 +16,7 @@ from near_ties import assert_same
 from pippin.cache.tree.components import ATTENTION, STATE, WINDOW
 from pippin.cache.tree.eviction import Unit
 from serving import (
+    BUNDLED_ON_EITHER,
     ON_EITHER_BACKEND,
     TRIED_MOST,
     ask_all,
@@ -85,7 +86,7 @@ def test_the_same_prompt_again_and_one_token_more(name: str) -> None:
     check_warm(client, name, longer, lens)
 
 
-@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
+@pytest.mark.parametrize("name", [*ON_EITHER_BACKEND, *BUNDLED_ON_EITHER])
 def test_turns_find_the_replies_before_them(name: str) -> None:
     client = make_client(name)
     histories = [

@@ -14,7 +14,6 @@ from families import VOCAB
 from near_ties import assert_same
 from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.cache.tree.components import HIDDEN
-from reference import BUNDLED
 from serving import (
     ON_EITHER_BACKEND,
     TORCH_MODELS,
@@ -47,7 +46,7 @@ def test_no_forward_and_the_same_tokens(name: str) -> None:
     check_idle(client)
 
 
-@pytest.mark.parametrize("name", [BUNDLED, "gpt_oss", "llama", *TORCH_MODELS])
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "llama", *TORCH_MODELS])
 def test_seeded_draws_are_those_of_a_cold_engine(name: str) -> None:
     """With penalties, which look at the prompt that is not run."""
     params = {
@@ -66,7 +65,7 @@ def test_seeded_draws_are_those_of_a_cold_engine(name: str) -> None:
     assert [reply.cached_tokens for reply in replies] == [0, 90]
 
 
-@pytest.mark.parametrize("name", [BUNDLED, "gpt_oss", "llama"])
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "llama"])
 def test_a_prompts_end_keeps_a_few_kilobytes(name: str) -> None:
     client = make_client(name)
     prompt = make_prompt(name, 90, seed=5)
@@ -76,7 +75,7 @@ def test_a_prompts_end_keeps_a_few_kilobytes(name: str) -> None:
     assert 0 < kept[0].nbytes < 16 << 10
 
 
-@pytest.mark.parametrize("name", [BUNDLED, "llama"])
+@pytest.mark.parametrize("name", ["qwen3_5", "llama"])
 def test_without_a_known_head_the_last_token_is_computed_again(name: str) -> None:
     loaded = replace(served(name), hidden_bytes=0)
     client = make_client(name, model=loaded)

@@ -22,7 +22,7 @@ from serving import (
 
 pytestmark = pytest.mark.slow
 
-NAMES = (BUNDLED, *ONE_OF_EACH_KIND, "deepseek_v32", *TORCH_MODELS)
+NAMES = (*ONE_OF_EACH_KIND, "deepseek_v32", *TORCH_MODELS)
 LENS = (100, 129, 700)
 BETWEEN_BACKENDS = 0.01  # of a log probability: they round differently
 

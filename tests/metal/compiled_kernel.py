@@ -1,19 +1,23 @@
-"""Compiles generated Metal source with clang for this CPU. Runs nothing and knows no arrays."""
+"""Compiles generated Metal source with clang for this CPU. Runs nothing and knows no arrays.
+
+A library is kept under the digest of all that it is made from: the next run finds it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 from metal.faults import KernelFault
 from metal.generated_source import GeneratedSource, Parameter
+from processes import BUILT
 
 CLANG = (shutil.which("clang++") or shutil.which("clang")) if sys.platform == "linux" else None
 HERE = Path(__file__).parent
@@ -49,16 +53,8 @@ ATTRIBUTES = {
 }
 
 
-_numbers = count()
-
-
 class CompileError(KernelFault):
     """clang refuses the kernel."""
-
-
-@cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="metal-emulator-")
 
 
 def _clang(*arguments: str | Path) -> str:
@@ -70,10 +66,24 @@ def _clang(*arguments: str | Path) -> str:
 
 
 @cache
-def _machine() -> list[Path]:
+def _machine() -> str:
+    """Digest of what every kernel is compiled with."""
+    folders = (HERE / "machine", HERE / "shim")
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+    made_with = [_clang("--version"), *(path.read_text() for path in [*files, Path(__file__)])]
+    return hashlib.sha256("\0".join(made_with).encode()).hexdigest()
+
+
+@cache
+def _machine_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="metal-emulator-")
+
+
+@cache
+def _machine_objects() -> list[Path]:
     objects = []
     for name in ("threads", "memory"):
-        objects.append(Path(_folder().name, f"{name}.o"))
+        objects.append(Path(_machine_folder().name, f"{name}.o"))
         _clang(*FLAGS, "-O2", "-c", HERE / "machine" / f"{name}.cpp", "-o", objects[-1])
     return objects
 
@@ -100,21 +110,29 @@ def _argument(parameter: Parameter, number: int) -> str:
 @cache
 def compile_kernel(source: GeneratedSource) -> ctypes.CDLL:
     """Metal's own compiler also distinguishes address spaces."""
-    stem = Path(_folder().name, f"kernel_{next(_numbers)}")
-    metal = stem.with_suffix(".metal")
+    digest = hashlib.sha256(f"{_machine()} {source}".encode()).hexdigest()
+    library = BUILT / "metal" / f"{digest}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            _build(source, Path(folder)).replace(library)
+    loaded = ctypes.CDLL(str(library))
+    loaded.metal_threadgroup_bytes.restype = ctypes.c_uint64
+    loaded.metal_launch.restype = None
+    return loaded
+
+
+def _build(source: GeneratedSource, folder: Path) -> Path:
+    metal, cpp = folder / "kernel.metal", folder / "kernel.cpp"
     metal.write_text(source.text)
     plain = rewrite(_clang("-E", "-x", "c++", "-I", HERE / "shim" / "empty", metal))
     arguments = ", ".join(map(_argument, source.parameters, range(len(source.parameters))))
-    cpp = stem.with_suffix(".cpp")
     cpp.write_text(
         f'#include "{HERE}/shim/metal_shim.h"\n{plain}\n'
         'extern "C" QUIET void metal_entry(char* const* buffers, const Thread* thread) {\n'
         f"  {source.call}({arguments});\n}}\n"
     )
-    compiled, library = stem.with_suffix(".o"), stem.with_suffix(".so")
-    _clang(*FLAGS, *CHECKS, "-c", cpp, "-o", compiled)
-    _clang("-shared", "-Wl,-Bsymbolic", compiled, *_machine(), "-lm", "-o", library)
-    loaded = ctypes.CDLL(str(library))
-    loaded.metal_threadgroup_bytes.restype = ctypes.c_uint64
-    loaded.metal_launch.restype = None
-    return loaded
+    kernel, library = folder / "kernel.o", folder / "kernel.so"
+    _clang(*FLAGS, *CHECKS, "-c", cpp, "-o", kernel)
+    _clang("-shared", "-Wl,-Bsymbolic", kernel, *_machine_objects(), "-lm", "-o", library)
+    return library

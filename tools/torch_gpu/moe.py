@@ -216,13 +216,12 @@ def expert_speed() -> None:
 
     loaded = model(QWEN3_30B_A3B, torch.bfloat16)
     shape = loaded.decoder.shape
-    assert shape.experts is not None
     big = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
     bandwidth = big.nbytes / gpu_ms(lambda: big.sum()) * 1e-6  # GB/s
     del big
     mlp = loaded.decoder.layers[0].mlp
     assert isinstance(mlp, ExpertMlp)
-    number, each = shape.experts.num_experts, (mlp.gate_up.nbytes + mlp.down.nbytes) / shape.experts.num_experts
+    number, each = mlp.shape.num_experts, (mlp.gate_up.nbytes + mlp.down.nbytes) / mlp.shape.num_experts
     held = len(shape.layers) * number * each
     rest = loaded.decoder.nbytes - held - loaded.decoder.embed.nbytes
     print(f"{bandwidth:.0f} GB/s are read; {held / 1e9:.1f} GB of experts, {rest / 1e9:.2f} GB beside them", flush=True)
@@ -233,12 +232,12 @@ def expert_speed() -> None:
         play.decode(3)
         taken = replay_ms(backend, play, GREEDY)
         play.end()
-        share = 1.0 - (1.0 - shape.experts.num_chosen / number) ** num_rows
+        share = 1.0 - (1.0 - mlp.shape.num_chosen / number) ** num_rows
         read = held * share
         limit = (read + rest) / bandwidth * 1e-6
         print(f"| {num_rows} | {taken:.3f} | {read / 1e9:.2f} | {limit:.3f} | {limit / taken:.0%} |", flush=True)
     for num_tokens in (1, 8, 32, 128, 512, 2048, 8192):
         x = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
         taken = gpu_ms(lambda x=x: feed_forward(mlp, x), repeats=10)
-        flops = 2.0 * num_tokens * shape.experts.num_chosen * (each / 2)
+        flops = 2.0 * num_tokens * mlp.shape.num_chosen * (each / 2)
         print(f"{num_tokens} tokens through one layer's experts: {taken:.3f} ms, {flops / taken * 1e-9:.0f} TFLOP/s", flush=True)

@@ -1,23 +1,39 @@
-"""The bundled model with its MTP head: the same tokens as without drafts, and how much faster."""
+"""Drafts of the backend itself: the same tokens as without them, and how much faster."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from torch_gpu.plays import GREEDY, Requests
+from torch_gpu.plays import GREEDY, Requests, make_model
 
 import pippin
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.load import load
+from pippin.backends.torch.load import LoadedModel, load
 
 PATH = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 PROMPT_TOKENS, MAX_DEPTH = 48, 4
+PLAIN = {
+    "model_type": "qwen3",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 
 
 class HeadPlay(Requests):
@@ -65,22 +81,45 @@ def mtp(
     dtypes: Sequence[str] = ("float32", "bfloat16"),
 ) -> None:
     for dtype in dtypes:
-        loaded = load(PATH, dtype=dtype, mtp=True)
-        backend = TorchBackend(loaded, num_slots=max(widths), pool_bytes=1 << 28, max_depth=MAX_DEPTH)
-        for num_rows in widths:
-            plain, seconds = {}, 0.0
-            for depth in (0, *depths):
-                for _ in range(2):  # the first time captures
-                    play = HeadPlay(backend, num_rows, depth)
-                    took, share = play.decode(num_tokens)
-                    play.end()
-                found = {slot: tokens[:num_tokens] for slot, tokens in play.tokens.items()}
-                rate = sum(len(tokens) - 1 for tokens in play.tokens.values()) / took
-                if not depth:
-                    plain, seconds = found, rate
-                    print(f"{dtype}, {num_rows} rows: {rate:,.0f} tokens a second without drafts", flush=True)
-                    continue
-                others = sum(found[slot] != plain[slot] for slot in found)
-                print(f"    depth {depth}: {rate / seconds:.2f}x, {share:.0%} of drafts accepted, {others} replies say otherwise", flush=True)
-                assert dtype != "float32" or not others, "drafts change what is said in float32"
-        backend.close()
+        compare_depths(load(PATH, dtype=dtype, mtp=True), num_tokens, widths, depths)
+
+
+def draft_model(
+    num_tokens: int = 64,
+    widths: Sequence[int] = (1, 8),
+    depths: Sequence[int] = (1, 3),
+    config: dict[str, Any] = PLAIN,
+    device: str = "cuda",
+) -> None:
+    """A random model that drafts for itself: nearly every draft is right in float32."""
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = make_model(config, dtype, device)
+        shares = compare_depths(replace(loaded, draft=loaded.decoder), num_tokens, widths, depths)
+        assert dtype != torch.float32 or min(shares) > 0.9, "a model does not draft its own tokens"
+
+
+def compare_depths(
+    loaded: LoadedModel, num_tokens: int, widths: Sequence[int], depths: Sequence[int]
+) -> list[float]:
+    """The shares of drafts that were accepted."""
+    backend = TorchBackend(loaded, num_slots=max(widths), pool_bytes=1 << 28, max_depth=MAX_DEPTH)
+    dtype, shares = backend.dtype, []
+    for num_rows in widths:
+        plain, seconds = {}, 0.0
+        for depth in (0, *depths):
+            for _ in range(2):  # the first time captures
+                play = HeadPlay(backend, num_rows, depth)
+                took, share = play.decode(num_tokens)
+                play.end()
+            found = {slot: tokens[:num_tokens] for slot, tokens in play.tokens.items()}
+            rate = sum(len(tokens) - 1 for tokens in play.tokens.values()) / took
+            if not depth:
+                plain, seconds = found, rate
+                print(f"{dtype}, {num_rows} rows: {rate:,.0f} tokens a second without drafts", flush=True)
+                continue
+            shares.append(share)
+            others = sum(found[slot] != plain[slot] for slot in found)
+            print(f"    depth {depth}: {rate / seconds:.2f}x, {share:.0%} of drafts accepted, {others} replies say otherwise", flush=True)
+            assert dtype != "float32" or not others, "drafts change what is said in float32"
+    backend.close()
+    return shares

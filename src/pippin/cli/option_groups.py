@@ -24,7 +24,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
         "share_prefixes prompt_normalisation canary",
     ),
     "Batching": (
-        "max_running max_queue speculate",
+        "max_running max_queue speculate draft_model",
         "max_queue_tokens prefill_tokens max_gap overlap forced_chunks",
     ),
     "API": (

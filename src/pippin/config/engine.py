@@ -9,7 +9,7 @@ from pippin.amounts import parse_bytes, parse_memory
 from pippin.config.checks import check_at_least
 from pippin.errors import ConfigError
 
-Speculate = Literal["auto", "off", "suffix", "mtp"]
+Speculate = Literal["auto", "off", "suffix", "mtp", "draft"]
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,15 @@ class EngineConfig:
     """Verify several guessed tokens of a reply in one step; the reply is the same. `suffix` guesses
     what followed the last tokens earlier, in the request itself, in the prefix cache or in other
     requests with the same salt: faster for replies that repeat text, such as edits. `mtp` guesses
-    with the MTP head of the checkpoint, and is refused where there is none. `auto`: both, or
-    `suffix` alone. Only as far as it is measured to pay while serving; `pippin bench speculate`
-    measures it."""
+    with the MTP head of the checkpoint, and is refused where there is none. `draft` guesses with
+    --draft-model. `auto`: `suffix`, and the draft model or else the MTP head if there is one. Only
+    as far as it is measured to pay while serving; `pippin bench speculate` measures it."""
+
+    draft_model: str | None = None
+    """Smaller model with the same tokenizer that guesses tokens of replies: a directory, or a
+    Hugging Face id. Turns --speculate draft on, unless --speculate auto is given. Its weights, and
+    the keys and values that it keeps of each running request, count towards --memory. Default:
+    none."""
 
     prefix_cache: bool = True
     """Reuse the KV cache and recurrent states of prompt prefixes that requests have in common."""

@@ -116,21 +116,24 @@ def _build_speculation(
     """None also where this backend verifies no drafts for this model, and has logged why."""
     depth = min(_max_depth(config), backend.max_depth)
     num_own = 0 if config.speculate == "suffix" else min(depth, backend.drafts_itself)
-    if config.speculate == "mtp" and not num_own:
+    if config.speculate in ("mtp", "draft") and not num_own:
         why = (
             "the checkpoint has no MTP head that this backend can run"
             if depth
             else "this backend verifies no drafts for this model"
         )
-        raise LoadError(f"speculate is mtp, and {why}: use --speculate suffix, auto or off")
+        kind = config.speculate
+        raise LoadError(f"speculate is {kind}, and {why}: use --speculate suffix, auto or off")
     if not depth:
         return None
     return Speculation(
-        None if config.speculate == "mtp" else SuffixDrafter(cache),
+        None if config.speculate in ("mtp", "draft") else SuffixDrafter(cache),
         depth,
         lambda running: depth,
         DepthPolicy(),
-        DeviceDrafter("mtp", num_own) if num_own else None,
+        DeviceDrafter("mtp" if config.draft_model is None else "draft", num_own)
+        if num_own
+        else None,
     )
 
 
@@ -139,6 +142,12 @@ def _max_depth(config: EngineConfig) -> int:
 
 
 def load_backend(config: Config, progress: Progress) -> Backend:
+    draft = None if config.engine.draft_model is None else Path(config.engine.draft_model)
+    if draft is not None and config.model.backend != "torch":
+        raise LoadError(
+            f"draft_model is an option of torch, and this is {config.model.backend}: use "
+            "--backend torch, or remove --draft-model"
+        )
     if config.model.backend == "fake":
         from pippin.backends.fake import FakeBackend
 
@@ -157,10 +166,11 @@ def load_backend(config: Config, progress: Progress) -> Backend:
         "safe": config.engine.safe,
         "fingerprints": keeps_fingerprints(config.engine),
         "max_depth": _max_depth(config.engine),
+        "mtp": draft is None and config.engine.speculate in ("auto", "mtp"),
         "progress": progress,
     }
     if config.model.backend == "torch":
-        return _load_torch(config, options)
+        return _load_torch(config, options, draft)
     from pippin.backends.mlx import environment
 
     environment.prepare(
@@ -169,11 +179,10 @@ def load_backend(config: Config, progress: Progress) -> Backend:
 
     from pippin.backends.mlx.backend import MLXBackend  # imports mlx, which reads what was set
 
-    mtp = config.engine.speculate in ("auto", "mtp")
-    return MLXBackend.load(Path(config.model.model), wired=config.engine.wired, mtp=mtp, **options)
+    return MLXBackend.load(Path(config.model.model), wired=config.engine.wired, **options)
 
 
-def _load_torch(config: Config, options: dict[str, Any]) -> Backend:
+def _load_torch(config: Config, options: dict[str, Any], draft: Path | None) -> Backend:
     try:
         from pippin.backends.torch.backend import TorchBackend
     except ImportError as error:
@@ -183,7 +192,7 @@ def _load_torch(config: Config, options: dict[str, Any]) -> Backend:
     return TorchBackend.load(
         Path(config.model.model),
         prefill_tokens=config.engine.prefill_tokens,
-        mtp=config.engine.speculate in ("auto", "mtp"),
+        draft=draft,
         **options,
     )
 

@@ -24,9 +24,9 @@ def with_remedy(reason: str, config: Config) -> str:
     """Why a resolved config's model could not be loaded, with a remedy if memory was too small."""
     if reason.startswith("memory:") or not SIGNS.search(reason):
         return reason
-    weights = sum(
-        file.stat().st_size for file in Path(config.model.model).glob("model*.safetensors")
-    )
+    paths = [Path(path) for path in (config.model.model, config.engine.draft_model) if path]
+    files = [file for path in paths for file in path.glob("model*.safetensors")]
+    weights = sum(file.stat().st_size for file in files)
     if "killed by SIGKILL" in reason:
         reason += " while it loaded the model, probably because memory ran out"
     return (

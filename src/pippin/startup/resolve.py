@@ -15,6 +15,7 @@ from pippin.backends.nvidia import compute_capability
 from pippin.backends.torch.config import read_config, read_shape, suit_kernels
 from pippin.config import BackendName, Config, EngineConfig
 from pippin.errors import LoadError
+from pippin.startup.draft_model import resolve_draft_model
 from pippin.startup.find_checkpoint import find_checkpoint, model_name
 
 LEAST_CAPABILITY = (8, 0)
@@ -31,6 +32,7 @@ def resolve(config: Config) -> Config:
     served_name = server.served_name or model_name(model)
     return dataclasses.replace(
         config,
+        engine=resolve_draft_model(config.engine, path),
         model=dataclasses.replace(
             model,
             model=str(path),

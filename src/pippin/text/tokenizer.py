@@ -63,6 +63,11 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     @property
+    def vocabulary(self) -> dict[int, str]:
+        """Every token as the tokenizer's file has it, by id."""
+        return {id: token for token, id in self._backend.get_vocab().items()}
+
+    @property
     def bos_id(self) -> int | None:
         bos = self.named_tokens.get("bos_token")
         return None if bos is None else self._backend.token_to_id(bos)

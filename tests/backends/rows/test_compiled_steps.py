@@ -13,26 +13,29 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from bundled import load_bundled
+from families import VOCAB
 from near_ties import TOLERANCE, log_softmax
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import MAX_COMPILED, DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from serving import served
 
 pytestmark = pytest.mark.slow
 
+HYBRID = "qwen3_5"
+
 
 def make_forward(*, compiled: bool) -> DecodeForward:
-    loaded = load_bundled()
+    loaded = served(HYBRID)
     return DecodeForward(loaded.layout, loaded.forward, compiled=compiled)
 
 
 def make_tokens(num_tokens: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(10, 8000, num_tokens).astype(np.int32)
+    return np.random.default_rng(seed).integers(10, VOCAB, num_tokens).astype(np.int32)
 
 
 def prefilled(tokens: np.ndarray) -> PromptState:
-    loaded, prompt = load_bundled(), PromptState()
+    loaded, prompt = served(HYBRID), PromptState()
     batch = ChunkBatch(loaded.layout, [tokens], [prompt])
     loaded.forward(batch.tokens, batch.caches)
     batch.advance()
@@ -57,7 +60,7 @@ def run(rows: DecodeRows, forward: DecodeForward, steps: Sequence[int]) -> list[
 
 def play(forward: DecodeForward) -> list[np.ndarray]:
     """What each step gives: of one row, then of two, then of the second alone."""
-    rows = DecodeRows(load_bundled().layout)
+    rows = DecodeRows(served(HYBRID).layout)
     rows.join([(1, prefilled(make_tokens(64, 1)))])
     found = run(rows, forward, range(6))
     rows.join([(2, prefilled(make_tokens(33, 2)))])
@@ -95,7 +98,7 @@ def test_compiled_steps_of_rows_that_share_give_what_plain_ones_apart_give(
     compiled, plain = make_forward(compiled=True), make_forward(compiled=False)
     found = []
     for forward, shares in ((compiled, True), (plain, False)):
-        rows = DecodeRows(load_bundled().layout)
+        rows = DecodeRows(served(HYBRID).layout)
         states = [(slot, prefilled(ids)) for slot, ids in prompts.items()]
         rows.join(states, prompts if shares else None)
         found.append(run(rows, forward, range(12)))

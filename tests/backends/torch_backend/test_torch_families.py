@@ -25,6 +25,7 @@ from families import WINDOW
 from near_ties import TOLERANCE, assert_best, log_softmax
 from pippin.backends.torch.config import FAMILIES, read_shape
 from pippin.backends.torch.models.build import build_decoder
+from pippin.backends.torch.shapes import AttentionShape
 from pippin.errors import LoadError, UnsupportedLayout
 from reference import BUNDLED
 from serving import TORCH, make_client, make_prompt
@@ -92,8 +93,8 @@ def test_replies_are_what_mlx_says(name: str) -> None:
 
 
 def test_what_it_lacks_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedLayout, match="gemma3_text models are not served by the torch"):
-        read_shape({"model_type": "gemma3_text"})
+    with pytest.raises(UnsupportedLayout, match="gemma4_text models are not served by the torch"):
+        read_shape({"model_type": "gemma4_text"})
     assert {str(config["model_type"]) for config in TORCH_CONFIGS.values()} <= set(FAMILIES)
 
 
@@ -117,21 +118,20 @@ def test_what_a_family_may_have_and_is_not_served_is_refused(
 def test_which_layers_have_windows() -> None:
     """As transformers has it for each family."""
 
-    def layers(name: str, **changed: object) -> tuple[tuple[str, ...], int]:
+    def windows(name: str, **changed: object) -> list[int]:
         shape = read_shape(TORCH_CONFIGS[name] | changed)
-        return shape.layers, shape.window
+        return [mixer.window for mixer in shape.mixers(AttentionShape)]
 
-    full, window = "attention", "window"
-    assert layers("mistral") == ((window, window), WINDOW)
-    assert layers("mistral", sliding_window=None) == ((full, full), 0)
+    assert windows("mistral") == [WINDOW, WINDOW]
+    assert windows("mistral", sliding_window=None) == [0, 0]
     config = dict(TORCH_CONFIGS["mistral"])
     del config["sliding_window"]
     assert read_shape(config).window == 4096
-    assert layers("qwen3_windows") == ((full, window), WINDOW)
-    assert layers("qwen3_windows", use_sliding_window=False) == ((full, full), 0)
-    assert layers("qwen3_windows", max_window_layers=2) == ((full, full), WINDOW)
-    assert layers("llama_windows") == ((window, full), WINDOW)
-    assert layers("llama", sliding_window=WINDOW) == ((full, full), WINDOW)
+    assert windows("qwen3_windows") == [0, WINDOW]
+    assert windows("qwen3_windows", use_sliding_window=False) == [0, 0]
+    assert windows("qwen3_windows", max_window_layers=2) == [0, 0]
+    assert windows("llama_windows") == [WINDOW, 0]
+    assert windows("llama", sliding_window=WINDOW) == [0, 0]
 
 
 @pytest.mark.parametrize(

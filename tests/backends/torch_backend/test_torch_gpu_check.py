@@ -31,10 +31,9 @@ from run_again import RunAgain
 from torch_serving import load_torch
 
 pytestmark = pytest.mark.slow
-SMALL = right.TINY | {
-    "text_config": right.TINY["text_config"]
-    | {"num_hidden_layers": 2, "full_attention_interval": 2, "vocab_size": 300}
-}
+FEW_LAYERS = {"num_hidden_layers": 2, "full_attention_interval": 2}
+SHALLOW = right.TINY | {"text_config": right.TINY["text_config"] | FEW_LAYERS}
+SMALL = right.TINY | {"text_config": SHALLOW["text_config"] | {"vocab_size": 300}}
 
 
 @pytest.fixture
@@ -45,6 +44,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(races, "NUM_SCHEDULES", 2)
+    monkeypatch.setattr(races, "TINY", SHALLOW)
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -173,7 +173,8 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         "NUM_ROWS": 4,
         "NUM_OPERATIONS": 60,
         "BUDGET_SECONDS": 1e9,
-        "SERVED_SHAPE": limits.TINY,
+        "TINY": SHALLOW,
+        "SERVED_SHAPE": SHALLOW,
     }.items():
         monkeypatch.setattr(limits, name, value)
 
@@ -204,3 +205,10 @@ def test_drafts_of_a_head_are_compared_with_none(capsys: pytest.CaptureFixture[s
     assert said.count("0 replies say otherwise") >= 1
     assert "float32, 2 rows" in said
     assert "depth 2:" in said
+
+
+def test_a_model_that_drafts_for_itself_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
+    config = mtp.PLAIN | small | {"num_attention_heads": 2, "num_key_value_heads": 1}
+    mtp.draft_model(num_tokens=8, widths=(2,), depths=(2,), config=config, device="cpu")
+    assert "100% of drafts accepted, 0 replies say otherwise" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from bundled import BUNDLED_PATH
 from pippin.backends.base import DecodeRow, PrefillRow, Retire
 from pippin.backends.sampling.noise import noise_keys, stream_of
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.drafts import ring
+from pippin.backends.torch.drafts import make
 from pippin.backends.torch.step.noise import add_gumbel_noise
 from reference import BUNDLED
 from test_contract import Steps, admit, make_tokens, restore
@@ -160,7 +160,7 @@ def test_drafts_are_those_of_transformers_layers(name: str, params: dict[str, An
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_long_text_is_seen_as_far_as_the_ring_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring.HeadRing.__init__, "__defaults__", (8,))
+    monkeypatch.setattr(make, "LENGTH", 8)
     steps, prompt = Steps(make_backend("qwen3_5_mtp")), make_tokens(30, 4)
     chunk = PrefillRow(1, 0, prompt, samples=True, num_drafts=2)
     text = [*prompt, *steps.run(admit=(admit(1, prompt),), prefill=(chunk,)).tokens[1]]
@@ -182,7 +182,7 @@ def test_a_request_sees_nothing_of_the_one_before_in_its_slot() -> None:
             started(steps, Reply("torch, qwen3_5", 3, 64))
             drafter = steps.backend._runner._drafts._drafter  # type: ignore[attr-defined]
             with torch.inference_mode():
-                drafter.ring._kv.fill_(torch.nan)
+                drafter.ring.kv[0].fill_(torch.nan)
             steps.run(retire=(Retire(3),))
         prompt = make_tokens(6, 1)
         row = PrefillRow(3, 0, prompt, samples=True, num_drafts=MAX_DEPTH)
@@ -222,5 +222,5 @@ def test_what_the_head_remembers_is_in_the_budget() -> None:
     left = [make_backend("qwen3_5_mtp", mtp=mtp).limit_memory(budget) for mtp in (False, True)]
     backend = make_backend("qwen3_5_mtp")
     drafter = backend.runner._drafts._drafter  # type: ignore[union-attr]
-    held = sum(tensor[1:].nbytes for tensor in (drafter.ring._kv, drafter.ring._tags))
+    held = sum(tensor[1:].nbytes for tensor in (drafter.ring.kv[0], drafter.ring.tags))
     assert 0 < 0.9 * held < left[0] - left[1]

@@ -8,12 +8,12 @@ pytest.importorskip("interpreted")
 
 import torch
 
-from pippin.backends.torch.config import ExpertShape
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels.experts.products import ExpertTile, expert_tile_for
 from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, most_blocks, route
 from pippin.backends.torch.kernels.layers import feed_forward, run_experts
 from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear
+from pippin.backends.torch.shapes import ExpertShape
 
 DEVICE = find_device()
 

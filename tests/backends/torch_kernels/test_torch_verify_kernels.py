@@ -66,9 +66,14 @@ def test_no_draft_is_accepted_behind_a_stop_id() -> None:
 
 
 @pytest.mark.slow
-def test_the_head_drafts_by_kernels_what_it_drafts_by_plain_operations() -> None:
+@pytest.mark.parametrize(
+    ("name", "draft"), [("qwen3_5_mtp", None), ("qwen3", "qwen3")], ids=["MTP", "draft model"]
+)
+def test_a_drafter_drafts_by_kernels_what_it_drafts_by_plain_operations(
+    name: str, draft: str | None
+) -> None:
     """Rows that are greedy and sampled, one of them alone at last; what is left is verified."""
-    loaded = load_torch("qwen3_5_mtp", mtp=True)
+    loaded = load_torch(name, mtp=draft is None, draft=draft)
     found = []
     for kernels in (False, True):
         options = {"num_slots": 6, "pool_bytes": AMPLE_BYTES, "max_depth": 2, "debug": True}

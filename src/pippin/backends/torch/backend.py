@@ -78,7 +78,10 @@ class TorchBackend:
         """
         self.max_depth = 0 if deterministic else max_depth
         self._decoder = decoder = loaded.decoder
-        self.drafts_itself = 0 if decoder.mtp is None else self.max_depth
+        self._draft = loaded.draft
+        has_drafter = decoder.mtp is not None or loaded.draft is not None
+        self.drafts_itself = self.max_depth if has_drafter else 0
+        weights = decoder.nbytes + (0 if loaded.draft is None else loaded.draft.nbytes)
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
         self._streams = make_streams(decoder.device, decoder.dtype)
         self.device = device_info(decoder.device, prefill_tokens)
@@ -105,14 +108,14 @@ class TorchBackend:
             drafts_itself=self.drafts_itself > 0,
         )
         self._meter = CudaMeter(decoder.device) if meter is None and on_cuda else meter
-        self._memory = MemoryUse(decoder.nbytes)
+        self._memory = MemoryUse(weights)
         self._runner: Runner | None = None
         self.shapes_to_warm_up: Sequence[WarmUpShape] = self._ways.shapes_to_warm_up()
         self.spec = self._layout.model_spec(loaded.name, loaded.max_len)
         self._shares = MemoryShares(
             self._layout,
-            weights=decoder.nbytes,
-            drafts=num_slots * draft_bytes(decoder, self._layout, self.max_depth),
+            weights=weights,
+            drafts=num_slots * draft_bytes(decoder, loaded.draft, self._layout, self.max_depth),
             num_slots=num_slots,
             max_len=loaded.max_len,
             prefill_tokens=self.device.prefill_tokens,
@@ -140,11 +143,19 @@ class TorchBackend:
         fingerprints: bool = False,
         max_depth: int = 0,
         mtp: bool = False,
+        draft: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> TorchBackend:
-        mtp = mtp and max_depth > 0 and not deterministic
+        drafts = max_depth > 0 and not deterministic
         with torch.inference_mode():
-            loaded = load(path, dtype=dtype, max_len=max_len, mtp=mtp, progress=progress)
+            loaded = load(
+                path,
+                dtype=dtype,
+                max_len=max_len,
+                mtp=mtp and drafts,
+                draft=draft if drafts else None,
+                progress=progress,
+            )
         return cls(
             loaded,
             num_slots=num_slots,
@@ -246,6 +257,7 @@ class TorchBackend:
         with torch.inference_mode(), self._streams.forward():
             embed = self._decoder.embed
             largest_steps.run_largest_sampling(self._slots, self._ways.num_slots, embed)
+            self.runner.run_largest_drafts()
 
     def _capture_largest(self) -> None:
         with torch.inference_mode(), self._streams.forward():
@@ -272,6 +284,7 @@ class TorchBackend:
         self._slots.clear()
         self._drop_runner()
         self.__dict__.pop("_decoder", None)
+        self._draft = None
         self._memory = MemoryUse()
         if self._meter is not None:
             self._meter.give_back()
@@ -283,6 +296,7 @@ class TorchBackend:
         with torch.inference_mode(), self._streams.forward():
             self._runner = Runner(
                 self._decoder,
+                self._draft,
                 self._layout,
                 self._slots,
                 self._future_map,

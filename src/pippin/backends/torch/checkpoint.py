@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
 
 from pippin.errors import LoadError
+
+MLX_PREFIX = "language_model.model."  # of mlx-lm's names, where other checkpoints' are nested
 
 
 class Weights(Protocol):
@@ -26,20 +28,25 @@ class Weights(Protocol):
         ...
 
 
+class Stored(NamedTuple):
+    file: Any  # open
+    name: str  # in it
+
+
 class CheckpointWeights:
     def __init__(
-        self, files: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None
+        self, found: dict[str, Stored], device: torch.device, dtype: torch.dtype | None = None
     ) -> None:
-        self._files = files  # an open file by the name of each tensor in it
+        self._found = found
         self._device = device
         self.dtype = dtype
 
     def has(self, name: str) -> bool:
-        return name in self._files
+        return name in self._found
 
     @property
     def names(self) -> Iterable[str]:
-        return self._files.keys()
+        return self._found.keys()
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
         tensor = self._stored(name)
@@ -49,18 +56,28 @@ class CheckpointWeights:
         return self._stored(name).dtype
 
     def _stored(self, name: str) -> torch.Tensor:
-        if name not in self._files:
+        if name not in self._found:
             raise LoadError(f"the checkpoint has no weight {name}")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        stored = self._found[name]
+        tensor: torch.Tensor = stored.file.get_tensor(stored.name)
         return tensor
 
 
 @contextmanager
-def open_weights(path: Path, device: torch.device) -> Iterator[CheckpointWeights]:
-    """The weights of a directory's *.safetensors; open as long as the context lasts."""
+def open_weights(path: Path, device: torch.device, prefix: str) -> Iterator[CheckpointWeights]:
+    """The weights of a directory's *.safetensors; open as long as the context lasts.
+
+    `prefix`: of the decoder's names, which mlx-lm's checkpoints may nest the other way round.
+    """
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
+        found: dict[str, Stored] = {}
         for part in sorted(path.glob("*.safetensors")):
             opened = stack.enter_context(safe_open(part, framework="pt"))
-            files |= dict.fromkeys(opened.keys(), opened)
-        yield CheckpointWeights(files, device)
+            found |= {_usual_name(name, prefix): Stored(opened, name) for name in opened.keys()}  # noqa: SIM118
+        yield CheckpointWeights(found, device)
+
+
+def _usual_name(name: str, prefix: str) -> str:
+    if name.startswith(MLX_PREFIX):
+        return prefix + name.removeprefix(MLX_PREFIX)
+    return name.removeprefix("language_model.")

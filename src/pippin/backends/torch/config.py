@@ -7,82 +7,39 @@ weight is read.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from pippin.backends.torch.families.lfm2 import read_lfm2
+from pippin.backends.torch.families.nemotron_h import read_nemotron_h
+from pippin.backends.torch.families.rope import read_rope
+from pippin.backends.torch.families.table import FAMILY, Family, read_options
+from pippin.backends.torch.shapes import (
+    NO_ROPE,
+    Activation,
+    ActivationKind,
+    AttentionShape,
+    DeltaShape,
+    DenseShape,
+    ExpertShape,
+    LayerShape,
+    MixerShape,
+    MlpShape,
+    ModelShape,
+    RopeShape,
+    Scoring,
+)
 from pippin.errors import LoadError, UnsupportedLayout
 
-LayerKind = Literal["attention", "window", "delta"]
 Json = dict[str, Any]
 
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"),
-    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-)
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class RopeShape:
-    dim: int  # of a head's channels, how many are rotated: the first ones
-    theta: float
-    kind: str = "default"
-    options: Json = field(default_factory=dict)  # of the kind
-    max_len: int = 0
-
-
-@dataclass(frozen=True)
-class DeltaShape:
-    """A Gated DeltaNet layer."""
-
-    num_k_heads: int
-    num_v_heads: int
-    k_dim: int
-    v_dim: int
-    num_taps: int  # of the convolution
-    interleaved: bool  # its projections are stored head by head (qwen3_next)
-
-    @property
-    def num_channels(self) -> int:
-        """Of the convolution: queries, keys, values."""
-        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    num_experts: int
-    num_chosen: int
-    intermediate: int
-    normalised: bool  # the chosen ones' weights add up to 1
-    shared_intermediate: int = 0  # of the expert that every token goes to; 0: there is none
-    layers: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    model_type: str
-    prefix: str  # of the weights' names
-    vocab_size: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    max_len: int
-    tied: bool
-    rope: RopeShape
-    layers: tuple[LayerKind, ...]
-    window: int = 0  # tokens that layers with one see, the newest included
-    qk_norm: bool = False
-    qkv_bias: bool = False  # which products have a bias
-    out_bias: bool = False
-    mlp_bias: bool = False
-    norm_offset: float = 0.0  # a norm's weight is stored less this
-    gated_attention: bool = False
-    delta: DeltaShape | None = None
-    experts: ExpertShape | None = None
+READERS: dict[str, Callable[[Json], ModelShape]] = {
+    "lfm2": read_lfm2,
+    "nemotron_h": read_nemotron_h,
+}
+FAMILIES = (*FAMILY, *READERS)
+ACTIVATIONS: dict[str, ActivationKind] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_config(path: Path) -> Json:
@@ -104,137 +61,197 @@ def read_shape(config: Json) -> ModelShape:
     if "quantization_config" in config or "quantization" in config:
         raise LoadError(f"quantized {model_type} checkpoints are not served by the torch backend")
     try:
+        if (read := READERS.get(model_type)) is not None:
+            return read(config)
         return _shape(config, model_type)
     except KeyError as error:
         raise LoadError(f"config.json of this {model_type} lacks {error}") from error
 
 
 def _shape(config: Json, model_type: str) -> ModelShape:
-    text: Json = config.get("text_config") or config
-    family = model_type.removesuffix("_text")
-    is_hybrid = family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-    _refuse(text, model_type)
-    window = _window(text, family)
-    num_heads = int(text["num_attention_heads"])
-    head_dim = int(text.get("head_dim") or text["hidden_size"] // num_heads)
+    family = FAMILY[model_type]
+    stored: Json = config.get("text_config") or config
+    text = read_options(stored, family)
+    _refuse(stored | text, model_type)
     max_len = int(text.get("max_position_embeddings") or 4096)
-    # Mistral's and Qwen2's own code reads no such switch.
-    has_attention_bias = family not in ("mistral", "qwen2") and bool(text.get("attention_bias"))
+    hidden, factor = int(text["hidden_size"]), float(text.get("embedding_multiplier", 1.0))
+    logit_scale = float(text.get("logit_scale", 1.0)) / float(text.get("logits_scaling", 1.0))
+    tied = text.get("tie_word_embeddings", False)
     return ModelShape(
         model_type=model_type,
         prefix="model.language_model." if "text_config" in config else "model.",
         vocab_size=int(text["vocab_size"]),
-        hidden=int(text["hidden_size"]),
-        intermediate=int(text.get("intermediate_size") or 0),
-        num_heads=num_heads,
-        num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
-        head_dim=head_dim,
-        eps=float(text["rms_norm_eps"]),
+        hidden=hidden,
+        eps=float(text["layer_norm_eps" if family.centred else "rms_norm_eps"]),
         max_len=max_len,
-        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        rope=_rope(text, head_dim, max_len, 0.25 if is_hybrid else 1.0),
-        layers=_layers(text, window, is_hybrid=is_hybrid),
-        window=window or 0,
-        qk_norm=family.startswith("qwen3"),
-        qkv_bias=family == "qwen2" or has_attention_bias,
-        out_bias=has_attention_bias,
-        mlp_bias=family == "llama" and bool(text.get("mlp_bias")),
-        norm_offset=1.0 if is_hybrid else 0.0,
-        gated_attention=is_hybrid,
-        delta=_delta(text, interleaved=family == "qwen3_next") if is_hybrid else None,
-        experts=_experts(text, family),
+        tied=bool(config.get("tie_word_embeddings", tied)),
+        layers=tuple(map(LayerShape, _mixers(text, family, max_len), _mlps(text, family))),
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        centred_norms=family.centred,
+        parallel=family.parallel,
+        embed_scale=hidden**0.5 if family.scaled_embeddings else factor,
+        residual_scale=float(text.get("residual_multiplier", 1.0)),
+        logit_scale=logit_scale,
+        logit_softcap=float(text.get("final_logit_softcapping") or 0.0),
     )
 
 
 def suit_kernels(shape: ModelShape) -> bool:
-    """Whether our kernels take it: heads of powers of two, 16 at least, and no windows."""
-    if "window" in shape.layers:
+    """Whether our kernels take it: heads of powers of two, 16 at least, no windows, and recurrent
+    layers of Gated DeltaNet alone."""
+    if shape.window or not isinstance(shape.recurrent, DeltaShape | None):
         return False
-    sizes = [shape.head_dim]
-    if shape.delta is not None:
-        sizes += [shape.delta.k_dim, shape.delta.v_dim]
+    sizes = [mixer.head_dim for mixer in shape.mixers(AttentionShape)]
+    for delta in shape.mixers(DeltaShape):
+        sizes += [delta.k_dim, delta.v_dim]
     return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
 def _refuse(text: Json, model_type: str) -> None:
-    if text.get("use_sliding_window") and model_type not in ("qwen2", "qwen3"):
+    if text.get("use_sliding_window") and "sliding_window" not in FAMILY[model_type].options:
         raise UnsupportedLayout(f"{model_type} with sliding windows is not served by torch")
-    if text.get("hidden_act", "silu") != "silu":
-        raise UnsupportedLayout(f"{model_type} with {text['hidden_act']} is not served by torch")
+    if text.get("use_bidirectional_attention"):
+        raise UnsupportedLayout(f"{model_type} that reads both ways is not served by torch")
+    if (name := _activation(text)) not in ACTIVATIONS:
+        raise UnsupportedLayout(f"{model_type} with {name} is not served by torch")
 
 
-def _rope(text: Json, head_dim: int, max_len: int, share: float) -> RopeShape:
-    options: Json = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = str(options.get("rope_type") or options.get("type") or "default")
-    if kind == "mrope":  # of text, whose three positions are one
-        kind = "default"
-    if kind not in ROPE_TYPES:
-        raise UnsupportedLayout(f"rope of type {kind} is not served by torch")
-    share = options.get("partial_rotary_factor") or text.get("partial_rotary_factor") or share
-    theta = options.get("rope_theta") or text.get("rope_theta") or 10000.0
-    return RopeShape(int(head_dim * float(share)), float(theta), kind, options, max_len)
+def _activation(text: Json) -> str:
+    return str(text.get("hidden_activation") or text.get("hidden_act") or "silu")
 
 
-def _window(text: Json, family: str) -> int | None:
-    """Tokens that layers of type `sliding_attention` see."""
-    if family == "mistral":  # whose configs may omit it
-        return int(text.get("sliding_window", 4096) or 0) or None
-    if family in ("qwen2", "qwen3") and not text.get("use_sliding_window"):
-        return None
-    return int(text.get("sliding_window") or 0) or None
-
-
-def _layers(text: Json, window: int | None, *, is_hybrid: bool) -> tuple[LayerKind, ...]:
+def _mixers(text: Json, family: Family, max_len: int) -> list[MixerShape]:
     num_layers = int(text["num_hidden_layers"])
-    names = text.get("layer_types") or _layer_types(text, window, is_hybrid, num_layers)
-    kinds: dict[str, LayerKind] = {"linear_attention": "delta", "full_attention": "attention"}
-    if window is not None and not is_hybrid:
-        kinds["sliding_attention"] = "window"
-    if unknown := set(names) - set(kinds):
-        raise UnsupportedLayout(f"layers of type {min(unknown)} are not served by torch")
-    return tuple(kinds[name] for name in names)
+    window = int(text.get("sliding_window") or 0)
+    if not text.get("use_sliding_window", True):
+        window = 0
+    names = list(text.get("layer_types") or _layer_types(text, family, window, num_layers))
+    found: list[MixerShape] = []
+    for index, name in enumerate(names[:num_layers]):
+        if name == "linear_attention" and family.is_hybrid:
+            found.append(_delta(text))
+        elif name == "full_attention" or (name == "sliding_attention" and window):
+            own = window if name == "sliding_attention" else 0
+            found.append(_attention(text, family, max_len, name, own, index))
+        else:
+            raise UnsupportedLayout(f"layers of type {name} are not served by torch")
+    return found
 
 
-def _layer_types(text: Json, window: int | None, is_hybrid: bool, num_layers: int) -> list[str]:
+def _layer_types(text: Json, family: Family, window: int, num_layers: int) -> list[str]:
     """As the families' own code has it, where a config does not say."""
-    if is_hybrid:
-        every = int(text.get("full_attention_interval") or 4)
-        is_full = [(index + 1) % every == 0 for index in range(num_layers)]
-        return ["full_attention" if full else "linear_attention" for full in is_full]
-    match str(text["model_type"]):
-        case "mistral" if window is not None:
-            num_full = 0
-        case "qwen2" | "qwen3" if window is not None:
-            num_full = int(text.get("max_window_layers", 28))
-        case _:
-            num_full = num_layers
-    is_full = [index < num_full for index in range(num_layers)]
-    return ["full_attention" if full else "sliding_attention" for full in is_full]
+    other = "linear_attention" if family.is_hybrid else "sliding_attention"
+    if not window and not family.is_hybrid:
+        return ["full_attention"] * num_layers
+    if "max_window_layers" in text:
+        num_full = int(text["max_window_layers"])
+        is_full = [index < num_full for index in range(num_layers)]
+    elif "no_rope_layers" in text:
+        is_full = [_is_rotated(text, index) for index in range(num_layers)]
+    else:
+        every = family.full_every
+        every = int(text.get("full_attention_interval") or every) if family.is_hybrid else every
+        every = int(text.get("sliding_window_pattern") or every)
+        is_full = [every > 0 and (index + 1) % every == 0 for index in range(num_layers)]
+    return ["full_attention" if full else other for full in is_full]
 
 
-def _delta(text: Json, *, interleaved: bool) -> DeltaShape:
+def _is_rotated(text: Json, index: int) -> bool:
+    """Of layers of which some do not turn their keys by position."""
+    if text["no_rope_layers"] is not None:
+        return bool(text["no_rope_layers"][index])
+    return (index + 1) % int(text["no_rope_layer_interval"]) != 0
+
+
+def _attention(
+    text: Json, family: Family, max_len: int, name: str, window: int, index: int
+) -> AttentionShape:
+    num_heads = int(text["num_attention_heads"])
+    head_dim = int(text.get("head_dim") or text["hidden_size"] // num_heads)
+    is_biased = bool(text.get("attention_bias"))
+    is_rotated = "no_rope_layers" not in text or _is_rotated(text, index)
+    if family.parallel and "sliding_window" in text:  # cohere2
+        is_rotated = window > 0
+    scale = float(text.get("query_pre_attn_scalar", head_dim)) ** -0.5
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
+        head_dim=head_dim,
+        rope=_rope(text, head_dim, max_len, name, family) if is_rotated else NO_ROPE,
+        rope_pairs=family.rope_pairs,
+        scale=float(text.get("attention_multiplier", scale)),
+        softcap=float(text.get("attn_logit_softcapping") or 0.0),
+        sinks=family.sinks,
+        window=window,
+        qk_norm=family.qk_norm if text.get("use_qk_norm", True) else None,
+        qkv_bias=bool(text.get("qkv_bias")) or is_biased,
+        out_bias=family.out_bias and is_biased,
+        gated=family.is_hybrid,
+    )
+
+
+def _rope(text: Json, head_dim: int, max_len: int, name: str, family: Family) -> RopeShape:
+    """`name`: the type of layer: types may differ."""
+    is_windowed = name == "sliding_attention"
+    options: Json = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    theta = text.get("rope_local_base_freq") if is_windowed else None
+    if name in options:
+        options = options[name]
+    elif family.scales_rope_of_full and is_windowed:
+        options = {}
+    text = text | {"rope_parameters": options, "rope_scaling": None}
+    text |= {} if theta is None else {"rope_theta": theta}
+    return read_rope(text, head_dim, max_len, share=family.rope_share)
+
+
+def _delta(text: Json) -> DeltaShape:
     return DeltaShape(
         num_k_heads=int(text["linear_num_key_heads"]),
         num_v_heads=int(text["linear_num_value_heads"]),
         k_dim=int(text["linear_key_head_dim"]),
         v_dim=int(text["linear_value_head_dim"]),
         num_taps=int(text["linear_conv_kernel_dim"]),
-        interleaved=interleaved,
+        interleaved=text["model_type"] == "qwen3_next",
     )
 
 
-def _experts(text: Json, family: str) -> ExpertShape | None:
-    if family not in ("qwen3_moe", "qwen3_next", "qwen3_5_moe"):
-        return None
+def _mlps(text: Json, family: Family) -> list[MlpShape]:
+    num_layers = int(text["num_hidden_layers"])
+    activation = Activation(ACTIVATIONS[_activation(text)])
+    size = int(text.get("intermediate_size") or 0)
+    dense = DenseShape(size, bool(text.get("mlp_bias")), activation=activation)
+    if family.experts is None:
+        return [dense] * num_layers
     every = int(text.get("decoder_sparse_step") or 1)
-    dense = set(text.get("mlp_only_layers") or ())
-    chosen = (i for i in range(int(text["num_hidden_layers"])) if (i + 1) % every == 0)
+    num_dense, only_dense = text.get("first_k_dense_replace", 0), text.get("mlp_only_layers") or ()
+    experts = _experts(text, family.experts, activation, biased=family.expert_bias)
+    return [
+        dense if (i + 1) % every != 0 or i < num_dense or i in only_dense else experts
+        for i in range(num_layers)
+    ]
+
+
+def _experts(text: Json, scoring: Scoring, activation: Activation, *, biased: bool) -> ExpertShape:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((text[name] for name in names if name in text), None)
+    if num_experts is None:
+        raise KeyError(names[0])
+    intermediate = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+    gated, plain = text.get("shared_expert_intermediate_size"), text.get("n_shared_experts")
+    if limit := text.get("swiglu_limit"):
+        activation = Activation("clamped", float(text.get("swiglu_alpha", 1.702)), float(limit))
     return ExpertShape(
-        num_experts=int(text["num_experts"]),
+        num_experts=int(num_experts),
         num_chosen=int(text["num_experts_per_tok"]),
-        intermediate=int(text["moe_intermediate_size"]),
-        normalised=family == "qwen3_5_moe"
-        or bool(text.get("norm_topk_prob", family == "qwen3_next")),
-        shared_intermediate=int(text.get("shared_expert_intermediate_size") or 0),
-        layers=frozenset(i for i in chosen if i not in dense),
+        intermediate=intermediate,
+        normalised=bool(text.get("norm_topk_prob", True)),
+        shared_intermediate=int(gated or intermediate * int(plain or 0)),
+        shared_gated=bool(gated),
+        bias=biased,
+        activation=activation,
+        scoring=scoring,
+        num_groups=int(text.get("n_group") or 1),
+        num_groups_chosen=int(text.get("topk_group") or 1),
+        scale=float(text.get("routed_scaling_factor") or 1.0),
     )

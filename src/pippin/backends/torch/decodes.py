@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pippin.backends.base import DecodeRow
+from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.step.batches import decode_batch
@@ -26,12 +27,14 @@ class Decodes:
         verifies: Verifies,
         *,
         deterministic: bool,
+        drafts: RowDrafts | None = None,  # by the backend itself
     ) -> None:
         self._parts = parts
         self._plain = plain
         self.steps = steps
         self._verifies = verifies
         self._deterministic = deterministic
+        self._drafts = drafts
 
     def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
         """All rows in one forward; or each in its own, so that no row's company matters."""
@@ -48,6 +51,8 @@ class Decodes:
         if self._verifies.takes(decodes, slots, positions):
             self._verifies.run(step, decodes)
             return
+        if self._drafts is not None:
+            self._drafts.pass_over(decodes)
         parts.future.note_read(slots)
         parts.pools.arena.make_room(len(slots), parts.rows.num_new_states(slots))
         cells = parts.rows.grow_each(slots, positions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ class LoadedModel:
     decoder: Decoder
     name: str
     max_len: int
+    draft: Decoder | None = None  # a smaller model of the same tokenizer
 
 
 def load(
@@ -35,13 +36,18 @@ def load(
     max_len: int | None = None,
     device: torch.device | None = None,
     mtp: bool = False,
+    draft: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
-    """`mtp`: with its MTP head, if it has one; what is missing is logged."""
+    """`mtp`: with its MTP head, if it has one; what is missing is logged. `draft`: the checkpoint
+    of a draft model, in the same type."""
     try:
-        return _load(path, dtype, max_len, device, mtp, progress)
+        loaded = _load(path, dtype, max_len, device, mtp, progress)
+        return loaded if draft is None else _with_draft(loaded, draft, progress)
     except torch.OutOfMemoryError as error:
-        nbytes = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+        parts = [path] if draft is None else [path, draft]
+        files = [file for part in parts for file in part.glob("model*.safetensors")]
+        nbytes = sum(file.stat().st_size for file in files)
         raise LoadError(
             f"memory: the weights ({show_bytes(nbytes)} on disk) do not fit the GPU's free memory: "
             "stop other programs that use the GPU, or use a smaller or quantized model "
@@ -62,8 +68,8 @@ def _load(
     device = device or find_device()
     longest = min(shape.max_len, max_len or shape.max_len)
     progress("loading weights")
-    with open_weights(path, device) as weights:
-        stored = weights.stored_dtype(f"{shape.prefix}embed_tokens.weight")
+    with open_weights(path, device, shape.prefix) as weights:
+        stored = weights.stored_dtype(shape.stored_name(f"{shape.prefix}embed_tokens.weight"))
         weights.dtype = dtype_of(dtype, device, stored)
         head = find_mtp_weights(shape.model_type, weights.names) if mtp else frozenset[str]()
         if isinstance(head, str):
@@ -71,3 +77,17 @@ def _load(
             head = frozenset()
         decoder = build_decoder(shape, weights, weights.dtype, device, longest, head)
     return LoadedModel(decoder, path.name, longest)
+
+
+def _with_draft(loaded: LoadedModel, path: Path, progress: Callable[[str], None]) -> LoadedModel:
+    progress("loading the draft model")
+    decoder = loaded.decoder
+    shape = read_shape(read_config(path))
+    if shape.recurrent is not None:
+        raise LoadError(
+            f"draft_model: {path.name} is a {shape.model_type} with recurrent states, and a draft "
+            "model has attention alone: use another one, or --speculate mtp or suffix"
+        )
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    found = _load(path, dtype, loaded.max_len, decoder.device, False, lambda _: None)
+    return replace(loaded, draft=found.decoder)

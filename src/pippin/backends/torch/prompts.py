@@ -151,7 +151,7 @@ class Prompts:
         self._keep_hidden(step, chunks, ran.hidden)
         parts.draws.take_drawn(step, chunks, ran)
         if self._drafts is not None:
-            assert ran.every_hidden is not None
+            assert ran.every_hidden is not None or not self._drafts.reads_hidden
             self._drafts.behind_chunks(chunks, ran.every_hidden)
 
     def _sample(self, step: TorchPending, rows: Sequence[PrefillRow], logits: torch.Tensor) -> None:

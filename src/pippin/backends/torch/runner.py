@@ -14,8 +14,8 @@ import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape
 from pippin.backends.torch.decodes import Decodes
-from pippin.backends.torch.drafts.mtp_drafter import HeadOperations, MtpDrafter
-from pippin.backends.torch.drafts.ring import HeadRing
+from pippin.backends.torch.drafts.entries import StepDrafter
+from pippin.backends.torch.drafts.make import make_drafts
 from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.graphs.steps import (
@@ -90,6 +90,7 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
+        draft: Decoder | None,
         layout: PoolLayout,
         slots: Slots,
         future: FutureMap,
@@ -115,8 +116,11 @@ class Runner:
         graphs: CapturedSteps[Room] | None = None
         verify: CapturedSteps[VerifySize] | None = None
         kept = KeptInputs(layout, ways.num_slots, ways.max_depth, decoder.device)
-        drafter = self._make_drafter()
-        self._drafts = None if drafter is None else RowDrafts(parts, drafter)
+        self._drafts: RowDrafts | None = None
+        drafter: StepDrafter | None = None
+        if ways.max_depth:
+            made = make_drafts(parts, decoder, draft, ways.num_slots, kernels=ways.kernels)
+            self._drafts, drafter = made or (None, None)
         if ways.kernels:
             forward, steps, graphs, verify = self._make_kernels(kept, drafter)
         plain_verify = PlainVerify(decoder, self.pools, kept)
@@ -124,7 +128,12 @@ class Runner:
             parts, plain_verify, decoder.head, verify, ways.max_depth, self._drafts
         )
         self.decodes = Decodes(
-            parts, plain, steps, self._verifies, deterministic=ways.deterministic
+            parts,
+            plain,
+            steps,
+            self._verifies,
+            deterministic=ways.deterministic,
+            drafts=self._drafts,
         )
         self.prompts = Prompts(
             parts,
@@ -143,9 +152,11 @@ class Runner:
         for admit in plan.admit:
             self._slots.admit(admit)
             if self._drafts is not None:
-                self._drafts.start(admit.slot)
+                self._drafts.start(admit)
         self.decodes.run(step, plan.decode)
         self.prompts.run(step, plan.prefill)
+        if self._drafts is not None:
+            self._drafts.note_sampled(step)
         for spill in plan.spill:
             spilled = self._transfers.spill(spill)
             step.spilled.append(spilled)
@@ -189,26 +200,18 @@ class Runner:
             num_drafts = 0 if self._drafts is None else depth
             steps.prepare(VerifySize(width, depth, span_for(depth), num_drafts))
 
+    def run_largest_drafts(self) -> None:
+        if self._drafts is not None:
+            self._drafts.run_largest()
+
     def free(self) -> None:
         """The memory, and the graphs over it, whatever payloads are still held."""
         for steps in self.captured():
             steps.graphs.clear()
         self.pools.free()
 
-    def _make_drafter(self) -> MtpDrafter | None:
-        decoder, ways = self._decoder, self._ways
-        if (head := decoder.mtp) is None or not ways.max_depth:
-            return None
-        ring = HeadRing(head.mixer, ways.num_slots, decoder.dtype, decoder.device)
-        if not ways.kernels:
-            return MtpDrafter(decoder, head, ring)
-        from pippin.backends.torch.kernels.layers import feed_forward
-        from pippin.backends.torch.kernels.rows import norm_rows
-
-        return MtpDrafter(decoder, head, ring, HeadOperations(norm_rows, feed_forward))
-
     def _make_kernels(
-        self, kept: KeptInputs, drafter: MtpDrafter | None
+        self, kept: KeptInputs, drafter: StepDrafter | None
     ) -> tuple[
         ChunkForward,
         CapturedSteps[int],
@@ -242,7 +245,7 @@ class Runner:
                 pools.layout,
                 recorder,
                 logits,
-                keeps_hidden=drafter is not None,
+                keeps_hidden=self._drafts is not None and self._drafts.reads_hidden,
             )
         verify = None
         if max_depth := self._ways.max_depth:

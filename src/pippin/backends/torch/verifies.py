@@ -61,6 +61,8 @@ class Verifies:
 
     def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
         parts = self._parts
+        if self._drafts is not None:
+            self._drafts.prepare(decodes)
         if self.steps is not None and (sized := self._size(decodes)) is not None:
             self._replay(step, self.steps, decodes, *sized)
             return

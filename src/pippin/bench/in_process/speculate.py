@@ -4,6 +4,7 @@ oracle    drafts that are right at a given share of places, from replies that we
 edits     each request predicts its reply, with one word of it changed
 new       sampled stories, in which little repeats: looking for drafts is all that can be seen
 mtp       greedy stories with the checkpoint's MTP head, where it has one
+draft     greedy stories with the draft model, where one is given
 
 All engines share one loaded model in one process. Rows have replies of different lengths.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 from pippin import LLM, SamplingParams
@@ -31,7 +32,7 @@ LEAST = 0.97  # times the throughput without drafts, whatever is drafted
 LEAST_EDITS = 3.0  # of one row whose reply is a text that it has, with one word changed
 SHARES = (0.0, 0.5, 0.8, 1.0)  # of places at which an oracle is right
 SHORTEST = 0.5  # of the longest reply of a batch
-PARTS = ("oracle", "edits", "new", "mtp")
+PARTS = ("oracle", "edits", "new", "mtp", "draft")
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,17 @@ class SpeculateBench:
 
         return self._compare("new stories", num_rows, with_drafts, without, work)
 
-    def mtp(self, num_rows: int) -> tuple[Compared, Any]:
-        with_drafts = self.llm.beside(speculate="mtp", prefix_cache=False)
+    @property
+    def own_drafter(self) -> Literal["mtp", "draft"]:
+        """What the backend drafts with itself, if it does."""
+        return "mtp" if self.llm.config.engine.draft_model is None else "draft"
+
+    def by_backend(self, num_rows: int) -> tuple[Compared, Any]:
+        name = self.own_drafter
+        with_drafts = self.llm.beside(speculate=name, prefix_cache=False)
         without = self.llm.beside(speculate="off", prefix_cache=False)
         return self._compare(
-            "mtp", num_rows, with_drafts, without, lambda name: self._work(num_rows, name)
+            name, num_rows, with_drafts, without, lambda pair: self._work(num_rows, pair)
         )
 
     def _engines(self, *, prefix_cache: bool) -> tuple[LLM, LLM]:
@@ -181,9 +188,10 @@ def speculate(
             if "new" in wanted:
                 say(f"measuring: new, {num_rows} rows")
                 found.append(("new", *bench.new(num_rows)))
-            if "mtp" in wanted and llm.loop.backend.drafts_itself:
-                say(f"measuring: mtp, {num_rows} rows")
-                found.append(("mtp", *bench.mtp(num_rows)))
+            own = bench.own_drafter
+            if own in wanted and llm.loop.backend.drafts_itself:
+                say(f"measuring: {own}, {num_rows} rows")
+                found.append((own, *bench.by_backend(num_rows)))
     title = f"Replies of up to {num_tokens} tokens, {num_pairs} pairs of engines in turn"
     table = pairs_table(title, "drafts", "none", [row for _, row, _ in found])
     data: dict[str, list[Any]] = {part: [] for part, _, _ in found}

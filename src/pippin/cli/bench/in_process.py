@@ -127,12 +127,12 @@ def speculate(
 
     oracle: drafts that are right at 0, 50, 80 and 100% of places. edits: each request predicts its
     reply, with one word changed. new: sampled stories. mtp: greedy stories with the MTP head of the
-    checkpoint, where it has one.
+    checkpoint, where it has one. draft: the same with the draft model, where one is given.
 
     Parameters
     ----------
     only
-        Parts to run: oracle, edits, new, mtp. Default: all.
+        Parts to run: oracle, edits, new, mtp, draft. Default: all.
     rows
         Batch sizes to measure. Default: 1,4,8,32.
     output

@@ -34,10 +34,11 @@ def drafts(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
         ]
         rounds = engine.margin > MARGINS["float32"]  # and then decides between nearly equal tokens
     ratio = median(plain[0] / drafted[0] for plain, drafted in pairs)
+    by = "with the draft model, " if engine.has_draft_model else ""
     advice = "worth it for few requests" if ratio >= WORTH_IT else "not worth it here"
     yield checked(
         NAME,
-        f"{ratio:.2f} times as fast, one request at a time, greedy: {advice}",
+        f"{ratio:.2f} times as fast, {by}one request at a time, greedy: {advice}",
         ok=rounds or all(plain[1] == drafted[1] for plain, drafted in pairs),
         means="replies with drafts differ from those without",
         remedy=SAFE,

@@ -66,10 +66,16 @@ class Engine:
 
     def safe(self) -> LLM:
         """The same model with --safe."""
-        return self._instead(replace(self._config.engine, safe=True, speculate="off"))
+        return self._instead(
+            replace(self._config.engine, safe=True, speculate="off", draft_model=None)
+        )
 
     def drafting(self) -> LLM:
         return self._instead(replace(self._config.engine, speculate="auto"))
+
+    @property
+    def has_draft_model(self) -> bool:
+        return self._config.engine.draft_model is not None
 
     def _instead(self, options: EngineConfig) -> LLM:
         """In place of the engine that was loaded: both may not fit."""

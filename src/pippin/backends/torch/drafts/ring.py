@@ -1,7 +1,7 @@
-"""Keys and values of the MTP head, by slot: those of a row's last tokens. Knows no weights.
+"""Keys and values of a drafter, by slot: those of a row's last tokens. Knows no weights.
 
-    cell of a token    its position, modulo LENGTH
-    tags[slot, cell]   whose keys these are: a position, or NOTHING
+    cell of a token    its place, modulo the length; the first `num_first` places keep theirs
+    tags[slot, cell]   whose keys these are: a place, or NOTHING
 
 Outside the tree and the pools: a request starts with none, and what a step did not feed is missing.
 That costs drafts, never a token. What rejected drafts left has a tag behind the row's end.
@@ -9,66 +9,99 @@ That costs drafts, never a token. What rejected drafts left has a tag behind the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 
-LENGTH = 256  # tokens
 NOTHING = -1
 
 
-def ring_bytes(mixer: AttentionLayer, item_bytes: int) -> int:
+def ring_bytes(mixers: Sequence[AttentionLayer], length: int, item_bytes: int) -> int:
     """Of one slot."""
-    return LENGTH * (2 * mixer.num_kv_heads * mixer.head_dim * item_bytes + 4)
+    channels = sum(math.prod(mixer.shape.kv_parts) for mixer in mixers)
+    return length * (channels * item_bytes + 4)
 
 
-class HeadRing:
+class DraftRing:
     def __init__(
         self,
-        mixer: AttentionLayer,
+        mixers: Sequence[AttentionLayer],  # of each layer
         num_slots: int,
+        length: int,  # tokens
         dtype: torch.dtype,
         device: torch.device,
-        length: int = LENGTH,
+        num_first: int = 0,  # tokens that are never overwritten
     ) -> None:
         """Slot 0 is that of what is not to be kept."""
         self.length = length
-        shape = (num_slots + 1, 2, mixer.num_kv_heads, length, mixer.head_dim)
-        self._kv = torch.zeros(shape, dtype=dtype, device=device)
-        self._tags = torch.full((num_slots + 1, length), NOTHING, dtype=torch.int32, device=device)
+        self.num_first = num_first
+        self.kv = [
+            torch.zeros(
+                (num_slots + 1, 2, mixer.shape.num_kv_heads, length, mixer.shape.head_dim),
+                dtype=dtype,
+                device=device,
+            )
+            for mixer in mixers
+        ]
+        self.tags = torch.full((num_slots + 1, length), NOTHING, dtype=torch.int32, device=device)
 
     def start(self, slot: int) -> None:
-        """Another request: nothing that the last one left is seen, NaN neither."""
-        self._kv[slot].zero_()
-        self._tags[slot].fill_(NOTHING)
+        """Another text: nothing that the last one left is seen, NaN neither."""
+        for kv in self.kv:
+            kv[slot].zero_()
+        self.tags[slot].fill_(NOTHING)
 
     def write(
         self,
+        layer: int,
         slots: torch.Tensor,  # int64 [n]
-        positions: torch.Tensor,  # int64 [n]
+        places: torch.Tensor,  # int64 [n]
         k: torch.Tensor,  # [n, kv heads, channels]
         v: torch.Tensor,
     ) -> None:
-        cells = positions % self.length
-        self._kv[slots, :, :, cells] = torch.stack([k, v], dim=1)
-        self._tags[slots, cells] = positions.int()
+        cells = self._cells(places)
+        self.kv[layer][slots, :, :, cells] = torch.stack([k, v], dim=1)
+        if not layer:
+            self.tags[slots, cells] = places.int()
 
     def attend(
         self,
-        q: torch.Tensor,  # [rows, heads, channels]
+        layer: int,
+        q: torch.Tensor,  # [rows * n, heads, channels]
         slots: torch.Tensor,  # int64 [rows]
-        positions: torch.Tensor,  # int64 [rows]
-        bound: int | None = None,  # of the positions; None: it is not known
+        places: torch.Tensor,  # int64 [rows, n]
+        bound: int | None = None,  # of the places; None: it is not known
+        window: int = 0,  # tokens that one sees, itself included; 0: all that are held
     ) -> torch.Tensor:
-        """[rows, heads, channels]: each over what its slot holds, up to its own position."""
+        """[rows * n, heads, channels]: each over what its slot holds, up to its own place."""
         num_cells = self.length if bound is None else min(self.length, bound + 1)
-        tags = self._tags[slots, :num_cells]
-        behind = positions[:, None] - tags
-        seen = (tags != NOTHING) & (behind >= 0) & (behind < self.length)
-        kv = self._kv[:, :, :, :num_cells][slots]
+        tags = self.tags[slots, None, :num_cells]
+        behind = places[:, :, None] - tags
+        seen = (tags != NOTHING) & (behind >= 0)
+        recent = behind < self.length - self.num_first
+        seen &= recent | (tags < self.num_first) if self.num_first else recent
+        if window:
+            seen &= behind < window
+        kv = self.kv[layer][:, :, :, :num_cells][slots]
         k, v = kv[:, 0], kv[:, 1]  # [rows, kv heads, cells, channels]
-        grouped = q.unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
-        scores = (grouped @ k.transpose(-1, -2)).float()
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-        shares = torch.softmax(scores, dim=-1).to(v.dtype)
-        return (shares @ v).flatten(1, 2)
+        rows, num_kv_heads, (n, num_heads, channels) = len(k), k.shape[1], self._each(q, places)
+        grouped = q.view(rows, n, num_kv_heads, -1, channels).permute(0, 2, 3, 1, 4)
+        grouped = (grouped * channels**-0.5).flatten(2, 3)  # [rows, kv heads, group * n, channels]
+        scores = (grouped @ k.transpose(-1, -2)).float().unflatten(2, (-1, n))
+        # Of a row that sees nothing, which is none of a request's, numbers are numbers.
+        scores = scores.masked_fill(~seen[:, None, None], torch.finfo(torch.float32).min)
+        shares = torch.softmax(scores, dim=-1).to(v.dtype).flatten(2, 3)
+        attended = (shares @ v).unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
+        return attended.reshape(-1, num_heads, channels)
+
+    def _cells(self, places: torch.Tensor) -> torch.Tensor:
+        if not self.num_first:
+            return places % self.length
+        first = self.num_first
+        return torch.where(places < first, places, first + (places - first) % (self.length - first))
+
+    def _each(self, q: torch.Tensor, places: torch.Tensor) -> tuple[int, int, int]:
+        return places.shape[1], q.shape[1], q.shape[2]

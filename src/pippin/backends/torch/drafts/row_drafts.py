@@ -5,15 +5,17 @@ Whatever a step accepted or sampled is read on the device; the host knows which 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from pippin.backends.base import DecodeRow, PrefillRow
-from pippin.backends.torch.drafts.mtp_drafter import Entered, Entries, MtpDrafter
+from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.torch.drafts.entries import Entered, Entries, StepDrafter
 from pippin.backends.torch.plain.accept import noise_words
 from pippin.backends.torch.step.parts import StepParts
+from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.verify.batch import TakenRows, VerifyBatch
 
 Row = DecodeRow | PrefillRow
@@ -24,13 +26,42 @@ def is_drafted(row: Row) -> bool:
     return row.samples and not row.masked
 
 
-class RowDrafts:
-    def __init__(self, parts: StepParts, drafter: MtpDrafter) -> None:
+class RowDrafts(ABC):
+    """Behind rows that decode. What a drafter is fed of prompts depends on the drafter."""
+
+    reads_hidden = False  # of every token of a chunk
+
+    def __init__(self, parts: StepParts, drafter: StepDrafter) -> None:
         self._parts = parts
         self._drafter = drafter
 
-    def start(self, slot: int) -> None:
-        self._drafter.ring.start(slot)
+    @abstractmethod
+    def start(self, admit: Admit) -> None:
+        """A slot has another request."""
+
+    @abstractmethod
+    def behind_chunks(self, rows: Sequence[PrefillRow], hidden: torch.Tensor | None) -> None:
+        """Of chunks, one behind the other; hidden [tokens, n], if it `reads_hidden`."""
+
+    @abstractmethod
+    def behind_restored(self, rows: Sequence[PrefillRow], hidden: torch.Tensor) -> None:
+        """Of prompts that were restored whole; hidden [rows, n]: the last tokens' own."""
+
+    @abstractmethod
+    def prepare(self, rows: Sequence[DecodeRow]) -> None:
+        """A step is about to run these, and its tokens will be fed."""
+
+    @abstractmethod
+    def pass_over(self, rows: Sequence[DecodeRow]) -> None:
+        """A step runs these, and its tokens are not fed."""
+
+    @abstractmethod
+    def note_sampled(self, step: TorchPending) -> None:
+        """All rows of a step have been launched."""
+
+    @abstractmethod
+    def run_largest(self) -> None:
+        """What takes the most memory, for no slot."""
 
     def behind_tokens(self, taken: TakenRows, batch: VerifyBatch, hidden: torch.Tensor) -> None:
         """Of rows that decode and have accepted and sampled; hidden [tokens, n]."""
@@ -41,59 +72,23 @@ class RowDrafts:
         following = torch.where(place < counts[:, None], known, sampled[:, None])
         samples = index(np.array([is_drafted(row) for row in taken.rows])) > 0
         is_kept = (place <= counts[:, None]) & samples[:, None]
-        owners = torch.where(is_kept, batch.slots[:, None], 0)
-        owners, following = owners.flatten()[batch.places], following.flatten()[batch.places]
-        entered = self._drafter.feed(Entries(owners, batch.positions, following, hidden))
-        firsts = np.cumsum(taken.depths + 1) - taken.depths - 1
-        self._draft(
-            taken.rows,
-            entered,
-            last=index(firsts) + counts,
-            positions=batch.starts + counts,
-            bound=int((taken.positions + taken.depths).max()),
+        slots = torch.where(is_kept, batch.slots[:, None], 0)
+        packed = np.zeros(len(taken.rows) * batch.width, dtype=np.int64)
+        packed[taken.places] = np.arange(len(taken.places))
+        positions = batch.starts[:, None] + place
+        bound = int((taken.positions + taken.depths).max())
+        entered = self._drafter.feed(
+            Entries(
+                batch.slots,
+                slots.flatten(),
+                positions.flatten(),
+                following.flatten(),
+                hidden[index(packed)],
+            ),
+            bound,
         )
-
-    def behind_chunks(self, rows: Sequence[PrefillRow], hidden: torch.Tensor) -> None:
-        """Of chunks, one behind the other; hidden [tokens, n]. The head remembers their ends."""
-        index, future = self._parts.pools.index, self._parts.future
-        slots, positions, tokens, at, ends, first = [], [], [], [], [], 0
-        for row in rows:
-            num_new = len(row.tokens)
-            end = num_new if is_drafted(row) else num_new - 1  # what follows has to be known
-            start = max(end - self._drafter.ring.length, 0)
-            following = np.append(row.tokens[1:], 0)[start:end]
-            tokens.append(following)
-            slots.append(np.full(len(following), row.slot))
-            positions.append(np.arange(row.start + start, row.start + end))
-            at.append(np.arange(first + start, first + end))
-            ends.append(sum(map(len, tokens)) - 1)
-            first += num_new
-        owners = np.concatenate(slots)
-        if not len(owners):
-            return
-        device_tokens = index(np.concatenate(tokens))
-        sampled = [number for number, row in enumerate(rows) if is_drafted(row)]
-        last = index(np.array([ends[number] for number in sampled]))
-        sampled_slots = index(np.array([rows[number].slot for number in sampled]))
-        device_tokens[last] = future.tokens[sampled_slots].long()
-        where = index(np.concatenate(positions))
-        entries = Entries(index(owners), where, device_tokens, hidden[index(np.concatenate(at))])
-        entered = self._drafter.feed(entries)
-        own = [rows[number] for number in sampled]
-        bound = max((row.end for row in own), default=0)
-        self._draft(own, entered, last, where[last], bound)
-
-    def behind_restored(self, rows: Sequence[PrefillRow], hidden: torch.Tensor) -> None:
-        """Of prompts that were restored whole; hidden [rows, n]: the last tokens' own."""
-        index = self._parts.pools.index
-        slots = np.array([row.slot for row in rows])
-        positions = np.array([row.end - 1 for row in rows])
-        samples = np.array([is_drafted(row) for row in rows])
-        device_slots, where = index(slots * samples), index(positions)
-        tokens = self._parts.future.tokens[device_slots].long()
-        entered = self._drafter.feed(Entries(device_slots, where, tokens, hidden))
-        last = torch.arange(len(rows), device=where.device)
-        self._draft(rows, entered, last, where, int(positions.max()))
+        firsts = index(np.arange(len(taken.rows)) * batch.width)
+        self._draft(taken.rows, entered, firsts + counts, batch.starts + counts, bound)
 
     def _draft(
         self,

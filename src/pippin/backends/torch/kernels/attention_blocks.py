@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.products import precision_of
+from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.step.chunk_inputs import BlockInputs
 from pippin.types import GRID
 
@@ -34,6 +35,12 @@ def attention_tile_for(dim: int, itemsize: int) -> AttentionTile:
     num_queries = max(16, min(most_in_registers, most))
     num_keys = max(16, min(most_in_registers, most // 2))
     return AttentionTile(num_queries, num_keys, 8 if num_queries * dim > 8192 else 4)
+
+
+@triton.jit
+def capped(scores, softcap):
+    """softcap * tanh(scores / softcap)"""
+    return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
 
 
 @triton.jit
@@ -61,9 +68,15 @@ def _attend_blocks(
     kv_stride,
     table_stride,
     scale,
+    sinks,
+    softcap,
+    window,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -80,11 +93,17 @@ def _attend_blocks(
     queries = tl.load(q + q_at, mask=inside[:, None], other=0.0)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
+    if SINKS:  # as a first key, without a value
+        top = tl.zeros([QUERIES], tl.float32) + tl.load(sinks + head)
+        mass += 1.0
     found = tl.zeros([QUERIES, D], tl.float32)
     cells_of = table + tl.load(blocks.slot + block).to(tl.int64) * table_stride
     here = kv + kv_head * D
     end = tl.where(first < length, position + tl.minimum(first + QUERIES, length), 0)
-    for start in range(0, end, KEYS):
+    begin = 0
+    if WINDOW:  # what lies before it may be another row's by now
+        begin = tl.maximum(position + first - window + 1, 0)
+    for start in range(begin, end, KEYS):
         t = start + tl.arange(0, KEYS)
         is_held = t < end
         cell = tl.load(cells_of + t, mask=is_held, other=0).to(tl.int64) * kv_stride
@@ -92,7 +111,11 @@ def _attend_blocks(
         k = tl.load(at, mask=is_held[:, None], other=0.0)
         v = tl.load(at + KV_HEADS * D, mask=is_held[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFTCAP:
+            scores = capped(scores, softcap)
         sees = is_held[None, :] & (t[None, :] <= position + n[:, None])
+        if WINDOW:
+            sees = sees & (t[None, :] > position + n[:, None] - window)
         scores = tl.where(sees, scores, float("-inf"))
         top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
     y = found / tl.where(mass > 0.0, mass, 1.0)[:, None]
@@ -105,6 +128,7 @@ def attend_blocks(
     kv: torch.Tensor,  # [cells, 2, kv heads, channels], a view of the pool
     table: torch.Tensor,  # int32 [slots, positions]: the cells of all tokens, the new ones too
     blocks: BlockInputs,
+    scoring: Scoring,
     tile: AttentionTile | None = None,
 ) -> torch.Tensor:
     """[tokens, heads, channels]: zeros for tokens of no block."""
@@ -123,10 +147,16 @@ def attend_blocks(
         q.stride(1),
         kv.stride(0),
         table.stride(0),
-        dim**-0.5,
+        scoring.scale,
+        scoring.sinks,
+        scoring.softcap,
+        scoring.window,
         HEADS=heads,
         KV_HEADS=num_kv_heads,
         D=dim,
+        SINKS=scoring.sinks is not None,
+        SOFTCAP=scoring.softcap > 0.0,
+        WINDOW=scoring.window > 0,
         QUERIES=tile.num_queries,
         KEYS=tile.num_keys,
         PRECISION=precision_of(q.dtype),

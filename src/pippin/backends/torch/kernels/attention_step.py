@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.kernels.attention_blocks import add_values
+from pippin.backends.torch.kernels.attention_blocks import add_values, capped
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.step.decode_inputs import Inputs
@@ -39,9 +39,18 @@ def _normed(x, norm, i, partner, rotates, cos, sin, eps, HALF, NORM: tl.constexp
 
 
 @triton.jit
-def _stretch(position, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+def _begin(position, window, WINDOW: tl.constexpr):
+    """Of the tokens that are seen the first one; what lies before it may be another row's."""
+    begin = position * 0
+    if WINDOW:
+        begin = tl.maximum(position + 1 - window, 0)
+    return begin
+
+
+@triton.jit
+def _stretch(num_seen, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
     """Tokens of a row that one program takes."""
-    return tl.maximum(tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK, LEAST)
+    return tl.maximum(tl.cdiv(tl.cdiv(num_seen, SPLITS), BLOCK) * BLOCK, LEAST)
 
 
 @triton.jit
@@ -64,12 +73,16 @@ def _attend(
     table_stride,
     eps,
     scale,
+    softcap,
+    window,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GATED: tl.constexpr,
     NORM: tl.constexpr,
     D: tl.constexpr,
     ROTATED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,8 +93,9 @@ def _attend(
     per_kv: tl.constexpr = HEADS // KV_HEADS
     half: tl.constexpr = ROTATED // 2
     position = tl.load(positions + row)
-    stretch = _stretch(position, SPLITS, BLOCK, LEAST)
-    first = split * stretch
+    begin = _begin(position, window, WINDOW)
+    stretch = _stretch(position + 1 - begin, SPLITS, BLOCK, LEAST)
+    first = begin + split * stretch
     if first > position:
         return
     end = tl.minimum(first + stretch, position + 1)
@@ -110,6 +124,8 @@ def _attend(
         k = tl.load(block, mask=is_old[:, None], other=0.0)
         v = tl.load(block + KV_HEADS * D, mask=is_old[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP:
+            scores = capped(scores, softcap)
         scores = tl.where(is_old[None, :], scores, float("-inf"))
         top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
     if end == position + 1:  # the new token is in this stretch
@@ -120,6 +136,8 @@ def _attend(
         tl.store(new, k_new)
         tl.store(new + KV_HEADS * D, v_new.to(kv.dtype.element_ty))
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1)
+        if SOFTCAP:
+            score = capped(score, softcap)
         highest = tl.maximum(top, score)
         weight = tl.exp(score - highest)
         shrink = tl.exp(top - highest)
@@ -175,8 +193,8 @@ def write_keys(
 ) -> None:
     """Keys and values of several tokens of a row, of which the later see the earlier: before
     `attention_step`, which writes each of them once more."""
-    norm = layer.k_norm
-    _write_keys[(qkv.shape[0], layer.num_kv_heads)](
+    norm = layer.head_norms[1] if layer.head_norms else None
+    _write_keys[(qkv.shape[0], layer.shape.num_kv_heads)](
         qkv,
         norm.weight if norm else None,
         layer.rope.cos,
@@ -187,11 +205,11 @@ def write_keys(
         qkv.stride(0),
         kv.stride(0),
         norm.eps if norm else 0.0,
-        HEADS=layer.num_heads,
-        KV_HEADS=layer.num_kv_heads,
-        GATED=layer.gated,
+        HEADS=layer.shape.num_heads,
+        KV_HEADS=layer.shape.num_kv_heads,
+        GATED=layer.shape.gated,
         NORM=norm is not None,
-        D=layer.head_dim,
+        D=layer.shape.head_dim,
         ROTATED=layer.rope.dim,
         num_warps=1,
     )
@@ -206,9 +224,13 @@ def _combine(
     positions,
     out,
     row_stride,
+    sinks,
+    window,
     HEADS: tl.constexpr,
     GATED: tl.constexpr,
     D: tl.constexpr,
+    SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
@@ -217,10 +239,18 @@ def _combine(
     s, i = tl.arange(0, SPLITS), tl.arange(0, D)
     at = (row * HEADS + head) * SPLITS + s
     position = tl.load(positions + row)
-    has_run = s * _stretch(position, SPLITS, BLOCK, LEAST) <= position
+    begin = _begin(position, window, WINDOW)
+    stretch = _stretch(position + 1 - begin, SPLITS, BLOCK, LEAST)
+    has_run = begin + s * stretch <= position
     top = tl.load(tops + at, mask=has_run, other=float("-inf"))
-    weights = tl.exp(top - tl.max(top))
+    highest = tl.max(top)
+    if SINKS:
+        sink = tl.load(sinks + head)
+        highest = tl.maximum(highest, sink)
+    weights = tl.exp(top - highest)
     mass = tl.sum(weights * tl.load(masses + at, mask=has_run, other=0.0))
+    if SINKS:  # a key without a value
+        mass += tl.exp(sink - highest)
     parts = tl.load(partial + at[:, None] * D + i[None, :], mask=has_run[:, None], other=0.0)
     y = tl.sum(parts * weights[:, None], axis=0) / mass
     if GATED:
@@ -248,17 +278,19 @@ def attention_step(
     inputs: Inputs,
 ) -> torch.Tensor:
     """[rows, heads * channels], what the last product reads."""
-    num_rows, heads, dim = qkv.shape[0], layer.num_heads, layer.head_dim
-    splits, least = splits_for(num_rows * layer.num_kv_heads)
+    num_rows, heads, dim = qkv.shape[0], layer.shape.num_heads, layer.shape.head_dim
+    splits, least = splits_for(num_rows * layer.shape.num_kv_heads)
     block = BLOCK_T if dim <= 128 else BLOCK_T // 2
-    norms = layer.q_norm, layer.k_norm
+    norms = layer.head_norms or (None, None)
     options = {"dtype": torch.float32, "device": qkv.device}
     sizes_of_parts = ((dim,), (), ())  # sums of values, largest scores, masses
     parts = [torch.empty(num_rows, heads, splits, *size, **options) for size in sizes_of_parts]
     out = torch.empty(num_rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
-    sizes = {"HEADS": heads, "GATED": layer.gated, "D": dim, "SPLITS": splits, "BLOCK": block}
+    sizes = {"HEADS": heads, "GATED": layer.shape.gated, "D": dim, "SPLITS": splits, "BLOCK": block}
     sizes["LEAST"] = least
-    _attend[(num_rows, layer.num_kv_heads, splits)](
+    scoring = layer.scoring
+    sizes["WINDOW"] = scoring.window > 0
+    _attend[(num_rows, layer.shape.num_kv_heads, splits)](
         qkv,
         norms[0].weight if norms[0] else None,
         norms[1].weight if norms[1] else None,
@@ -274,17 +306,29 @@ def attention_step(
         kv.stride(0),
         table.stride(0),
         norms[0].eps if norms[0] else 0.0,
-        dim**-0.5,
+        scoring.scale,
+        scoring.softcap,
+        scoring.window,
         **sizes,
-        KV_HEADS=layer.num_kv_heads,
+        SOFTCAP=scoring.softcap > 0.0,
+        KV_HEADS=layer.shape.num_kv_heads,
         NORM=norms[0] is not None,
         ROTATED=layer.rope.dim,
-        GROUP=max(16, triton.next_power_of_2(heads // layer.num_kv_heads)),
+        GROUP=max(16, triton.next_power_of_2(heads // layer.shape.num_kv_heads)),
         PRECISION=precision_of(qkv.dtype),
         num_warps=4,
         num_stages=2,
     )
     _combine[(num_rows, heads)](
-        qkv, *parts, inputs.position, out, qkv.stride(0), **sizes, num_warps=4
+        qkv,
+        *parts,
+        inputs.position,
+        out,
+        qkv.stride(0),
+        scoring.sinks,
+        scoring.window,
+        **sizes,
+        SINKS=scoring.sinks is not None,
+        num_warps=4,
     )
     return out

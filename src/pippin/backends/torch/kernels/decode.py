@@ -33,11 +33,12 @@ class DecodeKernels:
         self._decoder = decoder
         self._pools = pools
         self._table = table
+        self._is_plain = all(map(_is_plain, decoder.layers)) and decoder.head.is_plain
 
     def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] of the tokens that `future`, int32 [slots], has of the rows."""
-        x = look_up(self._decoder.embed, future, self._table, inputs)
-        if x.shape[0] == 1:
+        x = self._decoder.scaled(look_up(self._decoder.embed, future, self._table, inputs))
+        if x.shape[0] == 1 and self._is_plain:
             return self._one_row(x, inputs)
         return self._decoder.head(run_layers(self._decoder, x, partial(self._mix, inputs=inputs)))
 
@@ -47,6 +48,7 @@ class DecodeKernels:
             if isinstance(mixer, AttentionLayer):
                 y = self._attend(mixer, layer.number, product(x, mixer.qkv, norm=norm), inputs)
             else:
+                assert isinstance(mixer, DeltaLayer)
                 before = self._pools.conv[layer.number]
                 conv = ConvStep(before, mixer.taps, inputs.state_in, inputs.state_out)
                 projected = product(x, mixer.project, norm=norm, conv=conv)
@@ -57,7 +59,8 @@ class DecodeKernels:
 
     def _one_row_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         mlp, norm = layer.mlp, layer.mlp_norm
-        if not isinstance(mlp, DenseMlp):
+        assert mlp is not None
+        if not isinstance(mlp, DenseMlp) or mlp.activation.kind != "silu":
             return x + feed_forward(mlp, norm_rows(x, norm))
         return product(product(x, mlp.gate_up, norm=norm, swiglu=True), mlp.down, residual=x)
 
@@ -66,6 +69,7 @@ class DecodeKernels:
         mixer = layer.mixer
         if isinstance(mixer, AttentionLayer):
             return mixer.out(self._attend(mixer, layer.number, mixer.qkv(normed), inputs))
+        assert isinstance(mixer, DeltaLayer)
         projected = mixer.project(normed)
         conv = self._pools.conv[layer.number]
         conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)
@@ -74,6 +78,7 @@ class DecodeKernels:
     def _attend(
         self, mixer: AttentionLayer, number: int, projected: torch.Tensor, inputs: Inputs
     ) -> torch.Tensor:
+        projected = mixer.normed(projected)
         return attention_step(projected, mixer, self._pools.kv[number], self._table, inputs)
 
     def _recur(
@@ -81,3 +86,14 @@ class DecodeKernels:
     ) -> torch.Tensor:
         state = self._pools.recurrent[number]
         return delta_step(projected, mixer, state, inputs.state_in, inputs.state_out)
+
+
+def _is_plain(layer: DecoderLayer) -> bool:
+    """Whether products of one row have its norms and sums inside."""
+    norms = (layer.input_norm, layer.mlp_norm)
+    return (
+        all(norm is not None and not norm.centred for norm in norms)
+        and (layer.mixed_norm, layer.fed_norm) == (None, None)
+        and layer.scale == 1.0
+        and not layer.parallel
+    )

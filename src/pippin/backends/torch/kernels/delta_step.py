@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.config import DeltaShape
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.shapes import DeltaShape
 
 MANY_PROGRAMS = 132  # multiprocessors of an H200
 

@@ -5,6 +5,10 @@ Knows no pools: a caller mixes the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
 import torch
 
 from pippin.backends.torch.kernels.experts.products import (
@@ -15,27 +19,56 @@ from pippin.backends.torch.kernels.experts.products import (
 )
 from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, route
 from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
-from pippin.backends.torch.models.decoder import Decoder, Mix
-from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Mlp
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix
+from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Mlp, Norm, SquaredMlp, gated
 
 
 def run_layers(decoder: Decoder, x: torch.Tensor, mix: Mix) -> torch.Tensor:
     """As `Decoder.run` and the last norm, of embeddings: [tokens, hidden], what the head reads."""
-    layers = decoder.layers
-    normed = norm_rows(x, layers[0].input_norm)
-    for index, layer in enumerate(layers):
-        x, normed = add_norm(x, mix(layer, normed), layer.mlp_norm)
-        last = index + 1 == len(layers)
-        following = decoder.norm if last else layers[index + 1].input_norm
-        x, normed = add_norm(x, feed_forward(layer.mlp, normed), following)
+    parts = [part for layer in decoder.layers for part in _parts(layer, mix)]
+    normed = norm_rows(x, parts[0].norm)
+    following = [part.norm for part in parts[1:]] + [decoder.norm]
+    for part, norm in zip(parts, following, strict=True):
+        y = norm_rows(part.run(normed), part.norm_behind)
+        x, normed = add_norm(x, y if part.scale == 1.0 else y * part.scale, norm)
     return normed
+
+
+class _Part(NamedTuple):
+    """Of a layer: what is added to what came before it."""
+
+    norm: Norm | None
+    run: Callable[[torch.Tensor], torch.Tensor]
+    norm_behind: Norm | None
+    scale: float
+
+
+def _parts(layer: DecoderLayer, mix: Mix) -> Iterator[_Part]:
+    if layer.parallel and layer.mlp is not None:
+        mlp = layer.mlp
+        yield _Part(
+            layer.input_norm, lambda x: mix(layer, x) + feed_forward(mlp, x), None, layer.scale
+        )
+        return
+    if layer.mixer is not None:
+        yield _Part(layer.input_norm, partial(mix, layer), layer.mixed_norm, layer.scale)
+    if layer.mlp is not None:
+        run = partial(feed_forward, layer.mlp)
+        yield _Part(layer.mlp_norm, run, layer.fed_norm, layer.scale)
 
 
 def feed_forward(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
     """x [tokens, hidden], normed."""
     if isinstance(mlp, DenseMlp):
-        return mlp.down(swiglu(mlp.gate_up(x)))
-    return run_experts(mlp, x, route(mlp.router(x), mlp.shape))
+        up = mlp.gate_up(x)
+        is_silu = mlp.activation.kind == "silu"
+        return mlp.down(swiglu(up) if is_silu else gated(up, mlp.activation))
+    if isinstance(mlp, SquaredMlp):
+        return mlp(x)
+    if mlp.shape.scoring == "softmax" and mlp.shape.scale == 1.0:
+        return run_experts(mlp, x, route(mlp.router(x), mlp.shape))
+    weights, chosen = mlp.route(x)  # plain operations, which wait for nothing
+    return run_experts(mlp, x, Routes(weights, chosen.int()))
 
 
 def run_experts(
@@ -45,8 +78,22 @@ def run_experts(
     num_pairs, num_experts = routes.chosen.numel(), mlp.shape.num_experts
     tile = tile or expert_tile_for(num_tokens, num_pairs / num_experts, x.element_size())
     blocks = blocks_of(routes.chosen, num_experts, tile.pairs)
-    y = expert_product(x, mlp.gate_up, blocks, num_pairs, num_chosen, tile, swiglu=True)
+    if mlp.shape.activation.kind == "silu" and mlp.gate_up_bias is None:
+        y = expert_product(x, mlp.gate_up, blocks, num_pairs, num_chosen, tile, swiglu=True)
+    else:
+        pairs = x.repeat_interleave(num_chosen, dim=0)
+        y = expert_product(pairs, mlp.gate_up, blocks, num_pairs, num_chosen, tile, swiglu=False)
+        y = gated(_biased(y, mlp.gate_up_bias, routes), mlp.shape.activation)
     y = expert_product(y, mlp.down, blocks, num_pairs, num_chosen, tile, swiglu=False)
-    if mlp.shared is None or mlp.shared_gate is None:
+    y = _biased(y, mlp.down_bias, routes)
+    if mlp.shared is None:
         return weighted_sum(y, routes)
-    return weighted_sum(y, routes, feed_forward(mlp.shared, x), mlp.shared_gate(x))
+    shared = feed_forward(mlp.shared, x)
+    if mlp.shared_gate is None:
+        return weighted_sum(y, routes) + shared
+    return weighted_sum(y, routes, shared, mlp.shared_gate(x))
+
+
+def _biased(y: torch.Tensor, bias: torch.Tensor | None, routes: Routes) -> torch.Tensor:
+    """y [pairs, n], bias [experts, n]"""
+    return y if bias is None else y + bias[routes.chosen.flatten()]

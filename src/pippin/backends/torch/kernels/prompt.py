@@ -14,7 +14,8 @@ from pippin.backends.torch.kernels.attention_blocks import attend_blocks
 from pippin.backends.torch.kernels.delta_blocks import delta_blocks
 from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.rows import conv_rows, gated_norm, keep_inputs
-from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.models.attention_layer import Scoring
+from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.forward import BatchRun, LayerRun
 from pippin.backends.torch.pools.memory import Pools
@@ -36,7 +37,7 @@ class ChunkKernels:
 
     def chunks(self, batch: ChunkBatch) -> torch.Tensor:
         run = _LaunchedRun(batch, self._pools)
-        return run_layers(self._decoder, self._decoder.embed[batch.tokens], run.mix)
+        return run_layers(self._decoder, self._decoder.embedded(batch.tokens), run.mix)
 
 
 class PromptKernels:
@@ -54,7 +55,7 @@ class PromptKernels:
 
     def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
         run = _CapturedRun(inputs, self._pools, self._table)
-        x = self._decoder.embed[inputs.token.long()]
+        x = self._decoder.embedded(inputs.token.long())
         return run_layers(self._decoder, x, run.mix)
 
 
@@ -74,7 +75,8 @@ class _LaunchedRun(BatchRun):
             BlockInputs(*blocks),
         )
 
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(mixer, DeltaLayer)
         return _recur(mixer, x, self._pools, number, self._inputs)
 
 
@@ -88,11 +90,12 @@ class _CapturedRun(LayerRun[HeldCells]):
         self._inputs = inputs.recurrent
 
     def _look(
-        self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, window: int
+        self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, scoring: Scoring
     ) -> torch.Tensor:
-        return attend_blocks(q, kv, self._table, self._inputs.blocks)
+        return attend_blocks(q, kv, self._table, self._inputs.blocks, scoring)
 
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(mixer, DeltaLayer)
         return _recur(mixer, x, self._pools, number, self._inputs)
 
 

@@ -33,14 +33,17 @@ def _add_norm(
     tl.store(out + row + i, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def norm_rows(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+def norm_rows(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     return add_norm(x, None, norm)[1]
 
 
 def add_norm(
-    x: torch.Tensor, y: torch.Tensor | None, norm: Norm
+    x: torch.Tensor, y: torch.Tensor | None, norm: Norm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + y [rows, n], and its norm."""
+    """x + y [rows, n], and its norm: itself, if there is none."""
+    if norm is None or norm.centred:  # plain operations
+        total = x if y is None else x + y
+        return total, total if norm is None else norm(total)
     total = x if y is None else torch.empty_like(x)
     out = torch.empty_like(x)
     _add_norm[(x.shape[0],)](

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from pippin.amounts import option_bytes, show_bytes
+from pippin.backends.torch.drafts.model_drafter import model_ring_bytes
+from pippin.backends.torch.drafts.mtp_drafter import LENGTH as HEAD_LENGTH
 from pippin.backends.torch.drafts.ring import ring_bytes
 from pippin.backends.torch.memory.budget import (
     DRIVER_BYTES_PER_GRAPH,
@@ -37,11 +39,13 @@ class LargestSteps:
     drop_pools: Callable[[], None]
 
 
-def draft_bytes(decoder: Decoder, layout: PoolLayout, max_depth: int) -> int:
+def draft_bytes(decoder: Decoder, draft: Decoder | None, layout: PoolLayout, max_depth: int) -> int:
     """That a slot takes, whether it has drafts or not."""
     ring = 0
-    if decoder.mtp is not None and max_depth:
-        ring = ring_bytes(decoder.mtp.mixer, decoder.dtype.itemsize)
+    if draft is not None and max_depth:
+        ring = model_ring_bytes(draft)
+    elif decoder.mtp is not None and max_depth:
+        ring = ring_bytes([decoder.mtp.mixer], HEAD_LENGTH, decoder.dtype.itemsize)
     return ring + layout.kept_bytes(max_depth)
 
 

@@ -6,23 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.torch.config import ModelShape
 from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.models.mtp_head import MtpHead
-from pippin.backends.torch.models.parts import Linear, Mlp, Norm
+from pippin.backends.torch.models.parts import Head, Mlp, Norm
+from pippin.backends.torch.shapes import ModelShape
 
-Mixer = AttentionLayer | DeltaLayer
+RecurrentLayer = DeltaLayer | ConvLayer | MambaLayer
+Mixer = AttentionLayer | RecurrentLayer
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
     number: int  # among the layers of its kind
-    input_norm: Norm
-    mixer: Mixer
-    mlp_norm: Norm
-    mlp: Mlp
+    input_norm: Norm | None
+    mixer: Mixer | None
+    mlp_norm: Norm | None
+    mlp: Mlp | None
+    mixed_norm: Norm | None = None  # of what is mixed, before it is added
+    fed_norm: Norm | None = None  # of what the feed-forward part returns
+    scale: float = 1.0  # of both
+    parallel: bool = False  # the feed-forward part reads what the mixer reads
 
 
 Mix = Callable[[DecoderLayer, torch.Tensor], torch.Tensor]  # a layer and its normed input
@@ -35,8 +43,9 @@ class Decoder:
     embed: torch.Tensor  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     norm: Norm
-    head: Linear
+    head: Head
     nbytes: int  # of all weights
+    embed_scale: float = 1.0
     mtp: MtpHead | None = None  # where one was asked for
 
     @property
@@ -45,8 +54,24 @@ class Decoder:
 
     def run(self, tokens: torch.Tensor, mix: Mix) -> torch.Tensor:
         """What the layers make of tokens [n]: [n, hidden], before the last norm."""
-        x = self.embed[tokens]
+        x = self.embedded(tokens)
         for layer in self.layers:
-            x = x + mix(layer, layer.input_norm(x))
-            x = x + layer.mlp(layer.mlp_norm(x))
+            normed = _normed(x, layer.input_norm)
+            if layer.mixer is not None:
+                x = x + _normed(mix(layer, normed), layer.mixed_norm) * layer.scale
+            if layer.mlp is not None:
+                if not layer.parallel:
+                    normed = _normed(x, layer.mlp_norm)
+                x = x + _normed(layer.mlp(normed), layer.fed_norm) * layer.scale
         return x
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[n, hidden]"""
+        return self.scaled(F.embedding(tokens, self.embed))
+
+    def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings if self.embed_scale == 1.0 else embeddings * self.embed_scale
+
+
+def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    return x if norm is None else norm(x)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.torch.config import DeltaShape
 from pippin.backends.torch.models.parts import Linear, Norm
+from pippin.backends.torch.shapes import DeltaShape
 
 
 class Inputs(NamedTuple):
@@ -31,16 +31,18 @@ class DeltaLayer:
     dt_bias: torch.Tensor  # float32 [value heads]
     norm: Norm  # of a head's values
     out: Linear
+    conv_bias: torch.Tensor | None = None  # [channels]
 
     def split(self, projected: torch.Tensor) -> list[torch.Tensor]:
-        """[n, rows] to the convolution's inputs, z, b and a."""
+        """[n, rows] to the convolution's inputs, z and the gates' inputs."""
         heads = self.shape.num_v_heads
-        sizes = [self.shape.num_channels, heads * self.shape.v_dim, heads, heads]
+        sizes = [self.shape.num_channels, heads * self.shape.v_dim, 2 * heads]
         return list(projected.split(sizes, dim=-1))
 
-    def inputs(self, convolved: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Inputs:
-        """convolved [n, channels]: the convolution's sums, before silu."""
+    def inputs(self, convolved: torch.Tensor, gates: torch.Tensor) -> Inputs:
+        """convolved [n, channels]: the convolution's sums, before silu; gates: b | a."""
         shape = self.shape
+        b, a = gates.chunk(2, dim=-1)
         mixed = F.silu(convolved.float())
         k_size = shape.num_k_heads * shape.k_dim
         q, k, v = mixed.split([k_size, k_size, shape.num_v_heads * shape.v_dim], dim=-1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pippin.backends.torch.config import RopeShape
+from pippin.backends.torch.shapes import RopeShape
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Rope:
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [n, heads, head_dim]: the first `dim` channels of each head, in two halves."""
+        if not self.dim:
+            return x
         cos, sin = self.cos[positions, None], self.sin[positions, None]
         first, second, rest = x.split(
             [self.dim // 2, self.dim // 2, x.shape[-1] - self.dim], dim=-1

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from pippin.backends.torch.models.attention_layer import Scoring
+
 if torch.cuda.is_available():  # it imports torch's compiler, which takes seconds
     from torch.nn.attention.bias import causal_lower_right
 
@@ -19,12 +21,12 @@ def attend_rows(
     kv: torch.Tensor,  # [cells, 2, kv heads, channels]
     lengths: Sequence[int],  # of the rows' new tokens
     cells: Sequence[torch.Tensor],  # int64, of each row those it sees, the new ones last
-    window: int = 0,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """[tokens, heads, channels]. Each token sees its row's tokens up to itself: as many as a
     window has, if there is one."""
     parts = [
-        _attend(part, kv[own], window)
+        _attend(part, kv[own], scoring)
         for part, own in zip(q.split(list(lengths)), cells, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -34,37 +36,82 @@ def attend_masked(
     q: torch.Tensor,  # [tokens, heads, channels] of one row
     kv: torch.Tensor,  # [cells, 2, kv heads, channels]
     written: torch.Tensor,  # bool [cells]: others hold anything, NaN too
-    mask: torch.Tensor,  # bool [tokens, cells]: what each token sees
+    mask: torch.Tensor,  # bool [tokens, cells]: those up to each token
+    scoring: Scoring,
 ) -> torch.Tensor:
     """[tokens, heads, channels], where it is not known on the host how long the row is."""
     known = kv.masked_fill(~written[:, None, None, None], 0.0)
-    k, v = known.permute(1, 2, 0, 3)[:, None]
-    queries = q.transpose(0, 1)[None]
-    y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)
-    return y[0].transpose(0, 1)
+    if scoring.window:
+        place = torch.arange(mask.shape[1], device=mask.device)
+        own = (place * mask).amax(dim=1, keepdim=True)
+        mask = mask & (place > own - scoring.window)
+    return _softmax(q, known, mask, scoring)
 
 
-def _attend(q: torch.Tensor, kv: torch.Tensor, window: int) -> torch.Tensor:
+def _attend(q: torch.Tensor, kv: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     num_new, num_seen = len(q), len(kv)
-    queries = q.transpose(0, 1)[None]
-    k, v = kv.permute(1, 2, 0, 3)[:, None]
-    if window and num_seen > window:
-        mask = _banded(num_new, num_seen, window, q.device)
-        y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)
-        return y[0].transpose(0, 1)
+    if scoring.window and num_seen > scoring.window:
+        return _softmax(q, kv, _banded(num_new, num_seen, scoring.window, q.device), scoring)
     square = num_new == num_seen
-    mask = None if square or num_new == 1 else _lower_right(num_new, num_seen, q.device)
+    if square and num_new > 1 and _is_torchs(scoring):
+        return _torchs(q, kv, None, scoring, is_causal=True)
+    mask = None if num_new == 1 else _lower_right(num_new, num_seen, q.device, scoring)
+    return _softmax(q, kv, mask, scoring)
+
+
+def _is_torchs(scoring: Scoring) -> bool:
+    """Whether torch's own attention knows it."""
+    return scoring.sinks is None and not scoring.softcap
+
+
+def _softmax(
+    q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+) -> torch.Tensor:
+    if _is_torchs(scoring):
+        return _torchs(q, kv, mask, scoring)
+    num_kv_heads = kv.shape[2]
+    k, v = kv.permute(1, 2, 0, 3).float()
+    grouped = q.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    scores = grouped @ k[:, None].mT * scoring.scale  # [kv heads, heads of each, tokens, cells]
+    if scoring.softcap:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    shares = torch.softmax(scores, dim=-1)[..., : kv.shape[0]]
+    return (shares @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+
+
+def _torchs(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    k, v = kv.permute(1, 2, 0, 3)[:, None]
     y = F.scaled_dot_product_attention(
-        queries, k, v, attn_mask=mask, is_causal=square and num_new > 1, enable_gqa=True
+        q.transpose(0, 1)[None],
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scoring.scale,
+        enable_gqa=True,
     )
     return y[0].transpose(0, 1)
 
 
-def _lower_right(num_new: int, num_seen: int, device: torch.device) -> torch.Tensor:
+def _lower_right(
+    num_new: int, num_seen: int, device: torch.device, scoring: Scoring
+) -> torch.Tensor:
     """Causal, with the last token seeing everything. As a bias where that is a fused kernel."""
-    if device.type == "cuda":
+    if device.type == "cuda" and _is_torchs(scoring):
         return causal_lower_right(num_new, num_seen)
-    ones = torch.ones(num_new, num_seen, dtype=torch.bool)
+    ones = torch.ones(num_new, num_seen, dtype=torch.bool, device=device)
     return ones.tril(num_seen - num_new)
 
 

@@ -11,11 +11,11 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
 from pippin.backends.torch.plain.attention import attend_rows
-from pippin.backends.torch.plain.gated_delta import Blocks, gated_delta_blocks, gated_delta_step
+from pippin.backends.torch.plain.blocks import Blocks
+from pippin.backends.torch.plain.recurrent import convolve_step, recur_blocks, recur_step
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import Batch, ChunkBatch, HeldCells
 from pippin.backends.torch.step.verify.batch import VerifiedCells
@@ -57,26 +57,29 @@ class LayerRun(ABC, Generic[Held]):
 
     def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         mixer = layer.mixer
+        assert mixer is not None
         if isinstance(mixer, AttentionLayer):
             return self._attend(mixer, layer.number, x)
         return self._recur(mixer, layer.number, x)
 
     def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         kv, held = self._pools.kv, self._held
-        if mixer.window:
+        if mixer.shape.window:
             assert self._windows is not None
             kv, held = self._pools.window_kv, self._windows
         q, k, v, gate = mixer.project(x, self._positions)
         kv[number][held.cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(self._look(q, kv[number], held, mixer.window), gate)
+        return mixer.finish(self._look(q, kv[number], held, mixer.scoring), gate)
 
     @abstractmethod
-    def _look(self, q: torch.Tensor, kv: torch.Tensor, held: Held, window: int) -> torch.Tensor:
+    def _look(
+        self, q: torch.Tensor, kv: torch.Tensor, held: Held, scoring: Scoring
+    ) -> torch.Tensor:
         """Attention of each row over the cells that it sees."""
         ...
 
     @abstractmethod
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class BatchRun(LayerRun[HeldCells]):
@@ -85,9 +88,9 @@ class BatchRun(LayerRun[HeldCells]):
         self._batch = batch
 
     def _look(
-        self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, window: int
+        self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, scoring: Scoring
     ) -> torch.Tensor:
-        return attend_rows(q, kv, self._batch.lengths, held.seen, window)
+        return attend_rows(q, kv, self._batch.lengths, held.seen, scoring)
 
 
 class _ChunkRun(BatchRun):
@@ -106,31 +109,31 @@ class _ChunkRun(BatchRun):
         )
         self._slabs = torch.cat([batch.states_out, tapped])
 
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch, index = self._batch, self._conv
         assert index is not None
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        mixed, z, b, a = mixer.split(mixer.project(x))
+        mixed, z, gates = mixer.split(mixer.project(x))
         source = torch.cat([conv[batch.states_in].flatten(0, 1), mixed])
         convolved = mixed * mixer.taps[-1]
+        if mixer.conv_bias is not None:
+            convolved += mixer.conv_bias
         for inputs, tap in zip(index.inputs, mixer.taps[:-1], strict=False):
             convolved += source[inputs] * tap
-        y, after = gated_delta_blocks(
-            mixer.inputs(convolved, b, a), self._blocks, recurrent[batch.states_in]
-        )
+        y, after = recur_blocks(mixer, convolved, gates, self._blocks, recurrent[batch.states_in])
         conv[self._slabs] = source[index.after]
         recurrent[self._slabs] = after[self._kept]
         return mixer.finish(y, z)
 
 
 class _TokenRun(BatchRun):
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        mixed, z, b, a = mixer.split(mixer.project(x))
+        mixed, z, gates = mixer.split(mixer.project(x))
         source = torch.cat([conv[batch.states_in], mixed[:, None]], dim=1)
-        convolved = (source * mixer.taps).sum(dim=1)
-        y, after = gated_delta_step(mixer.inputs(convolved, b, a), recurrent[batch.states_in])
+        convolved = convolve_step(mixer, source)
+        y, after = recur_step(mixer, convolved, gates, recurrent[batch.states_in])
         conv[batch.states_out] = source[:, 1:]
         recurrent[batch.states_out] = after
         return mixer.finish(y, z)

@@ -17,39 +17,10 @@ substitution, which stays exact on runs of one repeated token. float32 throughou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
 from pippin.backends.torch.models.delta_layer import Inputs
-from pippin.types import GRID
-
-
-class Blocks:
-    """Where the blocks of packed rows lie. Rows of any lengths, each in blocks from its start."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        num_tokens = sum(lengths)
-        self.counts = [-(-length // GRID) for length in lengths]
-        self.firsts = np.cumsum([0, *self.counts])[:-1].tolist()
-        starts = np.cumsum([0, *lengths])[:-1]
-        index = np.full((sum(self.counts), GRID), num_tokens, dtype=np.int64)  # padding
-        places = np.zeros(num_tokens, dtype=np.int64)
-        for start, length, first in zip(starts.tolist(), lengths, self.firsts, strict=True):
-            tokens = np.arange(start, start + length)
-            index.reshape(-1)[first * GRID : first * GRID + length] = tokens
-            places[tokens] = first * GRID + np.arange(length)
-        self._index = torch.from_numpy(index).to(device)
-        self._places = torch.from_numpy(places).to(device)
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, ...] to [blocks, heads, 64, ...], zeros behind a row's end."""
-        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-        return padded[self._index].transpose(1, 2)
-
-    def join(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(1, 2).flatten(0, 1)[self._places]
+from pippin.backends.torch.plain.blocks import Blocks, decays_between
 
 
 def gated_delta_blocks(
@@ -62,9 +33,7 @@ def gated_delta_blocks(
     q, k, v = (blocks.split(x) for x in (q, k, inputs.v))
     beta = blocks.split(inputs.beta)[..., None]
     decays = blocks.split(inputs.log_gate).cumsum(-1)
-    ones = torch.ones(GRID, GRID, dtype=torch.bool, device=q.device)
-    between = (decays[..., :, None] - decays[..., None, :]).masked_fill(~ones.tril(), -torch.inf)
-    between = between.exp()
+    between = decays_between(decays)
     from_start = decays.exp()[..., None]
     to_end = between[..., -1, :, None]
 

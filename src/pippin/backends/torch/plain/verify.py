@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from pippin.backends.torch.models.decoder import Decoder
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
+from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.plain.attention import attend_masked, attend_rows
 from pippin.backends.torch.plain.forward import LayerRun
-from pippin.backends.torch.plain.gated_delta import gated_delta_step
+from pippin.backends.torch.plain.recurrent import convolve_step, recur_step
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.verify.batch import VerifiedCells, VerifyBatch
@@ -41,7 +41,7 @@ class PlainVerify:
         """Run kept drafts, so that the states are those behind them."""
         for layer in self._decoder.layers:
             mixer, number = layer.mixer, layer.number
-            if not isinstance(mixer, DeltaLayer):
+            if mixer is None or isinstance(mixer, AttentionLayer):
                 continue
             recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
             kept = self._kept.of(number, slots, most)
@@ -57,21 +57,22 @@ class _VerifyRun(LayerRun[VerifiedCells]):
         self._kept = kept
 
     def _look(
-        self, q: torch.Tensor, kv: torch.Tensor, held: VerifiedCells, window: int
+        self, q: torch.Tensor, kv: torch.Tensor, held: VerifiedCells, scoring: Scoring
     ) -> torch.Tensor:
         rows = []
         for part, seen in zip(q.split(self._batch.lengths), held.seen, strict=True):
             if seen.mask is None or seen.written is None:
-                rows.append(attend_rows(part, kv, [len(part)], [seen.cells], window))
+                rows.append(attend_rows(part, kv, [len(part)], [seen.cells], scoring))
             else:
-                rows.append(attend_masked(part, kv[seen.cells], seen.written, seen.mask))
+                known = kv[seen.cells]
+                rows.append(attend_masked(part, known, seen.written, seen.mask, scoring))
         return torch.cat(rows)
 
-    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        mixed, z, b, a = mixer.split(mixer.project(x))
-        inputs = self._pad(torch.cat([mixed, b, a], dim=1))
+        mixed, z, gates = mixer.split(mixer.project(x))
+        inputs = self._pad(torch.cat([mixed, gates], dim=1))
         kept = self._kept.of(number, batch.slots, batch.most_kept)
         states = (recurrent[batch.states_in], conv[batch.states_in])
         state, before = _fold(mixer, *states, kept, batch.counts)
@@ -94,7 +95,7 @@ class _VerifyRun(LayerRun[VerifiedCells]):
 
 
 def _fold(
-    mixer: DeltaLayer,
+    mixer: RecurrentLayer,
     states: torch.Tensor,  # [rows, ..]
     before: torch.Tensor,  # [rows, taps - 1, channels]: the convolution's last inputs
     kept: torch.Tensor,  # [rows, drafts, width]: behind a row's count they are anything, NaN too
@@ -110,13 +111,12 @@ def _fold(
 
 
 def _step(
-    mixer: DeltaLayer, states: torch.Tensor, before: torch.Tensor, inputs: torch.Tensor
+    mixer: RecurrentLayer, states: torch.Tensor, before: torch.Tensor, inputs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token of each row, of what was kept of it [rows, width]: y, the states and the
     convolution's last inputs behind it."""
-    heads = mixer.shape.num_v_heads
-    mixed, b, a = inputs.split([mixer.shape.num_channels, heads, heads], dim=-1)
+    num_channels = mixer.shape.num_channels
+    mixed, gates = inputs[:, :num_channels], inputs[:, num_channels:]
     source = torch.cat([before, mixed[:, None]], dim=1)
-    convolved = (source * mixer.taps).sum(dim=1)
-    y, after = gated_delta_step(mixer.inputs(convolved, b, a), states)
+    y, after = recur_step(mixer, convolve_step(mixer, source), gates, states)
     return y, after, source[:, 1:]

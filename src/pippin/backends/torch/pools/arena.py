@@ -106,7 +106,7 @@ class Arena:
 
         Cells of one kind alone fill each other's gaps, and need none.
         """
-        if not self.layout.num_delta_layers and len(self.cells) < 2:
+        if not self.layout.num_recurrent_layers and len(self.cells) < 2:
             return 0
         moved = 0
         for kind, pool in self.cells.items():

@@ -17,7 +17,7 @@ class KeptInputs:
         self, layout: PoolLayout, num_slots: int, max_depth: int, device: torch.device
     ) -> None:
         """Not touched before it is used: on CPUs unused memory takes none."""
-        shape = (layout.num_delta_layers, num_slots + 1, max_depth, layout.kept_width)
+        shape = (layout.num_recurrent_layers, num_slots + 1, max_depth, layout.kept_width)
         # [layers, slots, drafts, width]
         self.inputs = torch.empty(shape, dtype=layout.dtype, device=device)
 

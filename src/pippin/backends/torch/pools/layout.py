@@ -1,8 +1,8 @@
 """How KV cells and state slots share one memory: their sizes, and views of both. Allocates nothing.
 
     memory   [ slab 0 | slab 1 | slab 2 | ... ]      a slab holds one state, or many cells
-    cell     KV of one token for all layers that attend to every token, or all with a window:
-             [layer, key or value, head, channel]
+    cell     KV of one token for all layers that attend to every token, or all with a window, one
+             behind the other: [key or value, head, channel] each, of its own size
     state    for all recurrent layers:                  [recurrent | last inputs of the convolution]
 
 Slab 0 is never written: a request that begins reads its zeros as its state, and padding reads its
@@ -18,15 +18,13 @@ from functools import cached_property
 
 import torch
 
-from pippin.backends.torch.config import LayerKind, ModelShape
+from pippin.backends.torch.shapes import AttentionShape, ModelShape
 from pippin.types import Component, LayerSpec, ModelSpec
 
 ZERO_SLAB, WASTE_SLAB, FIRST_SLAB = 0, 1, 2
 CELLS_WITHOUT_STATES = 256  # of a slab, where there is no state to make room for
-KV_KINDS: dict[Component, LayerKind] = {
-    Component.ATTENTION: "attention",
-    Component.WINDOW: "window",
-}
+LEAST_CELLS = 32  # of a slab, where states are small
+KV_KINDS = (Component.ATTENTION, Component.WINDOW)
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,15 @@ class PoolLayout:
 
     def cell_bytes(self, kind: Component) -> int:
         """0 where a model has no such layers."""
-        return self._num_layers(kind) * self.kv_layer_bytes
+        return sum(map(self._kv_bytes, self._attending(kind)))
 
-    def _num_layers(self, kind: Component) -> int:
-        return self.shape.layers.count(KV_KINDS[kind])
+    def _attending(self, kind: Component) -> list[AttentionShape]:
+        """The layers of a kind."""
+        wanted = (layer.mixer for layer in self.shape.layers if layer.kind is kind)
+        return [mixer for mixer in wanted if isinstance(mixer, AttentionShape)]
+
+    def _kv_bytes(self, mixer: AttentionShape) -> int:
+        return math.prod(mixer.kv_parts) * self._item_bytes
 
     @property
     def _item_bytes(self) -> int:
@@ -47,22 +50,23 @@ class PoolLayout:
 
     @property
     def kv_layer_bytes(self) -> int:
-        return 2 * self.shape.num_kv_heads * self.shape.head_dim * self._item_bytes
+        """Of a token in the largest layer that attends."""
+        return max(map(self._kv_bytes, self.shape.mixers(AttentionShape)), default=0)
 
     @property
-    def num_delta_layers(self) -> int:
-        return self.shape.layers.count("delta")
+    def num_recurrent_layers(self) -> int:
+        return sum(layer.kind is Component.STATE for layer in self.shape.layers)
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:
-        delta = self.shape.delta
-        return (0, 0, 0) if delta is None else (delta.num_v_heads, delta.k_dim, delta.v_dim)
+        recurrent = self.shape.recurrent
+        return (0, 0, 0) if recurrent is None else recurrent.state_parts
 
     @property
     def conv_shape(self) -> tuple[int, int]:
         """The last inputs, oldest first."""
-        delta = self.shape.delta
-        return (0, 0) if delta is None else (delta.num_taps - 1, delta.num_channels)
+        recurrent = self.shape.recurrent
+        return (0, 0) if recurrent is None else (recurrent.num_taps - 1, recurrent.num_channels)
 
     @property
     def _recurrent_bytes(self) -> int:
@@ -75,13 +79,13 @@ class PoolLayout:
     @property
     def kept_width(self) -> int:
         """Of what is kept of a draft in each recurrent layer: the inputs of its convolution and of
-        its two gates."""
-        delta = self.shape.delta
-        return 0 if delta is None else delta.num_channels + 2 * delta.num_v_heads
+        its gates."""
+        recurrent = self.shape.recurrent
+        return 0 if recurrent is None else recurrent.num_channels + recurrent.num_gates
 
     def kept_bytes(self, max_depth: int) -> int:
         """Of one slot, for its drafts."""
-        return max_depth * self.num_delta_layers * self.kept_width * self._item_bytes
+        return max_depth * self.num_recurrent_layers * self.kept_width * self._item_bytes
 
     def cells_per_slab(self, kind: Component) -> int:
         nbytes = self.cell_bytes(kind)
@@ -90,16 +94,17 @@ class PoolLayout:
     @cached_property
     def slab_bytes(self) -> int:
         """Whole cells of every kind, and a state if there are any."""
-        state = self.num_delta_layers * (self._recurrent_bytes + self._conv_bytes)
+        state = self.num_recurrent_layers * (self._recurrent_bytes + self._conv_bytes)
         sizes = [size for kind in KV_KINDS if (size := self.cell_bytes(kind))]
-        least = state or CELLS_WITHOUT_STATES * max(sizes)
+        cells = LEAST_CELLS if state else CELLS_WITHOUT_STATES
+        least = max(state, cells * max(sizes, default=0))
         unit = math.lcm(*sizes) if sizes else 256
         return -(-least // unit) * unit
 
     @property
     def state_bytes(self) -> int:
         """Of a slab that holds a state: what rounding up to whole cells adds counts as its own."""
-        return self.slab_bytes if self.num_delta_layers else 0
+        return self.slab_bytes if self.num_recurrent_layers else 0
 
     def row_bytes(self, num_tokens: int, num_newest: int) -> int:
         """Of a row's own: beside what it sees of a window, so many more may be there."""
@@ -127,28 +132,30 @@ class PoolLayout:
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         specs = []
         left = self.state_bytes
-        for index, kind in enumerate(self.shape.layers):
-            if kind == "attention":
-                specs.append(LayerSpec(index, Component.ATTENTION, self.kv_layer_bytes))
+        num_left = self.num_recurrent_layers
+        for index, layer in enumerate(self.shape.layers):
+            if layer.kind is None:
                 continue
-            if kind == "window":
-                nbytes, window = self.kv_layer_bytes, self.shape.window
-                specs.append(LayerSpec(index, Component.WINDOW, nbytes, window))
+            if isinstance(layer.mixer, AttentionShape):
+                nbytes, window = self._kv_bytes(layer.mixer), layer.mixer.window
+                specs.append(LayerSpec(index, layer.kind, nbytes, window or None))
                 continue
-            is_last = "delta" not in self.shape.layers[index + 1 :]
-            own = left if is_last else self._recurrent_bytes + self._conv_bytes
+            num_left -= 1
+            own = self._recurrent_bytes + self._conv_bytes if num_left else left
             specs.append(LayerSpec(index, Component.STATE, own))
             left -= own
         return tuple(specs)
 
     def kv(self, memory: torch.Tensor, kind: Component) -> list[torch.Tensor]:
         """Of each layer of a kind [cells, 2, heads, channels]."""
-        layers = self._num_layers(kind)
+        layers = self._attending(kind)
         if not layers:
             return []
-        parts = (layers, 2, self.shape.num_kv_heads, self.shape.head_dim)
-        cells = memory.view(self.dtype).view(-1, *parts)
-        return [cells[:, layer] for layer in range(layers)]
+        cells = memory.view(self.dtype).view(-1, self.cell_bytes(kind) // self._item_bytes)
+        parts = cells.split([math.prod(layer.kv_parts) for layer in layers], dim=1)
+        return [
+            part.unflatten(1, layer.kv_parts) for part, layer in zip(parts, layers, strict=True)
+        ]
 
     def recurrent(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Of each recurrent layer, float32 [slabs, heads, keys, values]."""
@@ -156,7 +163,7 @@ class PoolLayout:
 
     def conv(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Of each recurrent layer [slabs, taps - 1, channels]."""
-        start = self.num_delta_layers * self._recurrent_bytes // self._item_bytes
+        start = self.num_recurrent_layers * self._recurrent_bytes // self._item_bytes
         return self._state_views(memory.view(self.dtype), start, self.conv_shape)
 
     def _state_views(
@@ -164,5 +171,5 @@ class PoolLayout:
     ) -> list[torch.Tensor]:
         """Of each recurrent layer a part of this shape, from `start` on in every slab."""
         slabs, size = memory.view(-1, self.slab_bytes // memory.itemsize), math.prod(shape)
-        starts = (start + layer * size for layer in range(self.num_delta_layers))
+        starts = (start + layer * size for layer in range(self.num_recurrent_layers))
         return [slabs[:, first : first + size].unflatten(1, shape) for first in starts]

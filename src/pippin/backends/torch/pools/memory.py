@@ -42,8 +42,8 @@ class Pools:
         self.arena = Arena(layout, num_slabs, self._move_cells)
         self.kv = layout.kv(self.memory, Component.ATTENTION)
         self.window_kv = layout.kv(self.memory, Component.WINDOW)
-        self.recurrent = layout.recurrent(self.memory) if layout.num_delta_layers else []
-        self.conv = layout.conv(self.memory) if layout.num_delta_layers else []
+        self.recurrent = layout.recurrent(self.memory) if layout.num_recurrent_layers else []
+        self.conv = layout.conv(self.memory) if layout.num_recurrent_layers else []
 
     def free(self) -> None:
         """Frees the memory; its holders are still counted, until the last releases."""

@@ -20,7 +20,7 @@ from pippin.types import Component
 class Rows:
     def __init__(self, pools: Pools, num_slots: int, max_len: int) -> None:
         self._pools = pools
-        self.keeps_states = pools.layout.num_delta_layers > 0
+        self.keeps_states = pools.layout.num_recurrent_layers > 0
         self.cells = RowCells(pools, Component.ATTENTION, num_slots, max_len)
         self.windows: RowCells | None = None
         if pools.layout.cell_bytes(Component.WINDOW):

@@ -46,16 +46,17 @@ def payload_arrays(
     if component is Component.HIDDEN:
         return (ArraySpec("hidden", dtype, (shape.hidden,)),)
     if component in KV_KINDS:
-        layers = [str(i) for i, kind in enumerate(shape.layers) if kind == KV_KINDS[component]]
-        parts = (num_tokens, len(layers), 2, shape.num_kv_heads, shape.head_dim)
+        layers = [str(i) for i, layer in enumerate(shape.layers) if layer.kind is component]
+        parts = (num_tokens, layout.cell_bytes(component) // layout.dtype.itemsize)
         return (ArraySpec(f"{','.join(layers)}.kv", dtype, parts, token_axis=0),)
     assert component is Component.STATE
     heads, k_dim, v_dim = layout.recurrent_shape
     specs: list[ArraySpec] = []
-    for index, kind in enumerate(shape.layers):
-        if kind == "delta":
+    for index, layer in enumerate(shape.layers):
+        if layer.kind is Component.STATE:
             specs.append(ArraySpec(f"{index}.state.0", dtype, layout.conv_shape))
-            specs.append(ArraySpec(f"{index}.state.1", "float32", (heads, v_dim, k_dim)))
+            if heads:
+                specs.append(ArraySpec(f"{index}.state.1", "float32", (heads, v_dim, k_dim)))
     return tuple(specs)
 
 
@@ -88,7 +89,8 @@ class Transfers:
         found: list[torch.Tensor] = []
         for conv, recurrent in zip(pools.conv, pools.recurrent, strict=True):
             found.append(conv[payload.slab].clone())
-            found.append(recurrent[payload.slab].transpose(-1, -2).contiguous())
+            if recurrent.numel():
+                found.append(recurrent[payload.slab].transpose(-1, -2).contiguous())
         return found
 
     def send(self, loads: Sequence[Load]) -> list[Arrival]:
@@ -117,9 +119,11 @@ class Transfers:
         if load.component is Component.HIDDEN:
             return HiddenPayload(pools, sent[0])
         slab = pools.arena.take_state()
-        for layer, (conv, recurrent) in enumerate(zip(pools.conv, pools.recurrent, strict=True)):
-            conv[slab] = sent[2 * layer]
-            recurrent[slab] = sent[2 * layer + 1].transpose(-1, -2)
+        parts = iter(sent)
+        for conv, recurrent in zip(pools.conv, pools.recurrent, strict=True):
+            conv[slab] = next(parts)
+            if recurrent.numel():
+                recurrent[slab] = next(parts).transpose(-1, -2)
         return StatePayload(pools, slab)
 
 

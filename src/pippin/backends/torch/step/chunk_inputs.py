@@ -53,7 +53,7 @@ class ChunkWords:
 
 
 def num_taps_of(layout: PoolLayout) -> int:
-    return layout.conv_shape[0] + 1 if layout.num_delta_layers else 0
+    return layout.conv_shape[0] + 1 if layout.num_recurrent_layers else 0
 
 
 def pack_chunks(room: Room, taken: TakenChunks, held: Rows, layout: PoolLayout) -> ChunkWords:

@@ -205,11 +205,11 @@ def _experts_off(mlp: ExpertMlp, num_tokens: int, kernels: KernelSet) -> float:
     weight = mlp.router.weight
     generator = torch.Generator(weight.device).manual_seed(num_tokens)
     x = torch.randn(num_tokens, weight.shape[1], generator=generator, device=weight.device)
-    x = x.to(weight.dtype)
+    x = x.to(mlp.gate_up.dtype)
     num_chosen = mlp.shape.num_chosen
     is_clear = torch.ones(num_tokens, dtype=torch.bool, device=x.device)
     if num_chosen < mlp.shape.num_experts:
-        shares = mlp.router(x).float().topk(num_chosen + 1, dim=-1).values
+        shares = mlp.router(x.to(weight.dtype)).float().topk(num_chosen + 1, dim=-1).values
         is_clear = shares[:, -2] > shares[:, -1]
     found, expected = kernels.experts(mlp, x), mlp(x)
     if not is_clear.any():

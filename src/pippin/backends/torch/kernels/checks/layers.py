@@ -11,18 +11,17 @@ import numpy as np
 import torch
 
 from pippin.backends.base import PrefillRow
-from pippin.backends.torch.config import LayerKind
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.parts import DenseMlp, Linear, Mlp
+from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.shapes import DenseShape, LayerShape
 from pippin.backends.torch.step.batches import TakenChunks, take_chunks
 from pippin.backends.torch.step.decode_inputs import RowArrays
 from pippin.types import GRID, Component
 
+KINDS = {"attention": Component.ATTENTION, "Gated DeltaNet": Component.STATE}
 LENGTHS = (GRID + 6, 3, 17)  # tokens that rows hold
 CHUNKS = ((0, GRID + 6), (5, 2))  # a row's first new token, and how many there are
 
@@ -32,27 +31,28 @@ def few_layers(decoder: Decoder) -> dict[str, Decoder]:
 
     Rows hold cells in every model, so a recurrent layer has one of attention behind it.
     """
-    first = {layer.mixer.__class__: layer for layer in reversed(decoder.layers)}
-    alone = {cls: replace(each, number=0, mlp=_dense(each.mlp)) for cls, each in first.items()}
     found: dict[str, Decoder] = {}
-    kinds: tuple[tuple[str, LayerKind, type], ...] = (
-        ("attention", "attention", AttentionLayer),
-        ("Gated DeltaNet", "delta", DeltaLayer),
-    )
-    layers: tuple[DecoderLayer, ...] = ()
-    names: tuple[LayerKind, ...] = ()
-    for name, kind, mixer in kinds:
-        if mixer in alone:
-            layers, names = (alone[mixer], *layers), (kind, *names)
-            shape = replace(decoder.shape, layers=names, experts=None)
-            found[name] = replace(decoder, shape=shape, layers=layers)
+    kept: tuple[tuple[LayerShape, DecoderLayer], ...] = ()
+    for name, kind in KINDS.items():
+        every = zip(decoder.shape.layers, decoder.layers, strict=True)
+        first = next((pair for pair in every if pair[0].kind is kind), None)
+        if first is not None:
+            shape, layer = first
+            dense = DenseShape(0)  # its size is that of its weights
+            assert layer.mlp is not None
+            alone = replace(layer, number=0, mlp=_dense(layer.mlp))
+            kept = ((replace(shape, mlp=dense), alone), *kept)
+            shapes, layers = zip(*kept, strict=True)
+            found[name] = replace(
+                decoder, shape=replace(decoder.shape, layers=shapes), layers=layers
+            )
     return found
 
 
-def _dense(mlp: Mlp) -> DenseMlp:
-    return (
-        mlp if isinstance(mlp, DenseMlp) else DenseMlp(Linear(mlp.gate_up[0]), Linear(mlp.down[0]))
-    )
+def _dense(mlp: Mlp) -> Mlp:
+    if isinstance(mlp, ExpertMlp):
+        return DenseMlp(Linear(mlp.gate_up[0]), Linear(mlp.down[0]), mlp.shape.activation)
+    return mlp
 
 
 class NoisyRows:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.config import ExpertShape
+from pippin.backends.torch.shapes import ExpertShape
 
 _SCANNED = 4096  # pairs that a program looks at together
 _COMPARED = 4096  # blocks times experts, likewise

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.torch.drafts.mtp_drafter import Entries, MtpDrafter
+from pippin.backends.torch.drafts.entries import Entries, StepDrafter
 from pippin.backends.torch.kernels.attention_step import attention_step, write_keys
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.layers import run_layers
@@ -22,6 +21,7 @@ from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
 from pippin.backends.torch.kernels.verify.places import accept, expand
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.accept import noise_words
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
@@ -46,7 +46,7 @@ class VerifyKernels:
         kept: KeptInputs,
         table: torch.Tensor,  # int32 [slots, positions]
         future: FutureMap,
-        drafter: MtpDrafter | None = None,
+        drafter: StepDrafter | None = None,
     ) -> None:
         self._decoder = decoder
         self._pools = pools
@@ -59,7 +59,7 @@ class VerifyKernels:
         """[tokens, vocab] of every row's input token and drafts."""
         waste_cell = self._pools.layout.waste_cell
         places = expand(size, words, self._future, self._table, waste_cell)
-        x = F.embedding(places.tokens, self._decoder.embed)
+        x = self._decoder.embedded(places.tokens)
         mix = partial(self._mix, places=places)
         hidden = run_layers(self._decoder, x, mix)
         inputs = PlaceInputs(_unowned(places.inputs.words), places, hidden)
@@ -78,7 +78,7 @@ class VerifyKernels:
         return found
 
     def _draft(
-        self, drafter: MtpDrafter, inputs: PlaceInputs, found: torch.Tensor, choice: Choice
+        self, drafter: StepDrafter, inputs: PlaceInputs, found: torch.Tensor, choice: Choice
     ) -> None:
         """Behind what rows accepted: what was drawn behind each token is the next one."""
         places, size = inputs.places, inputs.places.size
@@ -89,7 +89,7 @@ class VerifyKernels:
         starts = places.starts.long()
         positions = (starts[:, None] + place).flatten()
         tokens = found[3:].T.flatten().long()
-        entered = drafter.feed(Entries(owners.flatten(), positions, tokens, inputs.hidden))
+        entered = drafter.feed(Entries(slots, owners.flatten(), positions, tokens, inputs.hidden))
         if not size.num_drafts:
             return
         low, high = words[KEYS].long()
@@ -109,9 +109,10 @@ class VerifyKernels:
     def _mix(self, layer: DecoderLayer, normed: torch.Tensor, places: Places) -> torch.Tensor:
         mixer, number = layer.mixer, layer.number
         if isinstance(mixer, AttentionLayer):
-            projected, kv = mixer.qkv(normed), self._pools.kv[number]
+            projected, kv = mixer.normed(mixer.qkv(normed)), self._pools.kv[number]
             write_keys(projected, mixer, kv, places.inputs)
             return mixer.out(attention_step(projected, mixer, kv, self._table, places.inputs))
+        assert isinstance(mixer, DeltaLayer)
         projected = mixer.project(normed)
         conv, recurrent = self._pools.conv[number], self._pools.recurrent[number]
         kept = self._kept.of_layer(number)

@@ -60,7 +60,7 @@ class SeenCells:
 
     cells: torch.Tensor  # int64 [cells]
     # Where the length is not known: bool [cells], which of them the row has written; and bool
-    # [tokens, cells], which of them each token sees.
+    # [tokens, cells], which of them are up to each token.
     written: torch.Tensor | None = None
     mask: torch.Tensor | None = None
 
@@ -196,7 +196,4 @@ def _seen(
         return SeenCells(seen)
     keys = torch.arange(first, end, device=pools.device)
     last = starts[row] + torch.arange(1 + depth, device=pools.device)[:, None]
-    mask = keys <= last
-    if cells.window:
-        mask &= keys > last - cells.window
-    return SeenCells(seen, keys <= last[-1], mask)
+    return SeenCells(seen, keys <= last[-1], keys <= last)

@@ -1,0 +1,125 @@
+"""Drafts by a second, smaller model of the same tokenizer. Knows no plans and no sampling.
+
+It reads tokens alone, so of an entry its hidden vector is not used. Of each slot it keeps keys of
+the last tokens, and of the first ones that it was fed: models without a window attend to those
+whatever follows, and do badly without.
+
+    place of a token    its position, less that of the first token that the slot was fed
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from pippin.backends.torch.drafts.entries import (
+    PLAIN,
+    ChooseDrafts,
+    Entered,
+    Entries,
+    LayerOperations,
+)
+from pippin.backends.torch.drafts.ring import DraftRing, ring_bytes
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.models.parts import Norm
+
+LENGTH = 512  # tokens of a row whose keys are kept,
+NUM_FIRST = 4  # of these the first ones
+
+
+def attention_layers(decoder: Decoder) -> list[AttentionLayer]:
+    mixers = [layer.mixer for layer in decoder.layers]
+    return [mixer for mixer in mixers if isinstance(mixer, AttentionLayer)]
+
+
+def model_ring_bytes(decoder: Decoder) -> int:
+    """Of one slot."""
+    return ring_bytes(attention_layers(decoder), LENGTH, decoder.dtype.itemsize)
+
+
+class ModelDrafter:
+    def __init__(
+        self,
+        decoder: Decoder,
+        vocab_size: int,  # of the model that verifies
+        num_slots: int,
+        operations: LayerOperations = PLAIN,
+        length: int = LENGTH,
+    ) -> None:
+        self._decoder = decoder
+        self._vocab_size = vocab_size
+        self._norm = operations.norm
+        self._feed_forward = operations.feed_forward
+        mixers = attention_layers(decoder)
+        assert decoder.shape.recurrent is None, "a draft model has attention alone"
+        self.ring = DraftRing(
+            mixers, num_slots, length, decoder.dtype, decoder.device, num_first=NUM_FIRST
+        )
+        self.most_places = len(mixers[0].rope.cos)
+        self._firsts = torch.zeros(num_slots + 1, dtype=torch.int64, device=decoder.device)
+        self.firsts = np.zeros(num_slots + 1, dtype=np.int64)  # on the host
+
+    def start(self, slot: int, first: int) -> None:
+        """A slot's text is fed from this position on."""
+        self.ring.start(slot)
+        self._firsts[slot] = self.firsts[slot] = first
+
+    def feed(self, entries: Entries, bound: int | None = None) -> Entered:
+        firsts = self._firsts[entries.owners]
+        places = entries.positions.view(len(firsts), -1) + 1 - firsts[:, None]
+        return Entered(self._run(entries, places, None if bound is None else bound + 1))
+
+    def draft(
+        self,
+        last: Entered,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        num_drafts: int,
+        choose: ChooseDrafts,
+        bound: int | None = None,
+    ) -> torch.Tensor:
+        drafts: list[torch.Tensor] = []
+        while True:
+            token = choose(self._logits(last.x), positions + 2)
+            drafts.append(token)
+            if len(drafts) == num_drafts:
+                return torch.stack(drafts, dim=1)
+            positions = positions + 1
+            most = None if bound is None else bound + len(drafts)
+            last = self.feed(Entries(slots, slots, positions, token.long(), None), most)
+
+    def _run(self, entries: Entries, places: torch.Tensor, bound: int | None) -> torch.Tensor:
+        """[n, hidden]: what the model's head reads."""
+        decoder, flat = self._decoder, places.flatten()
+        # What lies before a slot's first token is no row's, and what lies behind the longest text
+        # is never accepted.
+        rotated = flat.clamp(0, self.most_places - 1)
+        x = decoder.embedded(entries.tokens.clamp_max(len(decoder.embed) - 1))
+        number = 0
+        for layer in decoder.layers:
+            normed = self._normed(x, layer.input_norm)
+            if isinstance(mixer := layer.mixer, AttentionLayer):
+                q, k, v, gate = mixer.project(normed, rotated)
+                q = q * (mixer.shape.scale * mixer.shape.head_dim**0.5)  # the ring has its own
+                self.ring.write(number, entries.slots, flat.clamp_min(0), k, v)
+                window = mixer.shape.window
+                attended = self.ring.attend(number, q, entries.owners, places, bound, window)
+                mixed = self._normed(mixer.finish(attended, gate), layer.mixed_norm)
+                x, number = x + mixed * layer.scale, number + 1
+            if layer.mlp is not None:
+                if not layer.parallel:
+                    normed = self._normed(x, layer.mlp_norm)
+                fed = self._feed_forward(layer.mlp, normed)
+                x = x + self._normed(fed, layer.fed_norm) * layer.scale
+        return self._norm(x, decoder.norm)
+
+    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return x if norm is None else self._norm(x, norm)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab], of the ids that the model which verifies has."""
+        logits = self._decoder.head(hidden)
+        missing = self._vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits

@@ -1,0 +1,108 @@
+"""Weights of a checkpoint to feed-forward layers, whatever a family calls them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, SquaredMlp
+from pippin.backends.torch.shapes import Activation, DenseShape, ExpertShape, MlpShape
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_PARTS = ("w1", "w3", "w2")
+
+
+class Builder(Protocol):
+    def has(self, name: str) -> bool: ...
+
+    def take(self, name: str, *, exact: bool = False) -> torch.Tensor: ...
+
+    def linear(self, *names: str, biased: bool = False) -> Linear:
+        """Products of one input, one below the other."""
+        ...
+
+
+def build_mlp(weights: Builder, layer: str, shape: MlpShape) -> Mlp:
+    """`layer`: how the names of a layer's weights start."""
+    if isinstance(shape, DenseShape) and not shape.gated:
+        return SquaredMlp(
+            *(weights.linear(f"{layer}mlp.{part}", biased=shape.bias) for part in PARTS[1:])
+        )
+    if isinstance(shape, DenseShape):
+        return _dense(weights, f"{layer}mlp.", shape.activation, biased=shape.bias)
+    own = "block_sparse_moe." if weights.has(f"{layer}block_sparse_moe.gate.weight") else "mlp."
+    return _experts(weights, f"{layer}{own}", shape)
+
+
+def _experts(weights: Builder, name: str, shape: ExpertShape) -> ExpertMlp:
+    router = "router" if shape.bias else "gate"
+    is_exact = shape.scoring == "sigmoid"
+    choice, experts = f"{name}gate.e_score_correction_bias", f"{name}experts."
+    shared = "shared_expert" if shape.shared_gated else "shared_experts"
+    gate_up, down = _expert_weights(weights, name, shape)
+    biases = [
+        weights.take(f"{experts}{part}_proj_bias") for part in ("gate_up", "down") if shape.bias
+    ]
+    return ExpertMlp(
+        shape=shape,
+        router=Linear(weights.take(f"{name}{router}.weight", exact=True))
+        if is_exact
+        else weights.linear(f"{name}{router}", biased=shape.bias),
+        gate_up=gate_up,
+        down=down,
+        shared=_dense(weights, f"{name}{shared}.", shape.activation)
+        if shape.shared_intermediate
+        else None,
+        shared_gate=weights.linear(f"{name}shared_expert_gate")
+        if shape.shared_intermediate and shape.shared_gated
+        else None,
+        choice_bias=weights.take(choice, exact=True) if is_exact else None,
+        gate_up_bias=_neighbours_apart(biases[0], 1) if biases else None,
+        down_bias=biases[1] if biases else None,
+    )
+
+
+def _expert_weights(
+    weights: Builder, name: str, shape: ExpertShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stored as one tensor for all experts, as mlx-lm's three, or expert by expert."""
+    if weights.has(f"{name}experts.gate_up_proj"):
+        gate_up, down = (weights.take(f"{name}experts.{part}_proj") for part in ("gate_up", "down"))
+        if shape.bias:  # gpt-oss: of inputs by outputs, gate and up in turn
+            return _neighbours_apart(gate_up.mT, 1), down.mT.contiguous()
+        return gate_up, down
+    if weights.has(f"{name}switch_mlp.gate_proj.weight"):
+        gate, up, down = (weights.take(f"{name}switch_mlp.{part}.weight") for part in PARTS)
+        return torch.cat([gate, up], dim=1), down
+    parts = MIXTRAL_PARTS if weights.has(f"{name}experts.0.w1.weight") else PARTS
+    mlps = [
+        _dense(weights, f"{name}experts.{expert}.", shape.activation, parts)
+        for expert in range(shape.num_experts)
+    ]
+    gate_up = torch.stack([mlp.gate_up.weight for mlp in mlps])
+    return gate_up, torch.stack([mlp.down.weight for mlp in mlps])
+
+
+def _dense(
+    weights: Builder,
+    name: str,
+    activation: Activation,
+    parts: tuple[str, str, str] = PARTS,
+    *,
+    biased: bool = False,
+) -> DenseMlp:
+    gate, up, down = (f"{name}{part}" for part in parts)
+    upward: tuple[str, ...] = (gate, up)
+    if weights.has(f"{name}gate_up_proj.weight"):
+        upward = (f"{name}gate_up_proj",)
+    return DenseMlp(
+        weights.linear(*upward, biased=biased), weights.linear(down, biased=biased), activation
+    )
+
+
+def _neighbours_apart(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """Those at even places, then those at odd ones."""
+    size = weight.shape[dim]
+    order = torch.arange(size, device=weight.device).view(-1, 2).mT.flatten()
+    return weight.index_select(dim, order)

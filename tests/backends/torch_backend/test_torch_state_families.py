@@ -1,0 +1,79 @@
+"""Families against transformers on the checkpoints that it wrote.
+
+Transformers judges what was said, given what was said before it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import numpy as np
+
+from builders import Client, Reply
+from near_ties import TOLERANCE, assert_best
+from pippin.backends.torch.config import FAMILIES, read_shape
+from pippin.errors import LoadError
+from pippin.scheduler.memory import claims
+from pippin.scheduler.planning import admission
+from serving import TORCH, check_idle, make_client, make_prompt
+from transformers_families import STATE_CONFIGS, WRITTEN_CONFIGS, score
+
+
+def ask(client: Client, prompts: list[list[int]], max_tokens: int = 6) -> list[Reply]:
+    replies = [client.submit(p, max_tokens=max_tokens, logprobs=3) for p in prompts]
+    client.run()
+    check_idle(client)
+    return replies
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize("family", WRITTEN_CONFIGS)
+def test_cold_joined_warm_and_preempted_replies_are_what_transformers_says(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{TORCH}{family}"
+    for module in (admission, claims):
+        monkeypatch.setattr(module, "GROWTH_TOKENS", 4)
+    client = make_client(name, chunk=64, num_slots=4)
+    short, long = make_prompt(name, 30, seed=0), make_prompt(name, 150, seed=1)
+    replies = ask(client, [short])
+    replies += ask(client, [long, make_prompt(name, 61, seed=2), make_prompt(name, 5, seed=3)])
+    turn = [*short, *replies[0].tokens, *make_prompt(name, 2, seed=4)]
+    warm = ask(client, [[*long[:130], *make_prompt(name, 3, seed=5)], turn, long])
+    assert all(reply.cached_tokens for reply in warm)
+    pressed = make_client(name, capacity_bytes=3 * client.loop.backend.row_bytes(64))
+    prompts = [make_prompt(name, 50 + number, seed=number) for number in range(6)]
+    preempted = ask(pressed, prompts, max_tokens=14)
+    assert pressed.loop.scheduler.metrics.preemptions > 0
+    replies += [*warm, *preempted]
+    rows = score(family, [[*reply.prompt, *reply.tokens[:-1]] for reply in replies])
+    for reply, scored_by_it in zip(replies, rows, strict=True):
+        behind = scored_by_it[len(reply.prompt) - 1 :]
+        assert_best(reply.tokens, behind)
+        for scored, row in zip(reply.logprobs, behind, strict=True):
+            expected = row[list(scored.top_ids)]
+            np.testing.assert_allclose(scored.top_logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "named"),
+    [
+        ("lfm2", {"layer_types": ["conv", "sliding_attention"]}, "sliding_attention"),
+        ("nemotron_h", {"hybrid_override_pattern": "M?"}, "blocks ?"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "silu"),
+    ],
+)
+def test_what_a_family_may_have_and_is_not_served_is_refused_by_name(
+    family: str, changed: dict[str, object], named: str
+) -> None:
+    with pytest.raises(LoadError, match=re.escape(named)):
+        read_shape(STATE_CONFIGS[family] | changed)
+
+
+def test_families_that_transformers_writes_are_listed() -> None:
+    assert {str(config["model_type"]) for config in WRITTEN_CONFIGS.values()} <= set(FAMILIES)
