@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attention_families import ATTENTION_CONFIGS
+from every_family import EVERY
 from families import CONFIGS
 from near_ties import log_softmax
 from small_models import Config, draw_values
@@ -22,10 +23,31 @@ from small_models import Config, draw_values
 _LFM2 = CONFIGS["lfm2"]
 # Transformers clips time steps of prompts below, where the family's own code does not.
 _NEMOTRON_H = CONFIGS["nemotron_h"] | {"head_dim": 16, "time_step_min": 1e-9}
+_LATENT = CONFIGS["deepseek_v3"]
+_DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
+_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+_GRANITE = EVERY["granitemoehybrid"] | {"mamba_d_state": 16, "mamba_d_conv": 4}
 STATE_CONFIGS: dict[str, Config] = {
     "lfm2": _LFM2,
     "lfm2_biases": _LFM2 | {"conv_bias": True, "block_auto_adjust_ff_dim": False},
+    "deepseek_v3_dense": _LATENT | _DENSE | {"attention_bias": True},
     "nemotron_h": _NEMOTRON_H | {"hybrid_override_pattern": "M-M*-M*"},
+    "nemotron_h_moe": _NEMOTRON_H
+    | {"hybrid_override_pattern": "ME*E", "num_experts_per_tok": 2, "routed_scaling_factor": 2.5},
+    "lfm2_moe": _LFM2
+    | {"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention", "conv"]}
+    | {"num_hidden_layers": 3, "num_dense_layers": 1, "num_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "granitemoehybrid": _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid_dense": _GRANITE
+    | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    "deepseek_v3": _LATENT | _GROUPS | {"routed_scaling_factor": 2.5},
+    "deepseek_v2": _LATENT
+    | _GROUPS
+    | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "glm4_moe_lite": _LATENT
+    | {"model_type": "glm4_moe_lite", "rope_scaling": None, "num_experts_per_tok": 2}
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16},
 }
 WRITTEN_CONFIGS = STATE_CONFIGS | ATTENTION_CONFIGS
 

@@ -13,6 +13,8 @@ from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits
 from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels import attention_step
+from pippin.backends.torch.kernels.checks.agreement import kernel_errors
+from pippin.backends.torch.kernels.checks.layers import few_layers
 from pippin.backends.torch.kernels.decode import DecodeKernels
 from pippin.backends.torch.kernels.delta_step import StateTile, delta_step
 from pippin.backends.torch.kernels.draw import Noise, draw
@@ -97,6 +99,13 @@ class Step:
         ("llama_biases", (17,), 1),
         ("qwen3_next_biases", (1, 63), 2),
         ("qwen3_next_biases", (63,), 1),
+        ("nemotron_h", (1, 0, 63), 3),
+        ("nemotron_h", (17,), 1),
+        ("nemotron_h_moe", (5, 17), 2),
+        ("granitemoehybrid", (5, 17), 2),
+        ("lfm2_biases", (0, 17), 2),
+        ("glm4_moe_lite", LENGTHS, 8),
+        ("glm4_moe_lite", (17,), 1),
     ],
 )
 def test_a_step_of_kernels_is_a_step_of_plain_operations(
@@ -222,3 +231,15 @@ def test_thresholds_leave_out_and_what_is_no_number_is_told() -> None:
     assert out[0, 0] == 1
     assert out[1].tolist() == [0, 1]
     assert 0 <= int(out[0, 1]) < 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nemotron_h", "lfm2", "glm4_moe_lite"])
+def test_steps_and_chunks_that_have_no_graphs_agree_at_load(name: str) -> None:
+    """Their chunks are launched, in plain operations where there are no kernels."""
+    with torch.inference_mode():
+        errors = dict(kernel_errors(load_torch(name).decoder, drafts=False))
+    assert any(check.startswith("chunks of prompts with") for check in errors)
+    (*_, last) = few_layers(load_torch(name).decoder)
+    assert f"captured chunks with {last}" not in errors
+    assert max(error if error is not None else 1.0 for error in errors.values()) < 1e-3

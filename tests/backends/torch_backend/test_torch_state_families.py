@@ -66,6 +66,13 @@ def test_cold_joined_warm_and_preempted_replies_are_what_transformers_says(
         ("lfm2", {"layer_types": ["conv", "sliding_attention"]}, "sliding_attention"),
         ("nemotron_h", {"hybrid_override_pattern": "M?"}, "blocks ?"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "silu"),
+        ("nemotron_h_moe", {"moe_latent_size": 8}, "moe_latent_size"),
+        ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias"),
+        ("granitemoehybrid", {"hidden_act": "gelu"}, "gelu"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "window"]}, "window"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v3", {"rope_scaling": {"type": "dynamic"}}, "dynamic"),
     ],
 )
 def test_what_a_family_may_have_and_is_not_served_is_refused_by_name(

@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
-from pippin.backends.torch.config import suit_kernels
+from pippin.backends.torch.config import suit_chunk_graphs, suit_kernels
 from pippin.backends.torch.device import device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.kernels.checks import agreement
@@ -87,13 +87,14 @@ class TorchBackend:
         self.device = device_info(decoder.device, prefill_tokens)
         on_cuda = decoder.device.type == "cuda"
         if kernels is None:
-            kernels = on_cuda and suit_kernels(decoder.shape)
+            kernels = on_cuda and suit_kernels(decoder.shape, drafts=self.max_depth > 0)
             agree = partial(agreement.our_kernels_agree, drafts=self.max_depth > 0)
             with self._streams.forward():
                 kernels = kernels and agree(decoder, loaded.max_len)
         send = partial(to_device, device=decoder.device)
         self._slots = Slots(num_slots, decoder.shape.vocab_size, send, in_top_p_by(kernels))
         is_captured = kernels and (recorder is not None or on_cuda)
+        chunk_graphs = chunk_graphs and suit_chunk_graphs(decoder.shape)
         self._ways = Ways(
             num_slots=num_slots,
             max_len=loaded.max_len,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pippin.backends.torch.families.granite_hybrid import read_granite_hybrid
+from pippin.backends.torch.families.latent import read_latent
 from pippin.backends.torch.families.lfm2 import read_lfm2
 from pippin.backends.torch.families.nemotron_h import read_nemotron_h
 from pippin.backends.torch.families.rope import read_rope
@@ -23,6 +25,7 @@ from pippin.backends.torch.shapes import (
     DeltaShape,
     DenseShape,
     ExpertShape,
+    LatentShape,
     LayerShape,
     MixerShape,
     MlpShape,
@@ -34,8 +37,12 @@ from pippin.errors import LoadError, UnsupportedLayout
 
 Json = dict[str, Any]
 
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 READERS: dict[str, Callable[[Json], ModelShape]] = {
+    **dict.fromkeys(LATENT, read_latent),
+    "granitemoehybrid": read_granite_hybrid,
     "lfm2": read_lfm2,
+    "lfm2_moe": read_lfm2,
     "nemotron_h": read_nemotron_h,
 }
 FAMILIES = (*FAMILY, *READERS)
@@ -97,15 +104,23 @@ def _shape(config: Json, model_type: str) -> ModelShape:
     )
 
 
-def suit_kernels(shape: ModelShape) -> bool:
-    """Whether our kernels take it: heads of powers of two, 16 at least, no windows, and recurrent
-    layers of Gated DeltaNet alone."""
-    if shape.window or not isinstance(shape.recurrent, DeltaShape | None):
+def suit_kernels(shape: ModelShape, *, drafts: bool = False) -> bool:
+    """Whether our kernels take it: heads of powers of two, 16 at least, no windows; with drafts, no
+    latent attention, and of recurrent layers Gated DeltaNet alone."""
+    if shape.window or (drafts and not suit_chunk_graphs(shape)):
         return False
     sizes = [mixer.head_dim for mixer in shape.mixers(AttentionShape)]
-    for delta in shape.mixers(DeltaShape):
-        sizes += [delta.k_dim, delta.v_dim]
+    for latent in shape.mixers(LatentShape):
+        sizes += [latent.rank, latent.rope.dim]
+    if shape.recurrent is not None:
+        sizes += [size for size in shape.recurrent.state_parts[1:] if size]
     return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+
+
+def suit_chunk_graphs(shape: ModelShape) -> bool:
+    """Whether graphs can be made of chunks of prompts: latent attention and other recurrent layers
+    are plain operations there."""
+    return isinstance(shape.recurrent, DeltaShape | None) and not shape.mixers(LatentShape)
 
 
 def _refuse(text: Json, model_type: str) -> None:

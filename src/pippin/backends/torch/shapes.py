@@ -53,6 +53,26 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """Attention whose keys and values are made of one small vector a token."""
+
+    num_heads: int
+    rank: int  # of that vector, which is kept
+    rope: RopeShape  # of channels that queries and keys have beside it
+    plain_dim: int  # of a head's query and key: channels that are not rotated
+    value_dim: int
+    query_rank: int  # queries are made of a vector of that size; 0: of the layer's input
+    scale: float  # of scores
+    bias: bool = False
+    rope_pairs: bool = True  # as stored, a channel turns with its neighbour
+    window: int = 0  # there is none
+
+    @property
+    def kv_parts(self) -> tuple[int, ...]:
+        return (1, 1, self.rank + self.rope.dim)
+
+
+@dataclass(frozen=True)
 class DeltaShape:
     """A Gated DeltaNet layer."""
 
@@ -122,6 +142,8 @@ class ExpertShape:
     num_groups: int = 1  # of experts: those of the best groups may be chosen
     num_groups_chosen: int = 1
     scale: float = 1.0  # of the chosen ones' weights
+    group_best: int = 2  # a group is as good as so many of its best experts
+    gated: bool = True  # else the squares of what is above zero
 
 
 @dataclass(frozen=True)
@@ -158,9 +180,10 @@ class MambaShape:
 
 
 RecurrentShape = DeltaShape | ConvShape | MambaShape
-MixerShape = AttentionShape | RecurrentShape
+CellShape = AttentionShape | LatentShape  # of layers that keep cells
+MixerShape = CellShape | RecurrentShape
 MlpShape = DenseShape | ExpertShape
-AnyMixer = TypeVar("AnyMixer", AttentionShape, DeltaShape, ConvShape, MambaShape)
+AnyMixer = TypeVar("AnyMixer", AttentionShape, LatentShape, DeltaShape, ConvShape, MambaShape)
 
 
 @dataclass(frozen=True)
@@ -175,7 +198,7 @@ class LayerShape:
         """What the pools hold of its tokens, if they do."""
         if self.mixer is None:
             return None
-        if not isinstance(self.mixer, AttentionShape):
+        if not isinstance(self.mixer, CellShape):
             return Component.STATE
         return Component.WINDOW if self.mixer.window else Component.ATTENTION
 
@@ -219,7 +242,7 @@ class ModelShape:
     def recurrent(self) -> RecurrentShape | None:
         """Of its recurrent layers: they are all alike."""
         mixers = (layer.mixer for layer in self.layers if layer.kind is Component.STATE)
-        return next((mixer for mixer in mixers if not isinstance(mixer, AttentionShape)), None)
+        return next((mixer for mixer in mixers if isinstance(mixer, RecurrentShape)), None)
 
     def stored_name(self, name: str) -> str:
         """Of a weight, in the checkpoint."""

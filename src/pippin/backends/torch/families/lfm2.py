@@ -1,4 +1,4 @@
-"""LFM2: short convolutions beside attention."""
+"""LFM2 and LFM2-MoE: short convolutions beside attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pippin.backends.torch.shapes import (
     AttentionShape,
     ConvShape,
     DenseShape,
+    ExpertShape,
     LayerShape,
     MixerShape,
+    MlpShape,
     ModelShape,
 )
 from pippin.errors import UnsupportedLayout
@@ -22,6 +24,7 @@ _NAMES = (
     ("q_norm", "q_layernorm"),
     ("k_norm", "k_layernorm"),
     ("o_proj", "out_proj"),
+    (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
     (".mlp.", ".feed_forward."),
     (".gate_proj", ".w1"),
     (".up_proj", ".w3"),
@@ -47,7 +50,6 @@ def read_lfm2(config: dict[str, Any]) -> ModelShape:
     names = config.get("layer_types") or _layer_types(config, num_layers)
     if unknown := set(names) - set(kinds):
         raise UnsupportedLayout(f"layers of type {min(unknown)} are not served by torch")
-    mlp = DenseShape(_intermediate(config))
     return ModelShape(
         model_type=str(config["model_type"]),
         prefix="model.",
@@ -56,9 +58,27 @@ def read_lfm2(config: dict[str, Any]) -> ModelShape:
         eps=float(config.get("norm_eps") or 1e-5),
         max_len=max_len,
         tied=bool(config.get("tie_embedding", config.get("tie_word_embeddings", True))),
-        layers=tuple(LayerShape(kinds[name], mlp) for name in names),
+        layers=tuple(map(LayerShape, (kinds[name] for name in names), _mlps(config, num_layers))),
         renamed=_NAMES,
     )
+
+
+def _mlps(config: dict[str, Any], num_layers: int) -> list[MlpShape]:
+    if config["model_type"] == "lfm2":
+        return [DenseShape(_intermediate(config))] * num_layers
+    if not config.get("use_expert_bias", True):
+        raise UnsupportedLayout("lfm2_moe without use_expert_bias is not served by torch")
+    num_dense = int(config["num_dense_layers"])
+    experts = ExpertShape(
+        num_experts=int(config["num_experts"]),
+        num_chosen=int(config["num_experts_per_tok"]),
+        intermediate=int(config["moe_intermediate_size"]),
+        normalised=bool(config.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        scale=float(config.get("routed_scaling_factor") or 1.0),
+    )
+    dense: MlpShape = DenseShape(int(config["intermediate_size"]))
+    return [dense] * num_dense + [experts] * (num_layers - num_dense)
 
 
 def _layer_types(config: dict[str, Any], num_layers: int) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from pippin.backends.torch.families.numbers import read_number
 from pippin.backends.torch.shapes import (
     NO_ROPE,
     AttentionShape,
     DenseShape,
+    ExpertShape,
     LayerShape,
     MambaShape,
     ModelShape,
@@ -34,6 +35,8 @@ _BLOCKS = {
     "attention": "attention",
     "-": "mlp",
     "mlp": "mlp",
+    "E": "moe",
+    "moe": "moe",
 }
 
 
@@ -51,6 +54,8 @@ def read_nemotron_h(config: dict[str, Any]) -> ModelShape:
         "attention": LayerShape(_attention(config), None),
         "mlp": LayerShape(None, mlp),
     }
+    if "moe" in (_BLOCKS[block] for block in blocks):
+        layers["moe"] = LayerShape(None, _experts(config))
     return ModelShape(
         model_type=str(config["model_type"]),
         prefix="model.",
@@ -79,22 +84,37 @@ def _attention(config: dict[str, Any]) -> AttentionShape:
     )
 
 
+def _experts(config: dict[str, Any]) -> ExpertShape:
+    if config.get("moe_latent_size"):
+        raise UnsupportedLayout("nemotron_h with moe_latent_size is not served by torch")
+    if config.get("mlp_bias"):
+        raise UnsupportedLayout("nemotron_h with experts and mlp_bias is not served by torch")
+    return ExpertShape(
+        num_experts=int(config["n_routed_experts"]),
+        num_chosen=int(config["num_experts_per_tok"]),
+        intermediate=int(config["moe_intermediate_size"]),
+        normalised=bool(config.get("norm_topk_prob", True)),
+        shared_intermediate=int(config["moe_shared_expert_intermediate_size"]),
+        shared_gated=False,
+        gated=False,
+        scoring="sigmoid",
+        num_groups=int(config.get("n_group") or 1),
+        num_groups_chosen=int(config.get("topk_group") or 1),
+        scale=float(config.get("routed_scaling_factor") or 1.0),
+    )
+
+
 def _mamba(config: dict[str, Any], eps: float) -> MambaShape:
-    least, most = config.get("time_step_limit") or (0.0, math.inf)
+    least, most = config.get("time_step_limit") or (0.0, "inf")
     return MambaShape(
         num_heads=int(config["mamba_num_heads"]),
         head_dim=int(config["mamba_head_dim"]),
         num_groups=int(config["n_groups"]),
         state_dim=int(config["ssm_state_size"]),
         num_taps=int(config["conv_kernel"]),
-        least_dt=_number(least),
-        most_dt=_number(most),
+        least_dt=read_number(least),
+        most_dt=read_number(most),
         conv_bias=bool(config.get("use_conv_bias", True)),
         bias=bool(config.get("use_bias", config.get("mamba_proj_bias", False))),
         eps=eps,
     )
-
-
-def _number(value: Any) -> float:
-    """Transformers writes infinity as an object."""
-    return float(value["__float__"] if isinstance(value, dict) else value)

@@ -12,13 +12,19 @@ import torch
 
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
+from pippin.backends.torch.kernels.latent_step import latent_step
 from pippin.backends.torch.kernels.layers import feed_forward, run_layers
+from pippin.backends.torch.kernels.mamba_step import mamba_step
 from pippin.backends.torch.kernels.products import ConvStep, product
 from pippin.backends.torch.kernels.rows import look_up, norm_rows
 from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.models.conv_layer import ConvLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.parts import DenseMlp
+from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.models.mamba_layer import MambaLayer
+from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp
+from pippin.backends.torch.plain.recurrent import convolve_step
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.decode_inputs import Inputs
 
@@ -69,11 +75,34 @@ class DecodeKernels:
         mixer = layer.mixer
         if isinstance(mixer, AttentionLayer):
             return mixer.out(self._attend(mixer, layer.number, mixer.qkv(normed), inputs))
-        assert isinstance(mixer, DeltaLayer)
+        if isinstance(mixer, LatentLayer):
+            return self._attend_latents(mixer, layer.number, normed, inputs)
+        assert isinstance(mixer, RecurrentLayer)
         projected = mixer.project(normed)
         conv = self._pools.conv[layer.number]
+        if isinstance(mixer, ConvLayer):
+            return self._convolve(mixer, conv, projected, inputs)
         conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)
         return mixer.out(self._recur(mixer, layer.number, projected, inputs))
+
+    def _attend_latents(
+        self, mixer: LatentLayer, number: int, normed: torch.Tensor, inputs: Inputs
+    ) -> torch.Tensor:
+        q, cells = mixer.projected(normed, inputs.position.long())
+        kept = self._pools.kv[number].flatten(1)
+        kept[inputs.cell.long()] = cells
+        absorbed = mixer.absorb(q).transpose(0, 1)
+        latents = latent_step(absorbed, mixer, kept, self._table, inputs)
+        return mixer.finish(mixer.values_of(latents.transpose(0, 1)))
+
+    def _convolve(
+        self, mixer: ConvLayer, conv: torch.Tensor, projected: torch.Tensor, inputs: Inputs
+    ) -> torch.Tensor:
+        """In plain operations, of which a graph may be made."""
+        mixed, gate, _ = mixer.split(projected)
+        source = torch.cat([conv[inputs.state_in.long()], mixed[:, None]], dim=1)
+        conv[inputs.state_out.long()] = source[:, 1:]
+        return mixer.finish(convolve_step(mixer, source), gate)
 
     def _attend(
         self, mixer: AttentionLayer, number: int, projected: torch.Tensor, inputs: Inputs
@@ -82,9 +111,15 @@ class DecodeKernels:
         return attention_step(projected, mixer, self._pools.kv[number], self._table, inputs)
 
     def _recur(
-        self, mixer: DeltaLayer, number: int, projected: torch.Tensor, inputs: Inputs
+        self,
+        mixer: DeltaLayer | MambaLayer,
+        number: int,
+        projected: torch.Tensor,
+        inputs: Inputs,
     ) -> torch.Tensor:
         state = self._pools.recurrent[number]
+        if isinstance(mixer, MambaLayer):
+            return mamba_step(projected, mixer, state, inputs.state_in, inputs.state_out)
         return delta_step(projected, mixer, state, inputs.state_in, inputs.state_out)
 
 
@@ -93,6 +128,8 @@ def _is_plain(layer: DecoderLayer) -> bool:
     norms = (layer.input_norm, layer.mlp_norm)
     return (
         all(norm is not None and not norm.centred for norm in norms)
+        and isinstance(layer.mixer, AttentionLayer | DeltaLayer)
+        and isinstance(layer.mlp, DenseMlp | ExpertMlp)
         and (layer.mixed_norm, layer.fed_norm) == (None, None)
         and layer.scale == 1.0
         and not layer.parallel

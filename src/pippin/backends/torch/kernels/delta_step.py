@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.shapes import DeltaShape
 
 MANY_PROGRAMS = 132  # multiprocessors of an H200
@@ -105,12 +106,14 @@ def _conv_step(
     projected,
     conv,
     taps,
+    bias,
     states_in,
     states_out,
     row_stride,
     conv_stride,
     num_channels,
     TAPS: tl.constexpr,
+    BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -122,6 +125,8 @@ def _conv_step(
     newest = tl.load(x, mask=inside, other=0.0)
     last = tl.load(taps + (TAPS - 1) * num_channels + c, mask=inside, other=0.0)
     found = newest.to(tl.float32) * last.to(tl.float32)
+    if BIASED:
+        found += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(TAPS - 1):
         value = tl.load(before + tap * num_channels, mask=inside, other=0.0)
         weight = tl.load(taps + tap * num_channels + c, mask=inside, other=0.0)
@@ -134,7 +139,7 @@ def _conv_step(
 
 def conv_step(
     projected: torch.Tensor,  # [rows, ..]: the first channels become convolved, in place
-    layer: DeltaLayer,
+    layer: DeltaLayer | MambaLayer,
     conv: torch.Tensor,  # [slabs, taps - 1, channels], a view of the pool
     states_in: torch.Tensor,  # int32 [rows]
     states_out: torch.Tensor,
@@ -145,12 +150,14 @@ def conv_step(
         projected,
         conv,
         layer.taps,
+        layer.conv_bias,
         states_in,
         states_out,
         projected.stride(0),
         conv.stride(0),
         channels,
         TAPS=num_taps,
+        BIASED=layer.conv_bias is not None,
         BLOCK=1024,
         num_warps=4,
     )

@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from pippin.backends.torch.kernels.experts.products import (
     ExpertTile,
@@ -65,7 +66,7 @@ def feed_forward(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
         return mlp.down(swiglu(up) if is_silu else gated(up, mlp.activation))
     if isinstance(mlp, SquaredMlp):
         return mlp(x)
-    if mlp.shape.scoring == "softmax" and mlp.shape.scale == 1.0:
+    if mlp.shape.scoring == "softmax" and mlp.shape.scale == 1.0 and mlp.shape.num_groups == 1:
         return run_experts(mlp, x, route(mlp.router(x), mlp.shape))
     weights, chosen = mlp.route(x)  # plain operations, which wait for nothing
     return run_experts(mlp, x, Routes(weights, chosen.int()))
@@ -78,7 +79,11 @@ def run_experts(
     num_pairs, num_experts = routes.chosen.numel(), mlp.shape.num_experts
     tile = tile or expert_tile_for(num_tokens, num_pairs / num_experts, x.element_size())
     blocks = blocks_of(routes.chosen, num_experts, tile.pairs)
-    if mlp.shape.activation.kind == "silu" and mlp.gate_up_bias is None:
+    if not mlp.shape.gated:
+        pairs = x.repeat_interleave(num_chosen, dim=0)
+        y = expert_product(pairs, mlp.gate_up, blocks, num_pairs, num_chosen, tile, swiglu=False)
+        y = F.relu(y).square()
+    elif mlp.shape.activation.kind == "silu" and mlp.gate_up_bias is None:
         y = expert_product(x, mlp.gate_up, blocks, num_pairs, num_chosen, tile, swiglu=True)
     else:
         pairs = x.repeat_interleave(num_chosen, dim=0)

@@ -7,6 +7,8 @@ their inputs, on the device, and no row sees the tokens that are padding.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -17,7 +19,7 @@ from pippin.backends.torch.kernels.rows import conv_rows, gated_norm, keep_input
 from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.plain.forward import BatchRun, LayerRun
+from pippin.backends.torch.plain.forward import ChunkRun, LayerRun
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import ChunkBatch, HeldCells
 from pippin.backends.torch.step.chunk_inputs import (
@@ -59,25 +61,28 @@ class PromptKernels:
         return run_layers(self._decoder, x, run.mix)
 
 
-class _LaunchedRun(BatchRun):
-    def __init__(self, batch: ChunkBatch, pools: Pools) -> None:
-        super().__init__(batch, pools)
-        if batch.conv is None:
-            return
-        lines, index = block_lines(batch.taken), pools.index
+class _LaunchedRun(ChunkRun):
+    """Recurrent layers other than Gated DeltaNet are plain operations."""
+
+    @cached_property
+    def _inputs(self) -> RecurrentInputs:
+        batch, index = self._batch, self._pools.index
+        assert self._conv is not None
+        lines = block_lines(self._taken)
         # In fours, so that every line begins where kernels load best.
         blocks = index(np.pad(lines, ((0, 0), (0, -lines.shape[1] % 4))))
-        self._inputs = RecurrentInputs(
-            batch.conv.inputs,
+        return RecurrentInputs(
+            self._conv.inputs,
             batch.states_in,
-            index(batch.taken.first_blocks),
-            index(batch.taken.block_counts),
+            index(self._taken.first_blocks),
+            index(self._taken.block_counts),
             BlockInputs(*blocks),
         )
 
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        assert isinstance(mixer, DeltaLayer)
-        return _recur(mixer, x, self._pools, number, self._inputs)
+        if isinstance(mixer, DeltaLayer):
+            return _recur(mixer, x, self._pools, number, self._inputs)
+        return super()._recur(mixer, number, x)
 
 
 class _CapturedRun(LayerRun[HeldCells]):

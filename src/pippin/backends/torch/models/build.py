@@ -10,6 +10,7 @@ import torch
 from pippin.backends.mtp_weights import LAYER, PREFIX
 from pippin.backends.torch.checkpoint import Weights
 from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.build_latent import build_latent
 from pippin.backends.torch.models.build_mlp import build_mlp
 from pippin.backends.torch.models.build_recurrent import build_recurrent
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mixer
@@ -21,6 +22,7 @@ from pippin.backends.torch.shapes import (
     DeltaShape,
     DenseShape,
     ExpertShape,
+    LatentShape,
     LayerShape,
     MixerShape,
     ModelShape,
@@ -105,6 +107,8 @@ class _Builder:
     def _mixer(self, name: str, shape: MixerShape) -> Mixer:
         if isinstance(shape, AttentionShape):
             return self._attention(f"{name}self_attn.", shape)
+        if isinstance(shape, LatentShape):
+            return build_latent(self, f"{name}self_attn.", shape, self._rope(shape.rope))
         return build_recurrent(self, name, shape, self._shape.eps)
 
     def mtp_head(self, names: frozenset[str]) -> MtpHead:

@@ -26,9 +26,7 @@ class Builder(Protocol):
 def build_mlp(weights: Builder, layer: str, shape: MlpShape) -> Mlp:
     """`layer`: how the names of a layer's weights start."""
     if isinstance(shape, DenseShape) and not shape.gated:
-        return SquaredMlp(
-            *(weights.linear(f"{layer}mlp.{part}", biased=shape.bias) for part in PARTS[1:])
-        )
+        return _squared(weights, f"{layer}mlp.", biased=shape.bias)
     if isinstance(shape, DenseShape):
         return _dense(weights, f"{layer}mlp.", shape.activation, biased=shape.bias)
     own = "block_sparse_moe." if weights.has(f"{layer}block_sparse_moe.gate.weight") else "mlp."
@@ -51,9 +49,7 @@ def _experts(weights: Builder, name: str, shape: ExpertShape) -> ExpertMlp:
         else weights.linear(f"{name}{router}", biased=shape.bias),
         gate_up=gate_up,
         down=down,
-        shared=_dense(weights, f"{name}{shared}.", shape.activation)
-        if shape.shared_intermediate
-        else None,
+        shared=_shared(weights, f"{name}{shared}.", shape) if shape.shared_intermediate else None,
         shared_gate=weights.linear(f"{name}shared_expert_gate")
         if shape.shared_intermediate and shape.shared_gated
         else None,
@@ -61,6 +57,15 @@ def _experts(weights: Builder, name: str, shape: ExpertShape) -> ExpertMlp:
         gate_up_bias=_neighbours_apart(biases[0], 1) if biases else None,
         down_bias=biases[1] if biases else None,
     )
+
+
+def _shared(weights: Builder, name: str, shape: ExpertShape) -> DenseMlp | SquaredMlp:
+    return _dense(weights, name, shape.activation) if shape.gated else _squared(weights, name)
+
+
+def _squared(weights: Builder, name: str, *, biased: bool = False) -> SquaredMlp:
+    up, down = (weights.linear(f"{name}{part}", biased=biased) for part in PARTS[1:])
+    return SquaredMlp(up, down)
 
 
 def _expert_weights(
@@ -75,6 +80,11 @@ def _expert_weights(
     if weights.has(f"{name}switch_mlp.gate_proj.weight"):
         gate, up, down = (weights.take(f"{name}switch_mlp.{part}.weight") for part in PARTS)
         return torch.cat([gate, up], dim=1), down
+    if not shape.gated:
+        every = [_squared(weights, f"{name}experts.{n}.") for n in range(shape.num_experts)]
+        return torch.stack([mlp.up.weight for mlp in every]), torch.stack(
+            [mlp.down.weight for mlp in every]
+        )
     parts = MIXTRAL_PARTS if weights.has(f"{name}experts.0.w1.weight") else PARTS
     mlps = [
         _dense(weights, f"{name}experts.{expert}.", shape.activation, parts)

@@ -11,13 +11,14 @@ import torch.nn.functional as F  # noqa: N812
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.models.mtp_head import MtpHead
 from pippin.backends.torch.models.parts import Head, Mlp, Norm
 from pippin.backends.torch.shapes import ModelShape
 
 RecurrentLayer = DeltaLayer | ConvLayer | MambaLayer
-Mixer = AttentionLayer | RecurrentLayer
+Mixer = AttentionLayer | LatentLayer | RecurrentLayer
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,10 @@ class MambaLayer:
 
     def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """y, float32 [n, heads, head_dim]; z [n, heads * head_dim]"""
-        gated = (y.flatten(1) * F.silu(z.float())).unflatten(-1, (self.shape.num_groups, -1))
-        normed = F.rms_norm(gated, (gated.shape[-1],), eps=self.norm.eps).flatten(1)
-        return self.out((normed * self.norm.weight).to(z.dtype))
+        return self.out(self.normed(y.flatten(1) * F.silu(z.float())).to(z.dtype))
+
+    def normed(self, gated: torch.Tensor) -> torch.Tensor:
+        """[n, heads * head_dim]"""
+        groups = gated.unflatten(-1, (self.shape.num_groups, -1))
+        normed = F.rms_norm(groups, (groups.shape[-1],), eps=self.norm.eps)
+        return normed.flatten(1) * self.norm.weight

@@ -74,14 +74,25 @@ class DenseMlp:
 
 
 @dataclass(frozen=True)
+class SquaredMlp:
+    """Without a gate: the squares of what is above zero (relu2)."""
+
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
+@dataclass(frozen=True)
 class ExpertMlp:
     """Each token goes to the experts that its router weighs most, and perhaps to a shared one."""
 
     shape: ExpertShape
     router: Linear
-    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]
+    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]; without gates half of it
     down: torch.Tensor  # [experts, hidden, intermediate]
-    shared: DenseMlp | None = None
+    shared: DenseMlp | SquaredMlp | None = None
     shared_gate: Linear | None = None
     choice_bias: torch.Tensor | None = None  # float32 [experts]: helps to choose, and weighs not
     gate_up_bias: torch.Tensor | None = None  # [experts, 2 * intermediate]
@@ -117,7 +128,8 @@ class ExpertMlp:
         if shape.num_groups == 1:
             return shares
         groups = shares.unflatten(-1, (shape.num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(shape.num_groups_chosen).indices
+        best = groups.topk(shape.group_best, dim=-1).values.sum(dim=-1)
+        best = best.topk(shape.num_groups_chosen).indices
         others = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
         return groups.masked_fill(others[..., None], -torch.inf).flatten(1)
 
@@ -129,28 +141,17 @@ class ExpertMlp:
         y = x.new_zeros(*chosen.shape, x.shape[-1])
         for expert in chosen.unique().tolist():
             rows, places = torch.nonzero(chosen == expert, as_tuple=True)
-            own = DenseMlp(
-                Linear(self.gate_up[expert], _of(self.gate_up_bias, expert)),
-                Linear(self.down[expert], _of(self.down_bias, expert)),
-                self.shape.activation,
-            )
-            y[rows, places] = own(x[rows])
+            up = Linear(self.gate_up[expert], _of(self.gate_up_bias, expert))
+            down = Linear(self.down[expert], _of(self.down_bias, expert))
+            if self.shape.gated:
+                y[rows, places] = DenseMlp(up, down, self.shape.activation)(x[rows])
+            else:
+                y[rows, places] = SquaredMlp(up, down)(x[rows])
         return (y * weights[..., None]).sum(dim=1)
 
 
 def _of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if bias is None else bias[expert]
-
-
-@dataclass(frozen=True)
-class SquaredMlp:
-    """Without a gate: the squares of what is above zero (relu2)."""
-
-    up: Linear
-    down: Linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.relu(self.up(x)).square())
 
 
 Mlp = DenseMlp | ExpertMlp | SquaredMlp

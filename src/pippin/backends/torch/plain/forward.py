@@ -7,14 +7,18 @@ runs: in the order of launches.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
+from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.plain.attention import attend_rows
 from pippin.backends.torch.plain.blocks import Blocks
+from pippin.backends.torch.plain.latent import attend_latent
 from pippin.backends.torch.plain.recurrent import convolve_step, recur_blocks, recur_step
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import Batch, ChunkBatch, HeldCells
@@ -35,7 +39,7 @@ class PlainForward:
         self.pools = pools
 
     def chunks(self, batch: ChunkBatch) -> torch.Tensor:
-        run = _ChunkRun(batch, self.pools)
+        run = ChunkRun(batch, self.pools)
         return self.decoder.norm(self.decoder.run(batch.tokens, run.mix))
 
     def tokens(self, batch: Batch) -> torch.Tensor:
@@ -60,6 +64,11 @@ class LayerRun(ABC, Generic[Held]):
         assert mixer is not None
         if isinstance(mixer, AttentionLayer):
             return self._attend(mixer, layer.number, x)
+        if isinstance(mixer, LatentLayer):
+            q, cells = mixer.projected(x, self._positions)
+            kept = self._pools.kv[layer.number].flatten(1)
+            kept[self._held.cells] = cells
+            return mixer.finish(self._look_at_latents(mixer, q, kept))
         return self._recur(mixer, layer.number, x)
 
     def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
@@ -78,6 +87,12 @@ class LayerRun(ABC, Generic[Held]):
         """Attention of each row over the cells that it sees."""
         ...
 
+    def _look_at_latents(
+        self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor:
+        """The same, of latent attention: kept [cells, channels]."""
+        raise NotImplementedError("latent attention has no kernels")
+
     @abstractmethod
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -92,22 +107,34 @@ class BatchRun(LayerRun[HeldCells]):
     ) -> torch.Tensor:
         return attend_rows(q, kv, self._batch.lengths, held.seen, scoring)
 
+    def _look_at_latents(
+        self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor:
+        rows = zip(q.split(self._batch.lengths), self._held.seen, strict=True)
+        return torch.cat([attend_latent(mixer, part, kept[own]) for part, own in rows])
 
-class _ChunkRun(BatchRun):
+
+class ChunkRun(BatchRun):
     def __init__(self, batch: ChunkBatch, pools: Pools) -> None:
         super().__init__(batch, pools)
         self._conv = batch.conv
-        if batch.conv is None:
-            return
-        taken = batch.taken
-        self._blocks = Blocks(batch.lengths, pools.device)
-        # The blocks whose states are kept: each row's last one, and the tapped ones.
-        ends = taken.first_blocks + taken.block_counts - 1
-        self._kept = torch.tensor([*ends.tolist(), *taken.tap_blocks], device=pools.device)
-        tapped = torch.tensor(
-            [tap.slab for tap in taken.taps], dtype=torch.int64, device=pools.device
-        )
-        self._slabs = torch.cat([batch.states_out, tapped])
+        self._taken = batch.taken
+
+    @cached_property
+    def _blocks(self) -> Blocks:
+        return Blocks(self._batch.lengths, self._pools.device)
+
+    @cached_property
+    def _kept(self) -> torch.Tensor:
+        """The blocks whose states are kept: each row's last one, and the tapped ones."""
+        ends = self._taken.first_blocks + self._taken.block_counts - 1
+        return self._pools.index(np.array([*ends.tolist(), *self._taken.tap_blocks]))
+
+    @cached_property
+    def _slabs(self) -> torch.Tensor:
+        """Where they go."""
+        tapped = np.array([tap.slab for tap in self._taken.taps], dtype=np.int64)
+        return torch.cat([self._batch.states_out, self._pools.index(tapped)])
 
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch, index = self._batch, self._conv

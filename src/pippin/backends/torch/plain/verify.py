@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
+from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
+from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.plain.attention import attend_masked, attend_rows
 from pippin.backends.torch.plain.forward import LayerRun
+from pippin.backends.torch.plain.latent import attend_latent
 from pippin.backends.torch.plain.recurrent import convolve_step, recur_step
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
@@ -41,7 +43,7 @@ class PlainVerify:
         """Run kept drafts, so that the states are those behind them."""
         for layer in self._decoder.layers:
             mixer, number = layer.mixer, layer.number
-            if mixer is None or isinstance(mixer, AttentionLayer):
+            if not isinstance(mixer, RecurrentLayer):
                 continue
             recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
             kept = self._kept.of(number, slots, most)
@@ -66,6 +68,17 @@ class _VerifyRun(LayerRun[VerifiedCells]):
             else:
                 known = kv[seen.cells]
                 rows.append(attend_masked(part, known, seen.written, seen.mask, scoring))
+        return torch.cat(rows)
+
+    def _look_at_latents(
+        self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor:
+        rows = []
+        for part, seen in zip(q.split(self._batch.lengths), self._held.seen, strict=True):
+            cells = kept[seen.cells]
+            if seen.written is not None:
+                cells = cells.masked_fill(~seen.written[:, None], 0.0)
+            rows.append(attend_latent(mixer, part, cells, seen.mask))
         return torch.cat(rows)
 
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:

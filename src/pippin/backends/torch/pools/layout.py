@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from pippin.backends.torch.shapes import AttentionShape, ModelShape
+from pippin.backends.torch.shapes import CellShape, ModelShape
 from pippin.types import Component, LayerSpec, ModelSpec
 
 ZERO_SLAB, WASTE_SLAB, FIRST_SLAB = 0, 1, 2
@@ -36,12 +36,12 @@ class PoolLayout:
         """0 where a model has no such layers."""
         return sum(map(self._kv_bytes, self._attending(kind)))
 
-    def _attending(self, kind: Component) -> list[AttentionShape]:
+    def _attending(self, kind: Component) -> list[CellShape]:
         """The layers of a kind."""
         wanted = (layer.mixer for layer in self.shape.layers if layer.kind is kind)
-        return [mixer for mixer in wanted if isinstance(mixer, AttentionShape)]
+        return [mixer for mixer in wanted if isinstance(mixer, CellShape)]
 
-    def _kv_bytes(self, mixer: AttentionShape) -> int:
+    def _kv_bytes(self, mixer: CellShape) -> int:
         return math.prod(mixer.kv_parts) * self._item_bytes
 
     @property
@@ -51,7 +51,8 @@ class PoolLayout:
     @property
     def kv_layer_bytes(self) -> int:
         """Of a token in the largest layer that attends."""
-        return max(map(self._kv_bytes, self.shape.mixers(AttentionShape)), default=0)
+        every = (mixer for kind in KV_KINDS for mixer in self._attending(kind))
+        return max(map(self._kv_bytes, every), default=0)
 
     @property
     def num_recurrent_layers(self) -> int:
@@ -136,7 +137,7 @@ class PoolLayout:
         for index, layer in enumerate(self.shape.layers):
             if layer.kind is None:
                 continue
-            if isinstance(layer.mixer, AttentionShape):
+            if isinstance(layer.mixer, CellShape):
                 nbytes, window = self._kv_bytes(layer.mixer), layer.mixer.window
                 specs.append(LayerSpec(index, layer.kind, nbytes, window or None))
                 continue
@@ -147,7 +148,8 @@ class PoolLayout:
         return tuple(specs)
 
     def kv(self, memory: torch.Tensor, kind: Component) -> list[torch.Tensor]:
-        """Of each layer of a kind [cells, 2, heads, channels]."""
+        """Of each layer of a kind [cells, 2, heads, channels]; of latent attention [cells, 1, 1,
+        channels]."""
         layers = self._attending(kind)
         if not layers:
             return []

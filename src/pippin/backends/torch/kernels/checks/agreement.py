@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from pippin.backends.torch.config import suit_chunk_graphs
 from pippin.backends.torch.graphs.steps import DecodeForward, PromptForward
 from pippin.backends.torch.kernels.checks.drafts import MakeVerify, noisy_drafts
 from pippin.backends.torch.kernels.checks.layers import (
@@ -134,7 +135,8 @@ def _checks(decoder: Decoder, kernels: KernelSet) -> Iterator[Check]:
                 name = f"drafts of {num_rows} rows with {kind}"
                 yield name, partial(_drafts_off, alone, num_rows, kernels.verify)
         yield f"chunks of prompts with {kind}", partial(_chunks_off, alone, kernels)
-        yield f"captured chunks with {kind}", partial(_prompts_off, alone, kernels)
+        if suit_chunk_graphs(alone.shape):
+            yield f"captured chunks with {kind}", partial(_prompts_off, alone, kernels)
     experts = (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertMlp))
     if (mlp := next(experts, None)) is not None:
         for num_tokens in NUM_TOKENS:

@@ -21,7 +21,7 @@ from pippin.backends.torch.step.batches import TakenChunks, take_chunks
 from pippin.backends.torch.step.decode_inputs import RowArrays
 from pippin.types import GRID, Component
 
-KINDS = {"attention": Component.ATTENTION, "Gated DeltaNet": Component.STATE}
+KINDS = {"attention": Component.ATTENTION, "recurrent layers": Component.STATE}
 LENGTHS = (GRID + 6, 3, 17)  # tokens that rows hold
 CHUNKS = ((0, GRID + 6), (5, 2))  # a row's first new token, and how many there are
 
@@ -38,8 +38,7 @@ def few_layers(decoder: Decoder) -> dict[str, Decoder]:
         first = next((pair for pair in every if pair[0].kind is kind), None)
         if first is not None:
             shape, layer = first
-            dense = DenseShape(0)  # its size is that of its weights
-            assert layer.mlp is not None
+            dense = None if layer.mlp is None else DenseShape(0)  # its size is its weights'
             alone = replace(layer, number=0, mlp=_dense(layer.mlp))
             kept = ((replace(shape, mlp=dense), alone), *kept)
             shapes, layers = zip(*kept, strict=True)
@@ -49,7 +48,7 @@ def few_layers(decoder: Decoder) -> dict[str, Decoder]:
     return found
 
 
-def _dense(mlp: Mlp) -> Mlp:
+def _dense(mlp: Mlp | None) -> Mlp | None:
     if isinstance(mlp, ExpertMlp):
         return DenseMlp(Linear(mlp.gate_up[0]), Linear(mlp.down[0]), mlp.shape.activation)
     return mlp
