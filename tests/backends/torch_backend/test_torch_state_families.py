@@ -6,6 +6,7 @@ Transformers judges what was said, given what was said before it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,12 +20,17 @@ from pippin.backends.torch.config import FAMILIES, read_shape
 from pippin.errors import LoadError
 from pippin.scheduler.memory import claims
 from pippin.scheduler.planning import admission
-from serving import TORCH, check_idle, make_client, make_prompt
+from pippin.scheduler.request import Request
+from pippin.scheduler.speculation.oracle import OracleDrafter
+from pippin.scheduler.speculation.speculation import Speculation
+from serving import TORCH, check_idle, make_client, make_prompt, spec_of
 from transformers_families import STATE_CONFIGS, WRITTEN_CONFIGS, score
 
 
-def ask(client: Client, prompts: list[list[int]], max_tokens: int = 6) -> list[Reply]:
-    replies = [client.submit(p, max_tokens=max_tokens, logprobs=3) for p in prompts]
+def ask(
+    client: Client, prompts: list[list[int]], max_tokens: int = 6, logprobs: int | None = 3
+) -> list[Reply]:
+    replies = [client.submit(p, max_tokens=max_tokens, logprobs=logprobs) for p in prompts]
     client.run()
     check_idle(client)
     return replies
@@ -50,14 +56,39 @@ def test_cold_joined_warm_and_preempted_replies_are_what_transformers_says(
     prompts = [make_prompt(name, 50 + number, seed=number) for number in range(6)]
     preempted = ask(pressed, prompts, max_tokens=14)
     assert pressed.loop.scheduler.metrics.preemptions > 0
-    replies += [*warm, *preempted]
+    check_scores(family, [*replies, *warm, *preempted])
+
+
+def check_scores(family: str, replies: list[Reply]) -> None:
     rows = score(family, [[*reply.prompt, *reply.tokens[:-1]] for reply in replies])
     for reply, scored_by_it in zip(replies, rows, strict=True):
         behind = scored_by_it[len(reply.prompt) - 1 :]
         assert_best(reply.tokens, behind)
-        for scored, row in zip(reply.logprobs, behind, strict=True):
+        for scored, row in zip(reply.logprobs or (), behind, strict=bool(reply.logprobs)):
             expected = row[list(scored.top_ids)]
             np.testing.assert_allclose(scored.top_logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize("family", ["lfm2", "nemotron_h", "deepseek_v3"])
+def test_replies_with_drafts_are_what_transformers_says(family: str) -> None:
+    name, depth = f"{TORCH}{family}", 3
+    prompts = [make_prompt(name, num_tokens, seed=num_tokens) for num_tokens in (5, 70)]
+    expected = ask(make_client(name), prompts, max_tokens=16)
+    known = {tuple(reply.prompt): reply.tokens for reply in expected}
+
+    def reply_of(request: Request) -> Sequence[int]:
+        return known[tuple(request.prompt.tolist())]
+
+    drafter = OracleDrafter(reply_of, 0.7, spec_of(name).vocab_size)
+    client = make_client(name, speculation=Speculation(drafter, depth, lambda _: depth))
+    replies = ask(client, prompts, max_tokens=16, logprobs=None)  # with them there are no drafts
+    metrics = client.loop.scheduler.metrics
+    assert 0 < metrics.accepted_tokens < metrics.drafted_tokens
+    warm = ask(client, [[*reply.prompt, *reply.tokens] for reply in replies])
+    assert all(reply.cached_tokens for reply in warm)
+    check_scores(family, [*replies, *warm])
 
 
 @pytest.mark.parametrize(
