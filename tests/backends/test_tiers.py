@@ -22,7 +22,12 @@ from serving import (
 
 pytestmark = pytest.mark.slow
 
-NAMES = (*ONE_OF_EACH_KIND, "deepseek_v32", *TORCH_MODELS)
+# On torch: convolutions without a state, Mamba-2, latent cells.
+OTHER_KINDS = ("lfm2", "granitemoehybrid", "deepseek_v3") if TORCH_MODELS else ()
+NAMES = (
+    *(*ONE_OF_EACH_KIND, "deepseek_v32", *TORCH_MODELS),
+    *(f"{TORCH}{name}" for name in OTHER_KINDS),
+)
 LENS = (100, 129, 700)
 BETWEEN_BACKENDS = 0.01  # of a log probability: they round differently
 
