@@ -27,6 +27,11 @@ _LATENT = CONFIGS["deepseek_v3"]
 _DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
 _GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
 _GRANITE = EVERY["granitemoehybrid"] | {"mamba_d_state": 16, "mamba_d_conv": 4}
+_BAMBA_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps"),
+    *("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+)
 STATE_CONFIGS: dict[str, Config] = {
     "lfm2": _LFM2,
     "lfm2_biases": _LFM2 | {"conv_bias": True, "block_auto_adjust_ff_dim": False},
@@ -41,6 +46,8 @@ STATE_CONFIGS: dict[str, Config] = {
     "granitemoehybrid": _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoehybrid_dense": _GRANITE
     | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    "bamba": {key: _GRANITE[key] for key in _BAMBA_KEYS}
+    | {"model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "deepseek_v3": _LATENT | _GROUPS | {"routed_scaling_factor": 2.5},
     "deepseek_v2": _LATENT
     | _GROUPS

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pippin.backends.torch.families.bamba import read_bamba
 from pippin.backends.torch.families.granite_hybrid import read_granite_hybrid
 from pippin.backends.torch.families.latent import read_latent
 from pippin.backends.torch.families.lfm2 import read_lfm2
@@ -40,6 +41,7 @@ Json = dict[str, Any]
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 READERS: dict[str, Callable[[Json], ModelShape]] = {
     **dict.fromkeys(LATENT, read_latent),
+    "bamba": read_bamba,
     "granitemoehybrid": read_granite_hybrid,
     "lfm2": read_lfm2,
     "lfm2_moe": read_lfm2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pippin.backends.torch.families.numbers import read_number
+from pippin.backends.torch.families.mamba import read_mamba
 from pippin.backends.torch.families.rope import read_rope
 from pippin.backends.torch.shapes import (
     NO_ROPE,
@@ -13,7 +13,6 @@ from pippin.backends.torch.shapes import (
     DenseShape,
     ExpertShape,
     LayerShape,
-    MambaShape,
     MixerShape,
     MlpShape,
     ModelShape,
@@ -36,7 +35,7 @@ def read_granite_hybrid(config: Json) -> ModelShape:
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise UnsupportedLayout(f"granitemoehybrid with {act} is not served by torch")
     max_len = int(config.get("max_position_embeddings") or 2048)
-    mamba, attention = _mamba(config), _attention(config, max_len)
+    mamba, attention = read_mamba(config), _attention(config, max_len)
     kinds: dict[str, MixerShape] = {
         "mamba": mamba,
         "linear_attention": mamba,
@@ -77,24 +76,6 @@ def _attention(config: Json, max_len: int) -> AttentionShape:
         scale=float(config.get("attention_multiplier") or 1.0),
         qkv_bias=biased,
         out_bias=biased,
-    )
-
-
-def _mamba(config: Json) -> MambaShape:
-    inner = int(config.get("mamba_expand") or 2) * int(config["hidden_size"])
-    heads = int(config["mamba_n_heads"])
-    least, most = config.get("time_step_limit") or (0.0, "inf")
-    return MambaShape(
-        num_heads=heads,
-        head_dim=inner // heads,
-        num_groups=int(config["mamba_n_groups"]),
-        state_dim=int(config["mamba_d_state"]),
-        num_taps=int(config["mamba_d_conv"]),
-        least_dt=read_number(least),
-        most_dt=read_number(most),
-        conv_bias=bool(config.get("mamba_conv_bias", True)),
-        bias=bool(config.get("mamba_proj_bias")),
-        eps=float(config["rms_norm_eps"]),
     )
 
 
