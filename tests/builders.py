@@ -182,6 +182,7 @@ class Reply:
     cached_tokens: int | None = None
     host_tokens: int = 0
     disk_tokens: int = 0
+    peer_tokens: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
     finish: FinishReason | None = None
@@ -195,6 +196,7 @@ class Reply:
         self.prompt_logprobs += delta.prompt_logprobs or []
         self.host_tokens += delta.host_tokens
         self.disk_tokens += delta.disk_tokens
+        self.peer_tokens += delta.peer_tokens
         if delta.cached_tokens is not None:
             assert self.cached_tokens is None, "cached_tokens is announced once"
             self.cached_tokens = delta.cached_tokens

@@ -3,6 +3,7 @@
     python tools/simulate.py                       200,000 steps
     python tools/simulate.py --steps 5000000       more; from another --first seed
     python tools/simulate.py --seed 7              one world again
+    python tools/simulate.py --peers               prompts are computed by another engine, over a bad wire
     python tools/simulate.py --steps 0             only what comes last, see below
 
 The worlds are in tests/simulator.py. At the end a tier of --tier-nodes nodes loses segment after segment
@@ -21,6 +22,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
 
 from evicted_segments import EvictedSegments, percentiles  # noqa: E402
+from peer_world import PeerWorld, simulate_peers  # noqa: E402
 from simulator import World, simulate  # noqa: E402
 
 STEPS_PER_WORLD = 400
@@ -34,17 +36,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this world alone")
     parser.add_argument("--tier-nodes", type=int, default=100_000, help="0: not at all")
     parser.add_argument("--length", type=int, default=STEPS_PER_WORLD, help="steps of a world")
+    parser.add_argument("--peers", action="store_true", help="worlds with a prefill engine and a wire")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)  # failed steps are what this is about
     if args.seed is not None:
-        world = World(args.seed, args.length)
+        world = (PeerWorld if args.peers else World)(args.seed, args.length)
         print(world.setting)
         world.run()
         print(f"seed {args.seed}: {world.steps_run:,} steps, {len(world.asks)} requests, as it should be")
         return 0
     began, steps, seed = time.perf_counter(), 0, args.first
     while steps < args.steps:
-        steps += simulate(seed, args.length)
+        steps += (simulate_peers if args.peers else simulate)(seed, args.length)
         seed += 1
     seconds = time.perf_counter() - began
     if steps:

@@ -22,6 +22,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     prediction: list[int] = []  # what the client expects as the reply: drafts are taken from it
     # The result is the hidden vector after the prompt, not a reply; `params.max_tokens` is 1.
     embeds: bool = False
+    # A decode engine asked for the prompt: it is sent there, and no client reads the reply.
+    handover: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -89,6 +91,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     cached_tokens: int | None = None  # with the first delta: prompt tokens not computed
     host_tokens: int = 0  # of these, loaded from the host's memory
     disk_tokens: int = 0  # and from disk
+    peer_tokens: int = 0  # and from a prefill engine
     accepted_drafts: int = 0  # of the reply, so far
     rejected_drafts: int = 0
     queued_s: float | None = None  # with the first delta: how long it waited to be started

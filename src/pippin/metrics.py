@@ -133,6 +133,7 @@ class EngineMetrics:
     cached_tokens: int = 0
     host_tokens: int = 0  # of these, loaded from the host's memory
     disk_tokens: int = 0  # and from disk
+    peer_tokens: int = 0  # and from prefill engines
     computed_tokens: int = 0  # prompt tokens run through the model
     generated_tokens: int = 0
     forced_tokens: int = 0  # of these, known from a grammar before they were drawn
@@ -200,6 +201,7 @@ class EngineMetrics:
             "cached_tokens": self.cached_tokens,
             "host_tokens": self.host_tokens,
             "disk_tokens": self.disk_tokens,
+            "peer_tokens": self.peer_tokens,
             "computed_tokens": self.computed_tokens,
             "generated_tokens": self.generated_tokens,
             "forced_tokens": self.forced_tokens,

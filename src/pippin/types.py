@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 GRID = 64  # tokens between checkpoints
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-TierName = Literal["host", "disk"]  # of what lies below the device's memory; the fastest first
+# Of what lies below the device's memory; the fastest first.
+TierName = Literal["host", "disk", "peer"]
 
 
 class Component(enum.Enum):

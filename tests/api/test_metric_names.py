@@ -20,6 +20,7 @@ from metric_names import (
     families,
     names_in_dashboard,
 )
+from peers import Wire, add_peer_tier, add_pushes
 from pippin.backends.fake import FakeBackend
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
@@ -29,13 +30,15 @@ NOT_ALONE = re.compile(r"^(Of |And |In them|It |Given up|these)", re.IGNORECASE)
 
 
 def loop_with_tiers() -> Loop:
-    """A prefix cache, both lower tiers, drafts, and one finished request."""
+    """A prefix cache, all lower tiers, drafts, both ends of hand-overs, and a finished request."""
     host = HostStore(1 << 20, plain_memory, 8_192)
     store = MemoryStore(b"m", 1 << 20)
     backend = FakeBackend(max_depth=4, num_slots=256)
     client = Client(
         make_loop(backend=backend, suffix_depth=4, host=host, store=store, batch_bytes=8_192)
     )
+    add_peer_tier(client.loop.scheduler, Wire())
+    add_pushes(client.loop.scheduler)
     client.submit(list(range(200)), max_tokens=5)
     client.run()
     return client.loop
@@ -58,6 +61,7 @@ def test_the_documented_fields_of_status_are_those_it_has() -> None:
     status = loop.status()
     loop.close()
     assert status.pop("disk").keys() == status["host"].keys()
+    status["peer"] = {k: v for k, v in status["peer"].items() if k not in status["host"]}
     fields = {name for name, value in status.items() if not isinstance(value, dict)}
     for section in status.keys() - fields:
         fields |= {f"{section}.{name}" for name in status[section]}

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from peer_world import simulate_peers
 from simulator import simulate
 
 STEPS_PER_WORLD = 400
@@ -36,3 +37,12 @@ def test_worlds_go_as_they_should(batch: int, caplog: pytest.LogCaptureFixture) 
 def test_worlds_that_went_wrong_once(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     simulate(seed, STEPS_PER_WORLD, drafts=False)  # drafts would change what happens when
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_of_another_engine_come_over_a_wire_that_loses_things(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both engines fail, the prefill engine dies, entries are lost, late, doubled and damaged."""
+    caplog.set_level(logging.CRITICAL)
+    simulate_peers(seed, 100)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-TIERS = ("host", "disk")  # of the prefix cache, below the device's memory
+TIERS = ("host", "disk", "peer")  # of the prefix cache, below the device's memory
 
 
 # Each metric, its path in `Engine.counters`, and its help. A path with {tier} or {drafter} has a
@@ -45,6 +45,8 @@ pippin_kv_offload_tokens = {tier}.tokens
     Number of tokens of cached prefixes in a lower tier, by tier.
 pippin_kv_offload_requests_loading = {tier}.loading
     Number of requests that wait for a load from a lower tier, by tier.
+pippin_handover_peers = peer.num_connected
+    Number of prefill engines that this decode engine is connected to.
 """
 COUNTERS = """\
 pippin_engine_cpu_seconds = cpu_seconds
@@ -103,6 +105,28 @@ pippin_kv_offload_store_bytes = {tier}.spilled_bytes
     Bytes that were written to a lower tier, by tier.
 pippin_kv_offload_unreadable_entries = {tier}.unreadable_entries
     Number of entries in a lower tier that did not verify when they were read, by tier.
+pippin_handover_asked = peer.handovers.asked
+    Number of prompts that this decode engine asked prefill engines for.
+pippin_handover_arrived = peer.handovers.arrived
+    Number of prompts of which prefill engines sent everything that was missing.
+pippin_handover_partial = peer.handovers.partial
+    Number of prompts that prefill engines refused, or disconnected before they had sent all.
+pippin_handover_late = peer.handovers.late
+    Number of prompts that were computed here because prefill engines were late.
+pippin_handover_wait_seconds = peer.handovers.waited_seconds
+    Time for which prompts of prefill engines were waited for, in seconds and summed.
+pippin_handover_received_bytes = peer.handovers.arrived_bytes
+    Bytes of prompts that arrived from prefill engines.
+pippin_handover_pushes = pushes.asked
+    Number of prompts that decode engines asked this prefill engine for.
+pippin_handover_pushes_sent = pushes.sent
+    Number of prompts of which everything was sent to a decode engine.
+pippin_handover_pushes_failed = pushes.failed
+    Number of prompts that ended before everything was sent to a decode engine.
+pippin_handover_pushes_refused = pushes.refused
+    Number of prompts of decode engines that were refused, because the queue was full for example.
+pippin_handover_sent_bytes = pushes.sent_bytes
+    Bytes of prompts that were sent to decode engines.
 """
 
 

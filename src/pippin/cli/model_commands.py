@@ -15,7 +15,7 @@ from pippin.errors import ConfigError
 CLIENT = Group("Client", sort_key=-1)
 
 
-@takes_config("model", "engine", "server", "limits")
+@takes_config("model", "engine", "server", "limits", "peers")
 def serve(config: Config) -> None:
     """Serve a model over HTTP with the APIs of OpenAI and Anthropic, until Ctrl-C."""
     from pippin.startup.launch import run_server

@@ -37,6 +37,10 @@ _FIELDS: dict[str, tuple[str, str]] = {
         "allow_pull",
         "",
     ),
+    "Prefill and decode in two engines": (
+        "role peer peer_listen peer_secret_file",
+        "peer_cert peer_key peer_ca peer_memory",
+    ),
     "Logs": ("log_format log_prompts", "show_prompts step_log trace"),
     "Limits": (
         "max_tokens request_timeout",

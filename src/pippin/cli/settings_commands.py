@@ -13,7 +13,7 @@ from pippin.cli.settings import SETTINGS
 from pippin.config import Config
 
 
-@takes_config("model", "engine", "server", "limits")
+@takes_config("model", "engine", "server", "limits", "peers")
 def config(config: Config) -> None:
     """Print the values that `pippin serve` would use, in the format of pippin.toml.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pippin.config.engine import EngineConfig, Speculate
 from pippin.config.limits import LimitsConfig
 from pippin.config.model import BackendName, ModelConfig
+from pippin.config.peers import PeersConfig
 from pippin.config.server import ServerConfig
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "EngineConfig",
     "LimitsConfig",
     "ModelConfig",
+    "PeersConfig",
     "ServerConfig",
     "Speculate",
 ]
@@ -30,3 +32,4 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)

@@ -15,6 +15,7 @@ from pippin.cache.tree.canary import Canary
 from pippin.config import Config, EngineConfig
 from pippin.decode.compiler import GrammarCompiler
 from pippin.decode.proving.prover import Prover
+from pippin.engine.build_peers import PeerBuilder
 from pippin.engine.build_tiers import (
     BATCHES_IN_FLIGHT,
     build_tiers,
@@ -22,7 +23,7 @@ from pippin.engine.build_tiers import (
     tier_kinds,
 )
 from pippin.engine.model_vocabulary import load_vocabulary
-from pippin.errors import LoadError
+from pippin.errors import ConfigError, LoadError
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
@@ -65,7 +66,9 @@ def build_loop(
         raise
     kinds = tier_kinds(config, backend.device)
     batch_bytes = tier_batch_bytes(backend, capacity_bytes)
-    capacity_bytes -= len(kinds) * BATCHES_IN_FLIGHT * batch_bytes
+    peers = config.peers
+    num_tiers = len(kinds) + peers.asks + peers.listens
+    capacity_bytes -= num_tiers * BATCHES_IN_FLIGHT * batch_bytes
     limits = Limits(
         max_running=config.engine.max_running,
         max_queue=config.engine.max_queue,
@@ -81,12 +84,27 @@ def build_loop(
     model_dir, vocab_size = Path(config.model.model), backend.spec.vocab_size
     prover.set_up(model_dir=str(model_dir), vocab_size=vocab_size)
     compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size), prover)
-    tiers = []
+    tiers, pushes = [], None
     if cache is not None:
         tiers = build_tiers(kinds, config, backend, cache, batch_bytes, progress)
+        builder = PeerBuilder(config, backend, cache, batch_bytes)
+        if peers.asks:
+            tiers.append(builder.tier(len(tiers)))
+        if peers.listens:
+            pushes = builder.pushes()
+    elif peers.role != "alone":
+        raise ConfigError(
+            f"role is {peers.role}, which requires the prefix cache: remove --no-prefix-cache"
+        )
     speculation = _build_speculation(config.engine, backend, cache)
     scheduler = Scheduler(
-        backend, limits, cache, compiler=compiler, tiers=tiers, speculation=speculation
+        backend,
+        limits,
+        cache,
+        compiler=compiler,
+        tiers=tiers,
+        speculation=speculation,
+        pushes=pushes,
     )
     return Loop(scheduler, backend, overlap=config.engine.overlap)
 

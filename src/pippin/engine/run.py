@@ -25,6 +25,7 @@ import zmq
 from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.config import Config
 from pippin.engine.build_loop import build_loop
+from pippin.engine.build_peers import listen
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.exit_times import EXIT_GRACE_SECONDS
@@ -93,12 +94,12 @@ class Channel:
             messages.append(self._decoder.decode(self._inbox.recv()))
         return messages
 
-    def shut_down(self) -> None:
-        """From any thread: a Shutdown is what `receive` brings next."""
+    def deliver(self, message: ToEngine) -> None:
+        """From any thread of this process: what `receive` brings next."""
         already_closed = contextlib.suppress(zmq.ZMQError)
         with already_closed, self._context.socket(zmq.PUSH) as inbox:
             inbox.connect(OWN_INBOX)
-            inbox.send(msgspec.msgpack.encode(Shutdown()))
+            inbox.send(msgspec.msgpack.encode(message))
 
     def close(self) -> None:
         self._context.destroy(linger=200)
@@ -127,7 +128,7 @@ def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Eve
     while os.read(STDIN, 1):  # unbuffered: a thread in a buffered read would block our exit
         pass
     if serving.is_set():  # a load need not be ended in good order
-        channel.shut_down()
+        channel.deliver(Shutdown())
         time.sleep(EXIT_GRACE_SECONDS)
     spec.remove_sockets()
     os._exit(1)
@@ -169,6 +170,7 @@ def main() -> int:
         if loop.scheduler.compiler is not None:
             channel.send(Loading("the vocabulary, for grammars"))
             loop.scheduler.compiler.load()
+        listener = listen(spec.config, loop, channel.deliver)
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()
@@ -193,6 +195,8 @@ def main() -> int:
         num_slots = loop.scheduler.slots.num_slots
         trace = TraceWriter(trace_file, recorder, num_slots=num_slots)
     status = run_engine(loop, channel, recorder)
+    if listener is not None:
+        listener.close()
     if trace is not None and status == 0:  # else another engine will add to it
         trace.close()
     if log is not None:

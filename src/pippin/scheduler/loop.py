@@ -243,6 +243,8 @@ class Loop:
             "cache": cache.counters() if cache is not None else None,
             "host": tiers.get("host"),
             "disk": tiers.get("disk"),
+            "peer": tiers.get("peer"),
+            "pushes": scheduler.traffic.push_counters(),
         }
 
     def flush_cache(self) -> dict[str, Any]:

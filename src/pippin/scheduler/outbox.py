@@ -71,6 +71,7 @@ class Outbox:
                 cached_tokens=request.cached_len,
                 host_tokens=request.host_len,
                 disk_tokens=request.disk_len,
+                peer_tokens=request.peer_len,
                 queued_s=request.queued_s,
                 **fields,
             )

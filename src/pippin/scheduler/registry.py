@@ -76,6 +76,7 @@ class Registry:
                 self._metrics.cached_tokens += request.cached_len
                 self._metrics.host_tokens += request.host_len
                 self._metrics.disk_tokens += request.disk_len
+                self._metrics.peer_tokens += request.peer_len
 
     def preempt(self, running: RunningSlot) -> None:
         """Its slot is retired, and then its request queued again: `requeue`."""
@@ -152,6 +153,7 @@ class Registry:
         elif not (running := self.running_slots[request.slot]).preempting:
             self.leaving.append(running)
         request.end(reason)
+        self._traffic.ended(request)
         del self.requests[request.id]
         self.on_end(request)
         self.notify(request)

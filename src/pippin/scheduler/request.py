@@ -47,6 +47,7 @@ class Request:
     # int32 [n]: what its client expects as the reply
     prediction: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     embeds: bool = False  # it wants the hidden vector after its prompt, and no reply
+    handover: str = ""  # a decode engine's, which its prompt is computed for
 
     phase: Phase = "waiting"
     output: list[int] = field(default_factory=list)
@@ -56,6 +57,8 @@ class Request:
     cached_len: int = 0  # prompt tokens that were not computed, when it first started
     host_len: int = 0  # of these, loaded for it from the host's memory
     disk_len: int = 0  # and from disk
+    peer_len: int = 0  # and from a prefill engine
+    was_wanted: bool = False  # a prefill engine was asked for its prompt: once
     tiers_tried: int = 0  # in so many tiers below memory, since it was queued
     # Tokens [start, end) that were loaded for it, from each tier.
     loaded: dict[TierName, tuple[int, int]] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Request:
             grammar=grammar,
             prediction=np.asarray(submit.prediction, dtype=np.int32),
             embeds=submit.embeds,
+            handover=submit.handover,
         )
 
     # ---- what is known ---------------------------------------------------------------------
@@ -172,6 +176,8 @@ class Request:
         self.slot = slot
         if not self.num_preemptions:
             self.cached_len = cached_len
+            self.peer_len = self._num_loaded("peer", cached_len)
+            cached_len -= self.peer_len
             self.disk_len = self._num_loaded("disk", cached_len)
             self.host_len = self._num_loaded("host", cached_len - self.disk_len)
 
@@ -207,7 +213,8 @@ class Request:
         self.slot = self.tiers_tried = 0
         if damaged and not self.output:
             self.starts_again = True
-            self.num_sampled = self.cached_len = self.host_len = self.disk_len = 0
+            self.num_sampled = self.cached_len = 0
+            self.host_len = self.disk_len = self.peer_len = 0
             self.loaded = {}
         else:
             assert self.num_sampled == len(self.output), "a sample is in flight"

@@ -43,6 +43,7 @@ from pippin.scheduler.running_slot import Quality, RunningSlot
 from pippin.scheduler.scheduler_limits import Limits
 from pippin.scheduler.slot_pool import SlotPool
 from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.traffic.pushes import Pushes
 from pippin.scheduler.traffic.traffic import Traffic
 
 
@@ -55,6 +56,7 @@ class Scheduler:
     compiler: GrammarCompiler | None = None  # None: requests have no grammars
     tiers: Sequence[tuple[CacheTier, TierIO]] = ()  # below memory, the fastest first
     speculation: Speculation | None = None  # None: one token a step
+    pushes: Pushes | None = None  # None: no decode engine asks for prompts
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -63,7 +65,7 @@ class Scheduler:
         self.budget = ByteBudget(limits.capacity_bytes, self.cache)
         self.admission = Admission(self.costs, self.budget, self.slots, self.cache, limits)
         self.compiling = Compiling(self.compiler)
-        self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache)
+        self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache, self.pushes)
         self.registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
         if self.speculation is not None:
             self.registry.on_end = self.speculation.forget
@@ -114,6 +116,7 @@ class Scheduler:
             self.check(submit)
         except PippinError as error:
             self.registry.refuse(submit.id, error)
+            self.traffic.refuse(submit.handover, error)
             return
         seed = submit.params.seed
         request = Request.from_submit(
@@ -124,6 +127,7 @@ class Scheduler:
             grammar=grammar,
         )
         request.submitted_s = now_s
+        self.traffic.start_push(request)
         self.registry.add(request, submit.params.grammar if grammar is None else None)
 
     def check(self, submit: Submit) -> None:
@@ -225,11 +229,9 @@ class Scheduler:
             if not (owner := inflight.owners[slot]).damaged:
                 self.registry.taint(owner, NotANumber("the model's values overflowed"))
         if self.cache is not None:
-            whole = take_captures(
-                result.captures, inflight.owners, inflight.retired, self.cache, self.budget
-            )
-            for request, length in whole:
-                self.traffic.note(request, length)
+            owners, retired = inflight.owners, inflight.retired
+            for found in take_captures(result.captures, owners, retired, self.cache, self.budget):
+                self.traffic.note(found.request, found.length, whole=found.whole)
         for running in inflight.retired.values():
             running.release(self.budget, self.slots, self.cache)
             del self.running_slots[running.slot]
@@ -256,7 +258,6 @@ class Scheduler:
             self.registry.fail(request, error)
 
     def take_outbox(self) -> list[TokenDelta]:
-        """What clients are owed by now."""
         return self.registry.outbox.take()
 
     def observe(self, timed: Timed) -> None:

@@ -49,7 +49,8 @@ class WithOldNames(Collector):
             old = _old_name(family.name)
             old_families: dict[str, Metric] = {}
             for sample in family.samples if old != family.name else ():
-                _add(old_families, family, sample, old)
+                if sample.labels.get("tier") != "peer":  # it is newer than the old names
+                    _add(old_families, family, sample, old)
             yield from old_families.values()
 
 

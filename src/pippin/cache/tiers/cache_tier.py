@@ -130,8 +130,29 @@ class CacheTier:
     ) -> None:
         """Memory and this tier have a component of this path: memory evicts first what the next
         tier has."""
-        if not self.level:
+        if not self.level and self.kind.max_bytes_written:
             self.memory.mark_copied(ids, component, start, salt)
+
+    # ---- across ----------------------------------------------------------------------------
+
+    def expect(self, tokens: npt.ArrayLike, num_held: int, salt: bytes = b"") -> list[Key]:
+        """Attention KV of the first tokens is known to be elsewhere: what follows connects to it.
+
+        The tree names an entry for it that no store has; nothing of it can be loaded.
+        """
+        if not num_held or not self.memory.tree.rules.has_attention:
+            return []
+        ids = as_tokens(tokens)[:num_held]
+        entry = self.below.entry(ids, Component.ATTENTION, 0, salt)
+        self.below.add(ids, entry, self.below.root(salt))
+        return [entry.key]
+
+    def arrived(self, tokens: npt.ArrayLike, entry: Entry, salt: bytes = b"") -> None:
+        """Another engine has sent an entry of this sequence: it can be found from now on, if the
+        store has not evicted it since."""
+        if entry.key not in self._store:
+            return
+        self.below.add(as_tokens(tokens)[: entry.end], entry, self.below.root(salt))
 
     def keys_along(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Key]:
         """Of the entries along a path, the deepest first: those above them are evicted later."""

@@ -56,7 +56,7 @@ class TierKind:
     name: TierName
     first_bytes_per_second: float  # of loads, until one was measured
     first_latency: float  # seconds
-    max_bytes_written: float  # a second
+    max_bytes_written: float  # a second; 0: this engine writes nothing to it
     outlives: bool  # the process: worth writing to when an engine is about to stop
 
     def rates(self) -> LoadRates:
@@ -68,3 +68,6 @@ class TierKind:
 DISK = TierKind("disk", 8e9, 0.01, 256e6, outlives=True)
 # Verified by a few threads, and sent over a bus that is faster than they are.
 HOST = TierKind("host", 8e9, 0.004, 2e9, outlives=False)
+# What prefill engines sent lies in the host's memory; and what this one sends to others.
+PEER = TierKind("peer", 8e9, 0.004, 0.0, outlives=False)
+OUTGOING = TierKind("peer", 8e9, 0.004, float("inf"), outlives=False)

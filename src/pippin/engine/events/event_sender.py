@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from pippin.cache.tiers.kinds import HOST
 from pippin.engine.events.guard import never_raises
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.schema import (
@@ -77,9 +78,10 @@ class EventSender:
             self._recorder.add(self)
             self._last_generated = self._loop.scheduler.metrics.generated_tokens
             scheduler = self._loop.scheduler
-            tier_below = scheduler.tiers[0][0].kind.name if scheduler.tiers else "disk"
+            on_host = any(tiers.kind is HOST for tiers, _ in scheduler.tiers)
             if scheduler.cache is not None:
-                self._mirror = TreeMirror(scheduler.cache, self.give_up, tier_below)
+                tree = TreeMirror(scheduler.cache, self.give_up, "host" if on_host else "disk")
+                self._mirror = tree
         self.flush()
 
     def unwatch(self) -> None:

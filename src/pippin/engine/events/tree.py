@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Literal
 
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.components import COMPONENTS
@@ -15,7 +16,6 @@ from pippin.cache.tree.observer import TreeObserver
 from pippin.cache.tree.radix import Node
 from pippin.engine.events.guard import never_raises
 from pippin.engine.events.schema import Change, NodeEvent, TreeEvent
-from pippin.types import TierName
 
 MAX_NODES = 512
 NUM_KEPT = MAX_NODES * 3 // 4  # when there are more than that
@@ -28,7 +28,7 @@ class TreeMirror(TreeObserver):
         self,
         cache: PrefixCache,
         on_failure: Callable[[Exception], None],
-        tier_below: TierName = "disk",
+        tier_below: Literal["host", "disk"] = "disk",
     ) -> None:
         """`tier_below`: the tier whose copies the cache marks."""
         self._cache = cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pippin.backends.base import Capture
 from pippin.cache.prefix_cache import PrefixCache
@@ -12,16 +13,22 @@ from pippin.scheduler.running_slot import RunningSlot
 from pippin.types import Payload
 
 
+class Inserted(NamedTuple):
+    """The tree holds so much of a request's tokens."""
+
+    request: Request
+    length: int
+    whole: bool  # all of its prompt, or of its reply
+
+
 def take_captures(
     captures: Sequence[Capture],
     owners: Mapping[int, RunningSlot],
     retired: Mapping[int, RunningSlot],
     cache: PrefixCache,
     budget: ByteBudget,
-) -> list[tuple[Request, int]]:
+) -> list[Inserted]:
     """Insert a committed step's captures under the tokens of the request that had the slot then.
-
-    Returns the requests whose prompt or reply is in the tree with that, and how much of them.
 
     States of a growing reply have no path in the tree yet: their `RunningSlot` keeps them until it
     retires, when one or more captures bring the KV they belong to. They come first, so that the
@@ -36,12 +43,12 @@ def take_captures(
             running.keep_checkpoints(capture.states, budget)
         else:
             to_insert.append((capture, running))
-    whole: list[tuple[Request, int]] = []
+    inserted: list[Inserted] = []
     for capture, running in to_insert:
-        inserted = _insert(capture, running, cache, budget)
-        if inserted and (capture.retired or capture.end == running.prefill_len):
-            whole.append((running.request, capture.end))
-    return whole
+        if _insert(capture, running, cache, budget):
+            whole = capture.retired or capture.end == running.prefill_len
+            inserted.append(Inserted(running.request, capture.end, whole))
+    return inserted
 
 
 def _insert(capture: Capture, running: RunningSlot, cache: PrefixCache, budget: ByteBudget) -> bool:

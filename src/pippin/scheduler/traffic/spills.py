@@ -55,6 +55,11 @@ class Spills:
         return self._batch is not None or (bool(self._waiting) and now >= self._not_before)
 
     @property
+    def writes(self) -> bool:
+        """Whether a batch is on its way."""
+        return self._batch is not None
+
+    @property
     def futures(self) -> list[Future[list[bool]]]:
         future = None if self._batch is None else self._batch.future
         return [] if future is None else [future]

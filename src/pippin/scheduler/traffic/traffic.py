@@ -2,8 +2,9 @@
 
 Any number of tiers, the fastest first: none, a disk, or the host's memory and then a disk. Each has
 a tree, rates and spills of its own, and takes what it lacks from memory. A request looks for its
-prompt in the first, waits for what is there, and then looks for more in the next. What to write and
-what to read is for `cache/tiers` to say.
+prompt in the first, waits for what is there, and then looks for more in the next. The last may be
+what prefill engines send: nothing is written there, and a prompt is asked for first. What to write
+and what to read is for `cache/tiers` to say.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from time import perf_counter
 from typing import Any
 
 from pippin.backends.base import Costs, Load, Spill, StepResult
+from pippin.cache.peers.peer_store import PeerStore
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import TierIO
 from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.request import Request
+from pippin.scheduler.traffic.handovers import Handovers
 from pippin.scheduler.traffic.loads import Loads
+from pippin.scheduler.traffic.pushes import Pushes
 from pippin.scheduler.traffic.spills import Spills
 from pippin.types import TierName
 
@@ -36,6 +40,20 @@ class TierTraffic:
     tier_io: TierIO
     loads: Loads
     spills: Spills
+    handovers: Handovers | None = None  # None: it has what this engine wrote
+
+    def take_ready(self, now: float) -> list[Request]:
+        """Requests that need not wait any longer."""
+        if self.handovers is None:
+            return self.loads.take_ready()
+        self.handovers.poll(now)
+        return [*self.handovers.take_ready(), *self.loads.take_ready()]
+
+    def start(self, request: Request, now: float, compute_seconds: Callable[[int], float]) -> bool:
+        """Whether the request waits from now on: for a prefill engine, or for a load."""
+        if self.handovers is not None and self.handovers.start(request, now, compute_seconds):
+            return True
+        return self.loads.start(request, now, compute_seconds)
 
     def remove_lost(self) -> None:
         """Some of it: an evicted segment may hold very many entries, and every stream waits."""
@@ -55,11 +73,19 @@ class Traffic:
         costs: Costs,
         budget: ByteBudget,
         cache: PrefixCache | None,
+        pushes: Pushes | None = None,
     ) -> None:
         self._cache = cache
+        self.pushes = pushes  # to decode engines
         self.clock: Callable[[], float] = perf_counter
         self.tiers = tuple(
-            TierTraffic(one, tier_io, Loads(one, tier_io, costs, budget), Spills(one, tier_io))
+            TierTraffic(
+                one,
+                tier_io,
+                Loads(one, tier_io, costs, budget),
+                Spills(one, tier_io),
+                Handovers(one, tier_io.store) if isinstance(tier_io.store, PeerStore) else None,
+            )
             for one, tier_io in tiers
         )
         assert all(tier.tiers.level == level for level, tier in enumerate(self.tiers))
@@ -68,17 +94,26 @@ class Traffic:
     def busy(self) -> bool:
         """Whether steps are wanted although no request runs."""
         now = self.clock()
-        return any(tier.loads.busy or tier.spills.busy(now) for tier in self.tiers)
+        if any(tier.loads.busy or tier.spills.busy(now) for tier in self.tiers):
+            return True
+        pushing = self.pushes is not None and self.pushes.busy
+        return pushing or any(one.busy for one in self._handovers)
 
     @property
     def num_loading(self) -> int:
         """Requests that wait for a load, out of the queue."""
-        return sum(tier.loads.num_waiting for tier in self.tiers)
+        loading = sum(tier.loads.num_waiting for tier in self.tiers)
+        return loading + sum(one.num_waiting for one in self._handovers)
 
     @property
     def loads_under_way(self) -> bool:
         """Whether something is being loaded, also if no request waits for it any more."""
-        return any(tier.loads.busy for tier in self.tiers)
+        loading = any(tier.loads.busy for tier in self.tiers)
+        return loading or any(one.busy for one in self._handovers)
+
+    @property
+    def _handovers(self) -> list[Handovers]:
+        return [tier.handovers for tier in self.tiers if tier.handovers is not None]
 
     @property
     def claimed_bytes(self) -> int:
@@ -98,13 +133,13 @@ class Traffic:
         changed: dict[Request, None] = {}  # a load may end in a tier and another start in the next
         now = self.clock()
         for tier in self.tiers:
-            for request in tier.loads.take_ready():
+            for request in tier.take_ready(now):
                 admission.add(request)
                 changed[request] = None
             for request in admission.considered():
                 if request.tiers_tried != tier.tiers.level or request.wants_prompt_logprobs:
                     continue
-                if tier.loads.start(request, now, compute_seconds):
+                if tier.start(request, now, compute_seconds):
                     admission.remove(request)
                     changed[request] = None
         return list(changed)
@@ -113,16 +148,40 @@ class Traffic:
         """A request that waits for a load has ended."""
         for tier in self.tiers:
             tier.loads.remove(request)
+        for handovers in self._handovers:
+            handovers.remove(request)
 
     def give_up_loads(self) -> bool:
         """Bytes are short: requests that wait for a load compute instead. Whether any did."""
         gave_up = [tier.loads.give_up() for tier in self.tiers]
+        gave_up += [handovers.give_up() for handovers in self._handovers]
         return any(gave_up)
 
-    def note(self, request: Request, length: int) -> None:
-        """The tree in memory holds so much of a request's tokens, and keeps it for a while."""
-        for tier in self.tiers:
-            tier.spills.note(request.id, request.tokens(length).copy(), request.salt)
+    def note(self, request: Request, length: int, *, whole: bool) -> None:
+        """The tree in memory holds so much of a request's tokens, and keeps it for a while.
+
+        `whole`: all of its prompt, or of its reply. Tiers wait for that; a decode engine does not.
+        """
+        if self.pushes is not None:
+            self.pushes.note(request, length)
+        for tier in self.tiers if whole else ():
+            if tier.tiers.kind.max_bytes_written:
+                tier.spills.note(request.id, request.tokens(length).copy(), request.salt)
+
+    def start_push(self, request: Request) -> None:
+        """If a decode engine asked for its prompt, that is sent there."""
+        if self.pushes is not None and request.handover:
+            self.pushes.start(request)
+
+    def refuse(self, handover: str, error: Exception) -> None:
+        """A request that a decode engine asked for could not be queued."""
+        if self.pushes is not None and handover:
+            self.pushes.refuse(handover, str(error))
+
+    def ended(self, request: Request) -> None:
+        if self.pushes is not None and request.handover:
+            reason = "" if request.completed else f"the request ended: {request.finish}"
+            self.pushes.end(request, reason)
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -140,6 +199,8 @@ class Traffic:
             loads += tier.loads.plan(step, now)
         for tier in self.tiers:
             spills += tier.spills.plan(step, now)
+        if self.pushes is not None:
+            spills += self.pushes.plan(step, now)
         return tuple(spills), tuple(loads)
 
     def commit(self, step: int, result: StepResult) -> None:
@@ -148,6 +209,8 @@ class Traffic:
         for tier in self.tiers:
             tier.spills.commit(step, spilled, now)
             tier.loads.commit(step, loaded, now)
+        if self.pushes is not None:
+            self.pushes.commit(step, spilled, now)
         assert next(spilled, None) is None
         assert next(loaded, None) is None
 
@@ -155,6 +218,8 @@ class Traffic:
         for tier in self.tiers:
             tier.spills.fail_step(step, self.clock())
             tier.loads.fail_step(step)
+        if self.pushes is not None:
+            self.pushes.fail_step(step, self.clock())
 
     # ---- between steps ---------------------------------------------------------------------
 
@@ -163,6 +228,10 @@ class Traffic:
         futures: list[Future[Any]] = []
         for tier in self.tiers:
             futures += (*tier.loads.futures, *tier.spills.futures)
+        for handovers in self._handovers:
+            futures += handovers.futures
+        if self.pushes is not None:
+            futures += self.pushes.futures
         if futures:
             wait(futures, seconds, FIRST_COMPLETED)
         return bool(futures)
@@ -181,6 +250,8 @@ class Traffic:
         """Empty all tiers of what no lock protects; the bytes that left each one below memory."""
         if self._cache is not None:
             self._cache.flush()
+        if self.pushes is not None:
+            self.pushes.forget()
         freed: dict[TierName, int] = {}
         for tier in self.tiers:
             tree = tier.tiers.below.cache
@@ -203,8 +274,13 @@ class Traffic:
                 "loading": tier.loads.num_waiting,
                 "store": asdict(tier.tier_io.store.counters()),
             }
+            | ({} if tier.handovers is None else tier.handovers.counters())
             for tier in self.tiers
         }
+
+    def push_counters(self) -> dict[str, Any] | None:
+        """Of what was sent to decode engines; None without any."""
+        return None if self.pushes is None else asdict(self.pushes.stats)
 
     def close(self) -> None:
         """Writes under way end first; reads that were asked for are not waited for."""

@@ -1,0 +1,227 @@
+"""The prefill engine's end: decode engines connect, ask for prompts, and are sent them. Knows no
+steps: a prompt is submitted to the engine like any request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+
+from pippin.cache.entries.entry import Bytes, Entry
+from pippin.cache.peers.wanted import Wanted
+from pippin.config.peers import PeerAddress
+from pippin.engine.peers.agreement import Facts
+from pippin.engine.peers.connection import BUFFER_BYTES, Connection, PeerRefused
+from pippin.engine.peers.wire_frames import (
+    ASK_FRAME_BYTES,
+    Ask,
+    Cancel,
+    End,
+    EntryFrame,
+    ToPrefill,
+    limited,
+)
+from pippin.engine.peers.wire_thread import CLOSE_SECONDS, WireThread
+from pippin.errors import LoadError
+from pippin.messages import Abort, Submit
+from pippin.scheduler.traffic.pushes import Pushes, PushTarget
+from pippin.types import ModelSpec, SamplingParams
+
+MAX_CONNECTIONS = 32
+MAX_ASKS = 64  # of one connection, at a time
+SEND_SECONDS = 60.0  # of one entry: a decode engine that reads nothing for so long is disconnected
+START_SECONDS = 10.0
+
+Deliver = Callable[[Submit | Abort], None]  # to the engine; from any thread
+logger = logging.getLogger(__name__)
+
+
+class PeerListener:
+    def __init__(
+        self,
+        address: PeerAddress,
+        tls: ssl.SSLContext | None,
+        secret: bytes,
+        facts: Facts,
+        spec: ModelSpec,
+        pushes: Pushes,
+        deliver: Deliver,
+    ) -> None:
+        """Listens when this returns. Raises LoadError where that is impossible."""
+        self._secret = secret
+        self._facts = facts
+        self.spec = spec
+        self.pushes = pushes
+        self.deliver = deliver
+        self.thread = WireThread("pippin-peers")
+        self._numbers = itertools.count()
+        self._clients: set[AskingPeer] = set()
+        self._connections: dict[asyncio.Task[None], Connection] = {}
+        try:
+            self._server = self.thread.start(self._listen(address, tls)).result(START_SECONDS)
+        except OSError as error:
+            self.thread.close()
+            raise LoadError(
+                f"peer_listen: {address} cannot be used: {error.strerror or error}"
+            ) from error
+
+    @property
+    def port(self) -> int:
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _listen(
+        self, address: PeerAddress, tls: ssl.SSLContext | None
+    ) -> asyncio.base_events.Server:
+        return await asyncio.start_server(
+            self._serve, address.host, address.port, ssl=tls, limit=BUFFER_BYTES, reuse_address=True
+        )
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = str(writer.get_extra_info("peername"))
+        connection = Connection(reader, writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = connection
+        try:
+            if len(self._clients) >= MAX_CONNECTIONS:
+                raise PeerRefused(f"{MAX_CONNECTIONS} decode engines are connected already")
+            await connection.agree(self._facts, self._secret, 0, asks=False)
+            logger.info("a decode engine connected from %s", name)
+            peer = AskingPeer(self, connection, next(self._numbers))
+            self._clients.add(peer)
+            try:
+                await peer.serve()
+            finally:
+                self._clients.discard(peer)
+                peer.leave()
+        except PeerRefused as error:
+            logger.warning("a decode engine at %s was refused: %s", name, error)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            logger.info("a decode engine at %s disconnected: %s", name, error)
+        finally:
+            del self._connections[task]
+            connection.close()
+
+    def close(self) -> None:
+        """Decode engines are disconnected."""
+        if self.thread.is_running:
+            self.thread.start(self._close()).result(CLOSE_SECONDS)
+            self.thread.close()
+
+    async def _close(self) -> None:
+        self._server.close()
+        for connection in self._connections.values():
+            connection.close()
+        if self._connections:
+            await asyncio.wait(list(self._connections), timeout=CLOSE_SECONDS / 2)
+
+
+class AskingPeer:
+    """One decode engine. Its `send` and `end` are called by other threads."""
+
+    def __init__(self, listener: PeerListener, connection: Connection, number: int) -> None:
+        self._listener = listener
+        self._connection = connection
+        self._number = number
+        self._open: set[str] = set()  # hand-overs
+        # Its thread ends with the last push that writes there: steps in flight may yet bring more.
+        self._writer = ThreadPoolExecutor(1, f"pippin-push-{number}")
+        self._left = False
+
+    async def serve(self) -> None:
+        """Until it disconnects."""
+        most = ASK_FRAME_BYTES + 4 * self._listener.spec.max_len
+        while True:
+            frame = await self._connection.read(TO_PREFILL, most)
+            if isinstance(frame, Cancel):
+                self._cancel(frame.id)
+            else:
+                self._take(frame)
+
+    def _take(self, ask: Ask) -> None:
+        listener, spec = self._listener, self._listener.spec
+        if ask.id in self._open:
+            raise PeerRefused(f"hand-over {ask.id} was asked for twice")
+        if len(self._open) >= MAX_ASKS:
+            raise PeerRefused(f"more than {MAX_ASKS} prompts at a time")
+        if len(ask.tokens) % 4 or not 4 <= len(ask.tokens) < 4 * spec.max_len:
+            raise PeerRefused(
+                f"a prompt of {len(ask.tokens):,} bytes, the model holds {spec.max_len:,} tokens"
+            )
+        tokens = np.frombuffer(ask.tokens, dtype="<i4").astype(np.int32)
+        if tokens.min() < 0 or tokens.max() >= spec.vocab_size or ask.held > len(tokens):
+            raise PeerRefused("a prompt has tokens that the model does not have")
+        wanted = Wanted(
+            ask.id, tokens, ask.salt, ask.held, tuple(ask.boundaries), priority=ask.priority
+        )
+        self._open.add(ask.id)
+        name = self._name(ask.id)
+        most = self._connection.max_entry_bytes
+        listener.pushes.targets[name] = PushTarget(wanted, self, self._writer, most)
+        listener.deliver(
+            Submit(
+                name,
+                tokens.tolist(),
+                SamplingParams(max_tokens=1, temperature=0.0, speculate=False),
+                boundaries=[at for at in ask.boundaries if at <= len(tokens)],
+                priority=ask.priority,
+                salt=ask.salt,
+                handover=name,
+            )
+        )
+
+    def _cancel(self, id: str) -> None:
+        if id in self._open:
+            self._open.discard(id)
+            self._listener.deliver(Abort(self._name(id)))
+
+    def leave(self) -> None:
+        """It has disconnected: what it asked for is not computed any further."""
+        self._left = True
+        for id in list(self._open):
+            self._cancel(id)
+
+    def _name(self, id: str) -> str:
+        return f"peer-{self._number}-{id}"
+
+    # ---- other threads ---------------------------------------------------------------------
+
+    def send(self, id: str, entry: Entry, data: Sequence[Bytes], digest: bytes) -> bool:
+        if self._left or id not in self._open:
+            return False
+        key = entry.key
+        frame = EntryFrame(
+            id, key.component.value, entry.start, entry.end, key.chain, entry.nbytes, digest
+        )
+        sending: Future[None] = self._listener.thread.start(self._connection.write(frame, data))
+        try:
+            sending.result(SEND_SECONDS)
+        except (OSError, TimeoutError) as error:
+            logger.warning("an entry could not be sent to a decode engine: %r", error)
+            self._listener.thread.call(self._connection.close)
+            return False
+        return True
+
+    def end(self, id: str, reason: str) -> None:
+        self._listener.thread.call(lambda: self._end(id, reason))
+
+    def _end(self, id: str, reason: str) -> None:
+        if id in self._open and not self._left:
+            self._open.discard(id)
+            task = asyncio.ensure_future(self._connection.write(End(id, limited(reason))))
+            task.add_done_callback(_note_failure)
+
+
+def _note_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.info("a message to a peer was lost: %r", task.exception())
+
+
+TO_PREFILL: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)

@@ -1,0 +1,85 @@
+"""The messages between a prefill engine and a decode engine, and their limits. Knows no sockets.
+
+    decode engine    Hello ▶             Proof ▶                     Ask ▶  Cancel ▶
+    prefill engine           ◀ Hello             ◀ Proof | Refusal          ◀ Entry ... ◀ End
+
+A frame is its length (4 bytes) and a message (msgpack); an `EntryFrame` is followed by its payload.
+The length is checked before anything is read, and every field has a limit.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+PROTOCOL = 1
+LENGTH_BYTES = 4
+NONCE_BYTES = 32
+MAX_HANDSHAKE_BYTES = 8 << 10
+MAX_ENTRY_FRAME_BYTES = 4 << 10  # and of an End
+ASK_FRAME_BYTES = 64 << 10  # of an Ask, beside its tokens
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Text = Annotated[str, msgspec.Meta(max_length=500)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+HashKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    protocol: Count
+    nonce: HashKey
+
+
+class Proof(msgspec.Struct, tag="proof", frozen=True):
+    proof: HashKey
+    facts: Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+    max_entry_bytes: Count  # that this end accepts
+
+
+class Refusal(msgspec.Struct, tag="refusal", frozen=True):
+    reason: Text
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """Compute this prompt, and send all of it but the KV of the first `held` tokens."""
+
+    id: Name
+    tokens: bytes  # int32, little-endian
+    salt: Annotated[bytes, msgspec.Meta(max_length=64)]
+    held: Count
+    boundaries: Annotated[list[Count], msgspec.Meta(max_length=4096)]
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    id: Name
+
+
+class EntryFrame(msgspec.Struct, tag="entry", frozen=True):
+    """A payload follows, of `nbytes`."""
+
+    id: Name
+    component: Name
+    start: Count
+    end: Count
+    chain: HashKey
+    nbytes: Count
+    digest: Digest
+
+
+class End(msgspec.Struct, tag="end", frozen=True):
+    id: Name
+    reason: Text
+
+
+Opening = Hello | Proof | Refusal
+ToPrefill = Ask | Cancel
+ToDecode = EntryFrame | End
+Frame = Opening | ToPrefill | ToDecode
+
+
+def limited(text: str) -> str:
+    """A text as a frame may hold it."""
+    return text[:500]

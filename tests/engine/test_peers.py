@@ -1,0 +1,418 @@
+"""Hand-overs over a real connection, on the toy model: agreement, secrets, and hostile ends."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from builders import check_idle, make_prompt, oracle
+from live_peers import FAKE, LiveDecode, LivePrefill, ask, ask_all, pair_of, write
+from pippin.config import Config, EngineConfig, PeersConfig
+from pippin.engine.peers.agreement import Facts, difference, peer_facts, prove
+from pippin.engine.peers.wire_frames import (
+    PROTOCOL,
+    Ask,
+    EntryFrame,
+    Frame,
+    Hello,
+    Opening,
+    Proof,
+    Refusal,
+    ToPrefill,
+)
+from pippin.errors import ConfigError
+from pippin.types import Component
+
+SECRET = "a secret of more than sixteen bytes"
+
+
+def right(decode: LiveDecode, prompt: list[int], **kwargs: Any) -> list[int]:
+    spec = decode.client.backend.spec
+    components = tuple(c for c in spec.components if c is not Component.HIDDEN)
+    return oracle(prompt, components=components, vocab_size=spec.vocab_size, **kwargs)[0]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[LivePrefill, LiveDecode]]:
+    with pair_of(FAKE) as (prefill, decode):
+        yield prefill, decode
+
+
+def test_a_prompt_is_computed_in_one_engine_and_decoded_in_another(
+    pair: tuple[LivePrefill, LiveDecode],
+) -> None:
+    prefill, decode = pair
+    prompts = [make_prompt(900, family) for family in (1, 2, 3)]
+    replies = ask_all(prefill, decode, prompts, max_tokens=20)
+    for reply, prompt in zip(replies, prompts, strict=True):
+        assert (reply.peer_tokens, reply.tokens) == (900, right(decode, prompt, max_tokens=20))
+    assert decode.client.loop.counters()["metrics"]["computed_tokens"] == 0
+    assert prefill.pushes["sent"] == decode.handovers["arrived"] == 3
+    assert prefill.pushes["sent_bytes"] == decode.handovers["arrived_bytes"] > 0
+    check_idle(decode.client)
+
+
+def test_a_client_that_disconnects_stops_the_prefill(
+    pair: tuple[LivePrefill, LiveDecode],
+) -> None:
+    prefill, decode = pair
+    reply = decode.client.submit(make_prompt(4_000, 5))
+    decode.client.step()
+    prefill.receive()
+    decode.client.loop.abort(reply.id)
+    decode.client.run()
+    prefill.receive()
+    while not prefill.client.loop.idle:
+        prefill.step()
+    assert reply.finish == "abort"
+    assert prefill.client.loop.counters()["metrics"]["requests_aborted"] == 1
+    assert prefill.pushes["failed"] == 1
+    check_idle(prefill.client)
+    check_idle(decode.client)
+
+
+# ---- agreement ----------------------------------------------------------------------------------
+
+
+def test_the_first_fact_that_differs_is_named() -> None:
+    facts = {"version": "1", "weights": "a", "dtype": "float32"}
+    assert difference(facts, dict(facts)) is None
+    assert difference(facts, facts | {"dtype": "float16", "weights": "b"}) == (
+        "weights differs: a here, b there"
+    )
+    assert difference(facts, {"version": "1", "weights": "a"}) == (
+        "dtype differs: float32 here, unknown there"
+    )
+
+
+def test_engines_that_do_not_fit_refuse_each_other_by_name() -> None:
+    strict = {"engine": EngineConfig(deterministic=True)}
+    prefill = LivePrefill(FAKE)
+    decode = LiveDecode(FAKE, prefill.address, **strict)
+    try:
+        error = decode.wait_for_error()
+        assert "does not fit: refused by the other end: deterministic differs: no" in error
+        prompt = make_prompt(500)
+        reply = ask(prefill, decode, prompt)
+        assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def refused_with(prefill: LivePrefill, decode: LiveDecode) -> str:
+    try:
+        return decode.wait_for_error()
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_secret_that_differs_is_refused(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "one", SECRET), write(tmp_path / "other", SECRET + "!")
+    prefill = LivePrefill(FAKE, peer_secret_file=one)
+    decode = LiveDecode(FAKE, prefill.address, peer_secret_file=other)
+    assert "the secrets differ" in refused_with(prefill, decode)
+    prefill = LivePrefill(FAKE, peer_secret_file=one)
+    assert "the secrets differ" in refused_with(prefill, LiveDecode(FAKE, prefill.address))
+    prefill = LivePrefill(FAKE)
+    decode = LiveDecode(FAKE, prefill.address, peer_secret_file=one)
+    assert "the secrets differ" in refused_with(prefill, decode)
+
+
+def certificate(folder: Path) -> dict[str, str]:
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt"),
+            *("ec_paramgen_curve:prime256v1", "-nodes", "-keyout", key, "-out", cert),
+            *("-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return {"peer_cert": str(cert), "peer_key": str(key)}
+
+
+def test_tls_with_a_secret(tmp_path: Path) -> None:
+    files = certificate(tmp_path)
+    secret = {"peer_secret_file": write(tmp_path / "secret", SECRET)}
+    prefill = LivePrefill(FAKE, listen="tls://127.0.0.1:0", **files, **secret)
+    address = f"tls://127.0.0.1:{prefill.listener.port}"
+    decode = LiveDecode(FAKE, address, peer_ca=files["peer_cert"], **secret)
+    stranger = LiveDecode(FAKE, address, **secret)  # does not know the certificate
+    try:
+        decode.wait_for(connected=True)
+        prompt = make_prompt(700)
+        reply = ask(prefill, decode, prompt)
+        assert (reply.peer_tokens, reply.tokens) == (700, right(decode, prompt))
+        assert "CERTIFICATE_VERIFY_FAILED" in stranger.wait_for_error()
+    finally:
+        stranger.close()
+        decode.close()
+        prefill.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"role": "decode"}, "require --peer,"),
+        ({"role": "prefill"}, "require --peer-listen"),
+        ({"peer": ("tcp://127.0.0.1:1",)}, "require --peer,"),
+        ({"role": "decode", "peer": ("127.0.0.1:1",)}, "use tcp://127.0.0.1:PORT"),
+        ({"role": "decode", "peer": ("tcp://127.0.0.1:99999",)}, "use tcp://127.0.0.1:PORT"),
+        ({"role": "decode", "peer": ("tcp://10.0.0.5:7000",)}, "have to be encrypted"),
+        ({"role": "decode", "peer": ("tcp://box:7000",)}, "have to be encrypted"),
+        ({"role": "prefill", "peer_listen": "tcp://0.0.0.0:7000"}, "have to be encrypted"),
+        ({"role": "decode", "peer": ("tls://box:7000",)}, "--peer-secret-file"),
+        (
+            {"role": "prefill", "peer_listen": "tls://0.0.0.0:7000", "peer_secret_file": "x"},
+            "--peer-cert",
+        ),
+        ({"peer_cert": "x"}, "require each other"),
+        ({"peer_memory": "much"}, "peer_memory"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PeersConfig(**options)
+
+
+def test_a_short_secret_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    short = write(tmp_path / "short", "abc")
+    for name, message in ((short, "has 3 bytes"), (str(tmp_path / "none"), "cannot be read")):
+        with pytest.raises(ConfigError, match=message):
+            LiveDecode(FAKE, "tcp://127.0.0.1:1", peer_secret_file=name)
+
+
+# ---- hostile ends -------------------------------------------------------------------------------
+
+
+class Raw:
+    """An end of a connection that sends what a test says."""
+
+    def __init__(self, connection: socket.socket, facts: Facts) -> None:
+        self.socket = connection
+        self.socket.settimeout(20)
+        self.facts = dict(facts)
+
+    def send(self, frame: Frame, payload: bytes = b"") -> None:
+        body = msgspec.msgpack.encode(frame)
+        self.socket.sendall(len(body).to_bytes(4, "little") + body + payload)
+
+    def receive(self, kind: Any) -> Any:
+        nbytes = int.from_bytes(self._read(4), "little")
+        return msgspec.msgpack.decode(self._read(nbytes), type=kind)
+
+    def _read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            more = self.socket.recv(nbytes - len(data))
+            if not more:
+                raise ConnectionResetError("closed")
+            data += more
+        return data
+
+    def is_closed(self) -> bool:
+        try:
+            while self.socket.recv(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+        return True
+
+    def open_as_decode(self) -> None:
+        nonce = secrets.token_bytes(32)
+        self.send(Hello(PROTOCOL, nonce))
+        other = self.receive(Opening)
+        nonces = (nonce, other.nonce)
+        self.send(Proof(prove(b"", "decode", nonces, self.facts), self.facts, 1 << 20))
+        assert isinstance(self.receive(Opening), Proof)
+
+    def open_as_prefill(self) -> None:
+        other = self.receive(Opening)
+        nonce = secrets.token_bytes(32)
+        self.send(Hello(PROTOCOL, nonce))
+        assert isinstance(self.receive(Opening), Proof)
+        nonces = (other.nonce, nonce)
+        self.send(Proof(prove(b"", "prefill", nonces, self.facts), self.facts, 0))
+
+
+@contextmanager
+def raw_decode(prefill: LivePrefill) -> Iterator[Raw]:
+    facts = peer_facts(Config(model=FAKE), prefill.client.loop.backend)
+    with socket.create_connection(("127.0.0.1", prefill.listener.port)) as connection:
+        yield Raw(connection, facts)
+
+
+def test_what_is_not_the_protocol_closes_the_connection_and_nothing_else(
+    pair: tuple[LivePrefill, LiveDecode],
+) -> None:
+    prefill, decode = pair
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x03\x00\x00\x00abc"):
+        with raw_decode(prefill) as raw:
+            raw.socket.sendall(text)
+            assert raw.is_closed()
+    with raw_decode(prefill) as raw:  # asks before it has proved anything
+        raw.send(Ask("x", b"\0" * 64, b"", 0, [], 0))
+        assert raw.is_closed()
+    with raw_decode(prefill) as raw:
+        raw.send(Hello(99, b"\0" * 32))
+        assert "protocol differs: 1 here, 99 there" in raw.receive(Refusal).reason
+    prompt = make_prompt(600, 11)
+    assert ask(prefill, decode, prompt).peer_tokens == 600
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Ask("x", b"", b"", 0, [], 0),
+        Ask("x", b"abc", b"", 0, [], 0),
+        Ask("x", b"\xff" * 400, b"", 0, [], 0),
+        Ask("x", b"\0" * 400, b"", 101, [], 0),
+        Ask("x", b"\0" * 4 * 8192, b"", 0, [], 0),
+        Ask("x" * 65, b"\0" * 400, b"", 0, [], 0),
+        Ask("x", b"\0" * 400, b"s" * 65, 0, [], 0),
+        Ask("x", b"\0" * 400, b"", -1, [], 0),
+        EntryFrame("x", "state", 0, 4, b"k" * 32, 4, b"d" * 16),
+    ],
+)
+def test_a_prompt_that_cannot_be_closes_the_connection(
+    pair: tuple[LivePrefill, LiveDecode], bad: Frame
+) -> None:
+    prefill, _ = pair
+    with raw_decode(prefill) as raw:
+        raw.open_as_decode()
+        raw.send(bad)
+        assert raw.is_closed()
+    assert not prefill.client.loop.scheduler.pushes.targets  # type: ignore[union-attr]
+
+
+def test_a_prompt_that_is_asked_for_twice_closes_the_connection(
+    pair: tuple[LivePrefill, LiveDecode],
+) -> None:
+    prefill, _ = pair
+    with raw_decode(prefill) as raw:
+        raw.open_as_decode()
+        for _ in range(2):
+            raw.send(Ask("x", b"\0" * 4000, b"", 0, [], 0))
+        assert raw.is_closed()
+    for _ in range(200):
+        prefill.step()
+    check_idle(prefill.client)
+
+
+ENTRY = EntryFrame("?", "attention", 0, 64, b"k" * 32, 512, b"d" * 16)
+WRONG: dict[str, dict[str, Any]] = {
+    "another chain key": {},
+    "another size": {"nbytes": 8},
+    "too large": {"nbytes": 1 << 39},
+    "beyond the prompt": {"end": 1 << 20, "nbytes": 8},
+    "nothing": {"end": 0, "nbytes": 0},
+    "no component": {"component": "soul"},
+    "no such component here": {"component": "window"},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_entries_that_were_not_asked_for_are_never_used(wrong: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        decode = LiveDecode(FAKE, f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        try:
+            connection, _ = server.accept()
+            with connection:
+                raw = Raw(connection, peer_facts(Config(model=FAKE), decode.client.loop.backend))
+                raw.open_as_prefill()
+                decode.wait_for(connected=True)
+                prompt = make_prompt(500)
+                reply = decode.client.submit(prompt)
+                decode.client.step()
+                wanted = raw.receive(ToPrefill)
+                frame = msgspec.structs.replace(ENTRY, id=wanted.id, **wrong)
+                raw.send(frame, b"\0" * min(frame.nbytes, 4096))
+                decode.client.run()
+            assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
+            assert decode.handovers["partial"] == 1
+            check_idle(decode.client)
+        finally:
+            decode.close()
+
+
+def test_a_payload_whose_digest_differs_is_not_used_and_the_connection_goes_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        decode = LiveDecode(FAKE, f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        try:
+            connection, _ = server.accept()
+            with connection:
+                raw = Raw(connection, peer_facts(Config(model=FAKE), decode.client.loop.backend))
+                raw.open_as_prefill()
+                decode.wait_for(connected=True)
+                prompt = make_prompt(500)
+                reply = decode.client.submit(prompt)
+                decode.client.step()
+                wanted = raw.receive(ToPrefill)
+                store = decode.client.loop.scheduler.traffic.tiers[-1].tier_io.store
+                asked = decode.client.loop.scheduler.traffic._handovers[0]._under_way[wanted.id]
+                entry = asked.wanted.entry(
+                    store.fingerprint,
+                    decode.client.loop.backend.payload_arrays,
+                    Component.ATTENTION,
+                    0,
+                    64,
+                )
+                frame = EntryFrame(
+                    wanted.id, "attention", 0, 64, entry.key.chain, entry.nbytes, b"d" * 16
+                )
+                raw.send(frame, b"\0" * entry.nbytes)
+                decode.client.run()
+                assert raw.receive(ToPrefill).id == wanted.id  # not wanted any more
+                assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
+                assert decode.peer["store"]["damaged"] == 1
+                assert decode.wait_for(connected=True)
+        finally:
+            decode.close()
+
+
+def test_a_prefill_engine_that_dies_while_it_sends_costs_time_alone() -> None:
+    prefill = LivePrefill(FAKE, engine=EngineConfig(prefill_tokens=64))
+    decode = LiveDecode(FAKE, prefill.address)
+    try:
+        decode.wait_for(connected=True)
+        prompt = make_prompt(2_000)
+        reply = decode.client.submit(prompt, max_tokens=10)
+        while not decode.handovers["arrived_bytes"]:
+            prefill.step()
+            decode.client.step()
+        prefill.listener.close()
+        decode.client.run()
+        assert reply.tokens == right(decode, prompt, max_tokens=10)
+        assert reply.peer_tokens < 2_000
+        assert decode.handovers["partial"] == 1
+        check_idle(decode.client)
+        decode.wait_for(connected=False)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_what_a_decode_engine_reads_is_bounded_before_it_is_read() -> None:
+    """A frame of 4 GB is refused by its length alone."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        decode = LiveDecode(FAKE, f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        try:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"\xff\xff\xff\xff")
+                error = decode.wait_for_error()
+                assert "a frame of 4,294,967,295 bytes, the limit is 8,192" in error
+        finally:
+            decode.close()

@@ -1,0 +1,68 @@
+"""A prompt that one backend computed is decoded by another one as if it had computed it itself."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from builders import Reply, ToyGrammar
+from live_peers import LiveDecode, ask, pair_of
+from pippin.config import EngineConfig, ModelConfig
+from processes import is_installed
+
+pytestmark = pytest.mark.skipif(not is_installed("torch"), reason="torch is not installed")
+ENGINE = EngineConfig(memory="600MB", max_running=4, prefill_tokens=128)
+PAIRS = [("mlx", "mlx"), ("torch", "torch"), ("torch", "mlx"), ("mlx", "torch")]
+CASES = [("qwen3_5", pair) for pair in PAIRS]  # states and attention in turn
+CASES += [("llama_windows", pair) for pair in PAIRS[1:3]] + [("llama", PAIRS[2])]
+SAMPLED = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
+PROMPT_LEN = 300
+
+
+def model_of(name: str, backend: Any) -> ModelConfig:
+    from torch_families import checkpoint
+
+    return ModelConfig(str(checkpoint(name)), backend=backend, dtype="float32")
+
+
+def make_prompt(seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(2, 200, PROMPT_LEN).tolist()
+
+
+@cache
+def alone(name: str, backend: str) -> LiveDecode:
+    """Its prefill engine is never there."""
+    return LiveDecode(model_of(name, backend), "tcp://127.0.0.1:1", engine=ENGINE)
+
+
+def expected(name: str, backend: str, prompt: list[int], **kwargs: Any) -> Reply:
+    return ask(None, alone(name, backend), prompt, **kwargs)
+
+
+@pytest.mark.parametrize(("name", "pair"), CASES)
+def test_handed_over_equals_local(name: str, pair: tuple[str, str]) -> None:
+    first, second = (model_of(name, backend) for backend in pair)
+    engine = {"engine": ENGINE}
+    with pair_of(first, decode_model=second, prefill=engine, decode=engine) as (prefill, decode):
+        decode.client.loop.scheduler.pace.compute_seconds = lambda n: 1.0 * n  # type: ignore[method-assign]
+        kinds: list[dict[str, Any]] = [{"max_tokens": 12}, SAMPLED]
+        for seed, params in enumerate(kinds):
+            prompt = make_prompt(seed)
+            reply = ask(prefill, decode, prompt, **params)
+            assert (reply.cached_tokens, reply.peer_tokens) == (PROMPT_LEN, PROMPT_LEN)
+            assert reply.tokens == expected(name, pair[1], prompt, **params).tokens
+        grammar = [ToyGrammar(modulus=5, vocab_size=vocab_of(decode)) for _ in range(2)]
+        prompt = make_prompt(7)
+        reply = ask(prefill, decode, prompt, grammar=grammar[0], max_tokens=12)
+        assert reply.peer_tokens == PROMPT_LEN
+        local = expected(name, pair[1], prompt, grammar=grammar[1], max_tokens=12)
+        assert reply.tokens == local.tokens
+        assert decode.client.loop.counters()["metrics"]["computed_tokens"] == 0
+        assert decode.handovers["arrived"] == prefill.pushes["sent"] == 3
+
+
+def vocab_of(decode: LiveDecode) -> int:
+    return decode.client.loop.backend.spec.vocab_size
