@@ -145,6 +145,7 @@ class Link:
                 await self._connect(store)
             except PeerRefused as error:
                 self._report(f"does not fit: {error}")
+                self._pause = LONGEST_PAUSE
             except (OSError, asyncio.IncompleteReadError) as error:
                 self._report(f"is not connected: {error}")
             await asyncio.sleep(self._pause)

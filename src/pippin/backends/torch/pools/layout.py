@@ -36,6 +36,13 @@ class PoolLayout:
         """0 where a model has no such layers."""
         return sum(map(self._kv_bytes, self._attending(kind)))
 
+    def cell_shape(self, kind: Component) -> tuple[int, ...]:
+        """[layers, parts of each]; where layers differ, [elements]."""
+        parts = [mixer.kv_parts for mixer in self._attending(kind)]
+        if len(set(parts)) == 1:
+            return (len(parts), *parts[0])
+        return (sum(map(math.prod, parts)),)
+
     def _attending(self, kind: Component) -> list[CellShape]:
         """The layers of a kind."""
         wanted = (layer.mixer for layer in self.shape.layers if layer.kind is kind)

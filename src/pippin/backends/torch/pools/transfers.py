@@ -47,7 +47,7 @@ def payload_arrays(
         return (ArraySpec("hidden", dtype, (shape.hidden,)),)
     if component in KV_KINDS:
         layers = [str(i) for i, layer in enumerate(shape.layers) if layer.kind is component]
-        parts = (num_tokens, layout.cell_bytes(component) // layout.dtype.itemsize)
+        parts = (num_tokens, *layout.cell_shape(component))
         return (ArraySpec(f"{','.join(layers)}.kv", dtype, parts, token_axis=0),)
     assert component is Component.STATE
     heads, k_dim, v_dim = layout.recurrent_shape
