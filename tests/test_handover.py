@@ -47,7 +47,6 @@ def test_handed_over_equals_local(name: str, pair: tuple[str, str]) -> None:
     first, second = (model_of(name, backend) for backend in pair)
     engine = {"engine": ENGINE}
     with pair_of(first, decode_model=second, prefill=engine, decode=engine) as (prefill, decode):
-        decode.client.loop.scheduler.pace.compute_seconds = lambda n: 1.0 * n  # type: ignore[method-assign]
         kinds: list[dict[str, Any]] = [{"max_tokens": 12}, SAMPLED]
         for seed, params in enumerate(kinds):
             prompt = make_prompt(seed)
