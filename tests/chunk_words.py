@@ -44,7 +44,7 @@ class MadeUpChunks:
     """Rows with KV and states of noise, and these chunks to run behind them."""
 
     def __init__(self, name: str, chunks: tuple[PrefillRow, ...]) -> None:
-        self.decoder: Decoder = load_torch(name).decoder
+        self.decoder: Decoder = load_torch(name, kernels=True).decoder
         self.layout = PoolLayout(self.decoder.shape, self.decoder.dtype)
         self.pools = Pools(self.layout, 40 * self.layout.slab_bytes, DEVICE)
         generator = torch.Generator(DEVICE).manual_seed(0)

@@ -17,11 +17,16 @@ from transformers_families import WRITTEN_CONFIGS, written_model
 
 @cache
 def load_torch(
-    name: str, dtype: str = "float32", mtp: bool = False, draft: str | None = None
+    name: str,
+    dtype: str = "float32",
+    mtp: bool = False,
+    draft: str | None = None,
+    kernels: bool | None = None,
 ) -> LoadedModel:
-    """In float32 where tokens are compared: half precision leaves too many on a level."""
+    """In float32 where tokens are compared: half precision leaves too many on a level. `kernels`:
+    as where they serve."""
     drafts = None if draft is None else path_of(draft)
-    return load(path_of(name), dtype=dtype, mtp=mtp, draft=drafts)
+    return load(path_of(name), dtype=dtype, mtp=mtp, draft=drafts, kernels=kernels)
 
 
 def path_of(name: str) -> Path:

@@ -8,6 +8,7 @@
                 it fails, CHUNK_GRAPHS = False in backends/torch/backend.py serves without them
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
+    families    every family that transformers writes: the tokens and log probabilities that it says
     biases      models with every bias that a config can ask for: decode says what prefill says
     agreement   what is tried at load: that each kernel agrees with plain operations, in under a second
     top_p       of a whole vocabulary, without a sort: the same tokens, and both times
@@ -49,6 +50,7 @@ import torch
 
 from torch_gpu.right import correct
 from torch_gpu.chunks import chunks
+from torch_gpu.families import families
 from torch_gpu.filters import top_p
 from torch_gpu.host import host
 from torch_gpu.limits import budget, captures, long
@@ -96,6 +98,7 @@ USUAL = {
     "correct": correct,
     "chunks": chunks,
     "moe": moe,
+    "families": families,
     "biases": biases,
     "agreement": agreement,
     "top_p": top_p,

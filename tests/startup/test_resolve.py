@@ -120,9 +120,8 @@ def test_auto_is_torch_on_an_nvidia_gpu(
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "gemma3_text"},
+        {"model_type": "gemma4_text"},
         {"quantization": {"bits": 4}},
-        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
         {"head_dim": 80},
         {"num_attention_heads": None},
     ],
@@ -148,4 +147,6 @@ def test_what_torch_lacks_kernels_for_is_mlx_on_a_gpu_too(
         return choose_backend("auto", tmp_path)
 
     assert chosen(config) == "torch"
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    assert chosen(config | windows) == "torch"
     assert chosen(config | change) == "mlx"

@@ -92,7 +92,7 @@ def has_torch_for_cuda() -> bool:
 def torch_kernels_take(checkpoint: Path) -> bool:
     """Not only whether torch serves it: plain operations are slower than mlx is."""
     try:
-        return suit_kernels(read_shape(read_config(checkpoint)))
+        return suit_kernels(read_shape(read_config(checkpoint)).keeping_all())
     except LoadError as error:  # an architecture that torch lacks, or an unknown one
         logger.info("auto does not choose torch: %s", error.message)
         return False

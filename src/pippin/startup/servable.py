@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from pippin.backends.torch.config import FAMILIES
+from pippin.backends.torch.config import FAMILIES, read_shape
 from pippin.errors import LoadError, UnsupportedLayout
 from pippin.startup.find_checkpoint import check_checkpoint
 from pippin.startup.resolve import has_mlx
@@ -19,15 +19,17 @@ def is_servable(path: Path) -> tuple[Servable, str]:
     """With the reason, where it is not. `unknown`: only loading it shows whether it is."""
     try:
         check_checkpoint(path)
-        family = str(read_json(path / "config.json").get("model_type"))
+        config = read_json(path / "config.json")
+        family = str(config.get("model_type"))
         if has_mlx():
             _check_family(family)
             if _has_file_in_mlx_lm(family):
                 return "yes", ""
+        if family in FAMILIES and find_spec("torch") is not None:
+            read_shape(config)  # it refuses what torch lacks of a family
+            return "yes", ""
     except LoadError as error:
         return "no", error.message
-    if family in FAMILIES and find_spec("torch") is not None:
-        return "yes", ""
     return "unknown", ""
 
 

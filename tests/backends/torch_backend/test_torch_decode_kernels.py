@@ -45,7 +45,7 @@ class Step:
     def __init__(
         self, name: str, lengths: tuple[int, ...], seed: int = 0, max_len: int = 256
     ) -> None:
-        self.decoder = load_torch(name).decoder
+        self.decoder = load_torch(name, kernels=True).decoder
         layout = PoolLayout(self.decoder.shape, self.decoder.dtype)
         cells = (sum(lengths) + len(lengths)) * layout.cell_bytes(Component.ATTENTION)
         self.pools = Pools(layout, 40 * layout.slab_bytes + cells, DEVICE)
@@ -106,6 +106,17 @@ class Step:
         ("lfm2_biases", (0, 17), 2),
         ("glm4_moe_lite", LENGTHS, 8),
         ("glm4_moe_lite", (17,), 1),
+        # Windows, sinks, softcaps, scales, norms of every kind, experts of every kind.
+        ("mistral", (40,), 1),
+        ("gpt_oss", (40, 5), 2),
+        ("gpt_oss", (40,), 1),
+        ("gemma2", (40, 5), 2),
+        ("gemma3", (40,), 1),
+        ("glm4_moe", (5, 17), 2),
+        ("olmo3", (40,), 1),
+        ("granite", (17,), 1),
+        ("smollm3", (17,), 1),
+        ("cohere", (3, 17), 2),
     ],
 )
 def test_a_step_of_kernels_is_a_step_of_plain_operations(

@@ -38,8 +38,14 @@ THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chunks"),
-    [("qwen3_5", THREE), ("llama", (chunk(2, 7, 9),)), ("qwen3_5_moe", (chunk(2, 7, 9),))],
-    ids=["qwen3_5", "llama", "qwen3_5_moe"],
+    [
+        ("qwen3_5", THREE),
+        ("llama", (chunk(2, 7, 9),)),
+        ("qwen3_5_moe", (chunk(2, 7, 9),)),
+        ("gpt_oss", (chunk(1, 60, 9), chunk(2, 7, 40))),
+        ("gemma2", (chunk(1, 0, 40),)),
+    ],
+    ids=["qwen3_5", "llama", "qwen3_5_moe", "gpt_oss", "gemma2"],
 )
 def test_chunks_in_a_room_are_chunks_through_plain_operations(
     name: str, chunks: tuple[PrefillRow, ...]

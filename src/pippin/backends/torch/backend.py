@@ -155,6 +155,7 @@ class TorchBackend:
                 max_len=max_len,
                 mtp=mtp and drafts,
                 draft=draft if drafts else None,
+                kernels=False if safe else None,
                 progress=progress,
             )
         return cls(

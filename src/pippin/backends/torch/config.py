@@ -107,8 +107,9 @@ def _shape(config: Json, model_type: str) -> ModelShape:
 
 
 def suit_kernels(shape: ModelShape, *, drafts: bool = False) -> bool:
-    """Whether our kernels take it: heads of powers of two, 16 at least, no windows; with drafts, no
-    latent attention, and of recurrent layers Gated DeltaNet alone."""
+    """Whether our kernels take it: heads of powers of two, 16 at least, cells in one table
+    (`ModelShape.keeping_all`); with drafts, no latent attention, and of recurrent layers Gated
+    DeltaNet alone."""
     if shape.window or (drafts and not suit_chunk_graphs(shape)):
         return False
     sizes = [mixer.head_dim for mixer in shape.mixers(AttentionShape)]

@@ -12,7 +12,7 @@ import torch
 from pippin.amounts import show_bytes
 from pippin.backends.mtp_weights import find_mtp_weights
 from pippin.backends.torch.checkpoint import open_weights
-from pippin.backends.torch.config import read_config, read_shape
+from pippin.backends.torch.config import read_config, read_shape, suit_kernels
 from pippin.backends.torch.device import dtype_of, find_device
 from pippin.backends.torch.models.build import build_decoder
 from pippin.backends.torch.models.decoder import Decoder
@@ -37,12 +37,14 @@ def load(
     device: torch.device | None = None,
     mtp: bool = False,
     draft: Path | None = None,
+    kernels: bool | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """`mtp`: with its MTP head, if it has one; what is missing is logged. `draft`: the checkpoint
-    of a draft model, in the same type."""
+    of a draft model, in the same type. `kernels`: whether Triton's may serve it, which read one
+    table of cells. None: on GPUs."""
     try:
-        loaded = _load(path, dtype, max_len, device, mtp, progress)
+        loaded = _load(path, dtype, max_len, device, mtp, progress, kernels)
         return loaded if draft is None else _with_draft(loaded, draft, progress)
     except torch.OutOfMemoryError as error:
         parts = [path] if draft is None else [path, draft]
@@ -62,10 +64,14 @@ def _load(
     device: torch.device | None,
     mtp: bool,
     progress: Callable[[str], None],
+    kernels: bool | None = None,
 ) -> LoadedModel:
     progress("reading the checkpoint")
     shape = read_shape(read_config(path))
     device = device or find_device()
+    if kernels or (kernels is None and device.type == "cuda"):
+        kept = shape.keeping_all()
+        shape = kept if suit_kernels(kept) else shape
     longest = min(shape.max_len, max_len or shape.max_len)
     progress("loading weights")
     with open_weights(path, device, shape.prefix) as weights:

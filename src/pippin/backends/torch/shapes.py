@@ -6,7 +6,7 @@ Layers of one model may differ in everything that is said of a layer here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from pippin.types import Component
@@ -39,6 +39,7 @@ class AttentionShape:
     scale: float  # of scores
     rope_pairs: bool = False  # as stored, a channel turns with its neighbour
     window: int = 0  # tokens that one sees, itself included; 0: all before it
+    keeps_all: bool = False  # keys that have fallen behind the window, too
     softcap: float = 0.0  # scores stay below it; 0: there is none
     sinks: bool = False  # a score for each head that no value belongs to
     qk_norm: QkNorm | None = None
@@ -200,7 +201,8 @@ class LayerShape:
             return None
         if not isinstance(self.mixer, CellShape):
             return Component.STATE
-        return Component.WINDOW if self.mixer.window else Component.ATTENTION
+        releases = isinstance(self.mixer, AttentionShape) and not self.mixer.keeps_all
+        return Component.WINDOW if releases and self.mixer.window else Component.ATTENTION
 
 
 @dataclass(frozen=True)
@@ -252,5 +254,17 @@ class ModelShape:
 
     @property
     def window(self) -> int:
-        """Tokens that the widest one sees; 0 without one."""
-        return max((mixer.window for mixer in self.mixers(AttentionShape)), default=0)
+        """Tokens that the widest one sees of those whose cells are released behind it; 0 without
+        one."""
+        mixers = self.mixers(AttentionShape)
+        return max((mixer.window for mixer in mixers if not mixer.keeps_all), default=0)
+
+    def keeping_all(self) -> ModelShape:
+        """With the cells of windows among those of layers that see everything, in one table."""
+        layers = (
+            replace(layer, mixer=replace(layer.mixer, keeps_all=True))
+            if isinstance(layer.mixer, AttentionShape)
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))

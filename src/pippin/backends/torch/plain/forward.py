@@ -73,7 +73,7 @@ class LayerRun(ABC, Generic[Held]):
 
     def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         kv, held = self._pools.kv, self._held
-        if mixer.shape.window:
+        if mixer.shape.window and not mixer.shape.keeps_all:
             assert self._windows is not None
             kv, held = self._pools.window_kv, self._windows
         q, k, v, gate = mixer.project(x, self._positions)

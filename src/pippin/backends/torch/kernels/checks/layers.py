@@ -5,6 +5,7 @@ Imports no kernels, and judges nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,14 +17,22 @@ from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.shapes import DenseShape, LayerShape
+from pippin.backends.torch.shapes import AttentionShape, DenseShape, LayerShape
 from pippin.backends.torch.step.batches import TakenChunks, take_chunks
 from pippin.backends.torch.step.decode_inputs import RowArrays
 from pippin.types import GRID, Component
 
-KINDS = {"attention": Component.ATTENTION, "recurrent layers": Component.STATE}
+KINDS: dict[str, Callable[[LayerShape], bool]] = {
+    "attention": lambda layer: layer.kind is Component.ATTENTION and not _window_of(layer),
+    "windows": lambda layer: layer.kind is Component.ATTENTION and _window_of(layer) > 0,
+    "recurrent layers": lambda layer: layer.kind is Component.STATE,
+}
 LENGTHS = (GRID + 6, 3, 17)  # tokens that rows hold
 CHUNKS = ((0, GRID + 6), (5, 2))  # a row's first new token, and how many there are
+
+
+def _window_of(layer: LayerShape) -> int:
+    return layer.mixer.window if isinstance(layer.mixer, AttentionShape) else 0
 
 
 def few_layers(decoder: Decoder) -> dict[str, Decoder]:
@@ -32,19 +41,21 @@ def few_layers(decoder: Decoder) -> dict[str, Decoder]:
     Rows hold cells in every model, so a recurrent layer has one of attention behind it.
     """
     found: dict[str, Decoder] = {}
-    kept: tuple[tuple[LayerShape, DecoderLayer], ...] = ()
-    for name, kind in KINDS.items():
-        every = zip(decoder.shape.layers, decoder.layers, strict=True)
-        first = next((pair for pair in every if pair[0].kind is kind), None)
+    behind: tuple[tuple[LayerShape, DecoderLayer], ...] = ()
+    every = tuple(zip(decoder.shape.layers, decoder.layers, strict=True))
+    for name, is_one in KINDS.items():
+        first = next((pair for pair in every if is_one(pair[0])), None)
         if first is not None:
             shape, layer = first
             dense = None if layer.mlp is None else DenseShape(0)  # its size is its weights'
             alone = replace(layer, number=0, mlp=_dense(layer.mlp))
-            kept = ((replace(shape, mlp=dense), alone), *kept)
+            is_recurrent = shape.kind is Component.STATE
+            kept = ((replace(shape, mlp=dense), alone), *(behind if is_recurrent else ()))
             shapes, layers = zip(*kept, strict=True)
             found[name] = replace(
                 decoder, shape=replace(decoder.shape, layers=shapes), layers=layers
             )
+            behind = behind or kept
     return found
 
 
