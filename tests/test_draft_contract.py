@@ -309,6 +309,26 @@ def test_drafts_are_left_by_steps_in_flight(name: str) -> None:
     assert accepted > 0
 
 
+@drafting_itself
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_a_preempted_reply_goes_on_with_drafts(name: str, way: str) -> None:
+    """From what its row captured behind accepted drafts, in another slot, and twice."""
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 2, params=SAMPLED[way])
+    reply.settle(steps.run(**reply.start(num_drafts=2)))
+    for slot in (3, 1):
+        for num_drafts in (3, 3, 0, 2, 2):
+            reply.settle(steps.run(decode=(reply.own_row(num_drafts),)))
+        end, known = reply.bound, reply.known
+        captures = steps.run(retire=(Retire(reply.slot, 0, end, captures=True),)).captures
+        who = admit(slot, reply.prompt, reply=known[reply.length :].tolist(), **reply.params)
+        options = {"restore": restore(captures, end), "num_drafts": 2, "samples": True}
+        row = PrefillRow(slot, end, known[end:], **options)
+        reply.depths.append(0)
+        reply.slot, reply.bound, reply.num_left = slot, len(known), 2
+        reply.settle(steps.run(admit=(who,), prefill=(row,)))
+    reply.check()
+
+
 # ---- in company ----------------------------------------------------------------------------------
 
 

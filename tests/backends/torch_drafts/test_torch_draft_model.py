@@ -22,11 +22,9 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.drafts import model_drafter
 from pippin.backends.torch.load import load
 from pippin.errors import LoadError
-from pippin.scheduler.memory import claims
-from pippin.scheduler.planning import admission
 from pippin.scheduler.speculation.drafter import DeviceDrafter
 from pippin.scheduler.speculation.speculation import Speculation
-from serving import DRAFTED_BY, TORCH, make_client, make_prompt
+from serving import DRAFTED_BY, TORCH, make_client
 from test_contract import Steps, admit, make_tokens, restore
 from test_draft_contract import MAX_DEPTH, NUM_SLOTS, OWN_DRAFTS, Reply
 from torch_families import checkpoint
@@ -206,25 +204,6 @@ def test_replies_are_those_without_another_models_drafts(draft: str) -> None:
     metrics = client.loop.scheduler.metrics
     assert metrics.drafted_tokens > 60
     assert metrics.accepted_tokens < 0.3 * metrics.drafted_tokens
-
-
-def test_preempted_replies_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what they are resumed with is drafted as well as before."""
-    for module in (admission, claims):
-        monkeypatch.setattr(module, "GROWTH_TOKENS", 4)
-    name = f"{TORCH}{OWN_DRAFTS}"
-    prompts = [make_prompt(name, 50 + number, seed=number) for number in range(6)]
-    alone = make_client(f"{TORCH}qwen3", cache=False)
-    expected = [alone.ask(prompt, max_tokens=20).tokens for prompt in prompts]
-    capacity = 2 * alone.loop.backend.row_bytes(64)
-    chosen = speculation(lambda _: 3)
-    client = make_client(name, speculation=chosen, capacity_bytes=capacity)
-    replies = [client.submit(prompt, max_tokens=20) for prompt in prompts]
-    client.run()
-    assert [reply.tokens for reply in replies] == expected
-    metrics = client.loop.scheduler.metrics
-    assert metrics.preemptions > 0
-    assert metrics.accepted_tokens == metrics.drafted_tokens
 
 
 # ---- what it takes -------------------------------------------------------------------------------
