@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.host": set(),
     "backends.masks": set(),
     "backends.mtp_weights": set(),
+    "backends.draft_limits": set(),
     "backends.fingerprint_reads": {"backends.base"},
     "backends.step_outputs": {"types", "backends.base", "backends.fingerprint_reads"},
     "backends.fake": {
@@ -47,11 +48,13 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
         *("backends.fingerprint_reads", "backends.step_outputs", "backends.mtp_weights"),
+        "backends.draft_limits",
     },
     "backends.torch": {
         *("types", "amounts", "cache.entries", "backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
         *("backends.fingerprint_reads", "backends.step_outputs", "backends.mtp_weights"),
+        "backends.draft_limits",
     },
     "scheduler": {
         *("types", "cache", "decode", "messages", "metrics"),

@@ -182,3 +182,9 @@ def test_models_whose_rows_verify_no_drafts_say_so(
     backend = MLXBackend(served(name), num_slots=2, max_depth=2)
     assert backend.max_depth == 0
     assert "no drafts are verified" in caplog.text
+
+
+def test_deterministic_rows_verify_no_drafts_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    backend = MLXBackend(served("llama"), num_slots=2, max_depth=2, deterministic=True)
+    assert backend.max_depth == backend.drafts_itself == 0
+    assert "no drafts are verified: with --deterministic" in caplog.text

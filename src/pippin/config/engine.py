@@ -76,7 +76,8 @@ class EngineConfig:
 
     deterministic: bool = False
     """Return bit-identical results whether a prefix was cached or not and whether requests ran
-    alone or in a batch: fixed shapes, and float32 products without TF32. Slower."""
+    alone or in a batch: fixed shapes, and float32 products without TF32. Slower, and without
+    --speculate."""
 
     safe: bool = False
     """Compute with plain operations of mlx or torch alone: none of Pippin's own CPU operations and

@@ -116,7 +116,7 @@ def test_of_a_long_text_the_end_is_read_and_its_start_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A ring of 24 tokens, the first 4 of them kept: drafts of the model over just these."""
-    defaults = (model_drafter.PLAIN, 24)
+    defaults = (model_drafter.run_plain, 24)
     monkeypatch.setattr(model_drafter.ModelDrafter.__init__, "__defaults__", defaults)
     steps, prompt = Steps(make_backend()), make_tokens(60, 4)
     row = PrefillRow(1, 0, prompt, samples=True, num_drafts=1)

@@ -209,9 +209,10 @@ def test_the_head_is_loaded_where_drafts_are_wanted_alone(caplog: pytest.LogCapt
 
     path = checkpoint("qwen3_5_mtp")
     caplog.set_level("INFO")
-    assert of(path, max_depth=3, mtp=True) == 3
+    assert of(path, max_depth=3, mtp=True) > 0
     assert of(path, max_depth=3) == of(path, mtp=True) == 0
     assert of(path, max_depth=3, mtp=True, deterministic=True) == 0
+    assert "no drafts are verified: with --deterministic" in caplog.text
     assert "MTP" not in caplog.text
     assert of(checkpoint("qwen3"), max_depth=3, mtp=True) == 0
     assert "the checkpoint has no MTP head" in caplog.text

@@ -33,6 +33,7 @@ from pippin.backends.mlx.device import (
     on_metal,
     wire,
 )
+from pippin.backends.mlx.drafts.draft_memory import depth_within
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
@@ -175,7 +176,7 @@ class MLXBackend:
             deterministic=deterministic,
             wired=wired,
             fingerprints=fingerprints,
-            max_depth=max_depth,
+            max_depth=depth_within(loaded, max_depth, deterministic=deterministic),
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:

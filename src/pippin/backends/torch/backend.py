@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
+from pippin.backends.draft_limits import NOT_DETERMINISTIC, affordable_depth
 from pippin.backends.torch.config import suit_chunk_graphs, suit_kernels
 from pippin.backends.torch.device import device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
@@ -76,6 +77,8 @@ class TorchBackend:
         `max_depth`: drafts that a row can verify. None if `deterministic`: a token's numbers would
         depend on how many run beside it.
         """
+        if deterministic and max_depth:
+            logger.warning("no drafts are verified: %s", NOT_DETERMINISTIC)
         self.max_depth = 0 if deterministic else max_depth
         self._decoder = decoder = loaded.decoder
         self._draft = loaded.draft
@@ -158,6 +161,13 @@ class TorchBackend:
                 kernels=False if safe else None,
                 progress=progress,
             )
+        decoder = loaded.decoder
+        layout = PoolLayout(decoder.shape, decoder.dtype)
+        max_depth = affordable_depth(
+            max_depth,
+            lambda depth: draft_bytes(decoder, None, layout, depth),
+            lambda num_tokens: layout.row_bytes(num_tokens, num_tokens),
+        )
         return cls(
             loaded,
             num_slots=num_slots,

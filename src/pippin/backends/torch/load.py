@@ -16,6 +16,7 @@ from pippin.backends.torch.config import read_config, read_shape, suit_kernels
 from pippin.backends.torch.device import dtype_of, find_device
 from pippin.backends.torch.models.build import build_decoder
 from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.shapes import AttentionShape
 from pippin.errors import LoadError
 
 logger = logging.getLogger(__name__)
@@ -89,10 +90,12 @@ def _with_draft(loaded: LoadedModel, path: Path, progress: Callable[[str], None]
     progress("loading the draft model")
     decoder = loaded.decoder
     shape = read_shape(read_config(path))
-    if shape.recurrent is not None:
+    mixers = [layer.mixer for layer in shape.layers if layer.mixer is not None]
+    if not all(isinstance(mixer, AttentionShape) for mixer in mixers):
+        kind = "latent attention" if shape.recurrent is None else "recurrent states"
         raise LoadError(
-            f"draft_model: {path.name} is a {shape.model_type} with recurrent states, and a draft "
-            "model has attention alone: use another one, or --speculate mtp or suffix"
+            f"draft_model: {path.name} is a {shape.model_type} with {kind}, and a draft model has "
+            "plain attention alone: use another one, or --speculate mtp or suffix"
         )
     dtype = str(decoder.dtype).removeprefix("torch.")
     found = _load(path, dtype, loaded.max_len, decoder.device, False, lambda _: None)

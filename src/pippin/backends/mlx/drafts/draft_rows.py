@@ -21,6 +21,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 
 from pippin.backends.base import DecodeRow, Proposal
+from pippin.backends.draft_limits import NOT_DETERMINISTIC
 from pippin.backends.mlx.attention.decode_step import StepShape, Tree
 from pippin.backends.mlx.attention.table_kv import (
     TABLE_OPERATIONS,
@@ -270,7 +271,7 @@ def find_draft_layers(
 ) -> list[OneOperationDeltaNet] | str:
     """Of the states, in the layout's order; or why rows of this model can verify no drafts here."""
     if deterministic:
-        return "with --deterministic a row's sums do not depend on how many tokens a step runs"
+        return NOT_DETERMINISTIC
     if operations(*DRAFT_OPERATIONS) is None or table_operations(layout) is None:
         return "that takes CPU operations of ours, and float32"
     states = [layout.caches[index].layer for index in layout.state_indices]

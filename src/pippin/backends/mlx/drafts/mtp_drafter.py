@@ -33,6 +33,12 @@ from pippin.backends.sampling.rules import Draw
 RING = 32
 
 
+def ring_bytes(head: MTPHead) -> int:
+    """Of a slot: a ring that is read, and one that is written."""
+    heads, dim = head.kv_shape
+    return 2 * 2 * heads * RING * dim * 4
+
+
 @dataclass(frozen=True)
 class Ran:
     """Tokens that rows got in a step, and what they were sampled from. By line."""
@@ -76,9 +82,7 @@ class MTPDrafter:
 
     @property
     def row_bytes(self) -> int:
-        """A ring that is read, and one that is written."""
-        heads, dim = self._head.kv_shape
-        return 2 * 2 * heads * RING * dim * 4
+        return ring_bytes(self._head)
 
     def forget(self, slot: int) -> None:
         """It ended, or its row goes on without the head."""

@@ -9,24 +9,27 @@ whatever follows, and do badly without.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.torch.drafts.entries import (
-    PLAIN,
-    ChooseDrafts,
-    Entered,
-    Entries,
-    LayerOperations,
-)
+from pippin.backends.torch.drafts.entries import ChooseDrafts, Entered, Entries
 from pippin.backends.torch.drafts.ring import DraftRing, ring_bytes
 from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.decoder import Decoder
-from pippin.backends.torch.models.parts import Norm
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix
 
 LENGTH = 512  # tokens of a row whose keys are kept,
 NUM_FIRST = 4  # of these the first ones
+
+
+# What a model's head reads of tokens [n], mixed by the caller: [n, hidden].
+RunLayers = Callable[[Decoder, torch.Tensor, Mix], torch.Tensor]
+
+
+def run_plain(decoder: Decoder, tokens: torch.Tensor, mix: Mix) -> torch.Tensor:
+    return decoder.norm(decoder.run(tokens, mix))
 
 
 def attention_layers(decoder: Decoder) -> list[AttentionLayer]:
@@ -45,15 +48,16 @@ class ModelDrafter:
         decoder: Decoder,
         vocab_size: int,  # of the model that verifies
         num_slots: int,
-        operations: LayerOperations = PLAIN,
+        run_layers: RunLayers = run_plain,
         length: int = LENGTH,
     ) -> None:
         self._decoder = decoder
         self._vocab_size = vocab_size
-        self._norm = operations.norm
-        self._feed_forward = operations.feed_forward
+        self._run_layers = run_layers
         mixers = attention_layers(decoder)
-        assert decoder.shape.recurrent is None, "a draft model has attention alone"
+        mixing = [layer for layer in decoder.layers if layer.mixer is not None]
+        assert len(mixing) == len(mixers), "a draft model has attention alone"
+        self._numbers = {id(layer): number for number, layer in enumerate(mixing)}
         self.ring = DraftRing(
             mixers, num_slots, length, decoder.dtype, decoder.device, num_first=NUM_FIRST
         )
@@ -92,31 +96,21 @@ class ModelDrafter:
 
     def _run(self, entries: Entries, places: torch.Tensor, bound: int | None) -> torch.Tensor:
         """[n, hidden]: what the model's head reads."""
-        decoder, flat = self._decoder, places.flatten()
+        flat = places.flatten()
         # What lies before a slot's first token is no row's, and what lies behind the longest text
         # is never accepted.
-        rotated = flat.clamp(0, self.most_places - 1)
-        x = decoder.embedded(entries.tokens.clamp_max(len(decoder.embed) - 1))
-        number = 0
-        for layer in decoder.layers:
-            normed = self._normed(x, layer.input_norm)
-            if isinstance(mixer := layer.mixer, AttentionLayer):
-                q, k, v, gate = mixer.project(normed, rotated)
-                q = q * (mixer.shape.scale * mixer.shape.head_dim**0.5)  # the ring has its own
-                self.ring.write(number, entries.slots, flat.clamp_min(0), k, v)
-                window = mixer.shape.window
-                attended = self.ring.attend(number, q, entries.owners, places, bound, window)
-                mixed = self._normed(mixer.finish(attended, gate), layer.mixed_norm)
-                x, number = x + mixed * layer.scale, number + 1
-            if layer.mlp is not None:
-                if not layer.parallel:
-                    normed = self._normed(x, layer.mlp_norm)
-                fed = self._feed_forward(layer.mlp, normed)
-                x = x + self._normed(fed, layer.fed_norm) * layer.scale
-        return self._norm(x, decoder.norm)
+        rotated, kept = flat.clamp(0, self.most_places - 1), flat.clamp_min(0)
 
-    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return x if norm is None else self._norm(x, norm)
+        def mix(layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
+            mixer, number = layer.mixer, self._numbers[id(layer)]
+            assert isinstance(mixer, AttentionLayer)
+            q, k, v, gate = mixer.project(normed, rotated)
+            self.ring.write(number, entries.slots, kept, k, v)
+            seen = self.ring.attend(number, q, entries.owners, places, mixer.scoring, bound)
+            return mixer.finish(seen, gate)
+
+        tokens = entries.tokens.clamp_max(len(self._decoder.embed) - 1)
+        return self._run_layers(self._decoder, tokens, mix)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab], of the ids that the model which verifies has."""

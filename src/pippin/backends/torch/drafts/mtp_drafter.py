@@ -18,7 +18,7 @@ from pippin.backends.torch.drafts.ring import DraftRing
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.mtp_head import MtpHead
 
-LENGTH = 256  # tokens of a row whose keys are kept
+LENGTH = 64  # tokens of a row whose keys are kept
 
 
 class MtpDrafter:
@@ -74,6 +74,7 @@ class MtpDrafter:
         """[rows, hidden]: what the model's head reads, and the head's next entry."""
         head, (x, q, gate) = self._head, entered
         assert q is not None
-        x = x + head.mixer.finish(self.ring.attend(0, q, slots, positions[:, None], bound), gate)
+        places, scoring = positions[:, None], head.mixer.scoring
+        x = x + head.mixer.finish(self.ring.attend(0, q, slots, places, scoring, bound), gate)
         x = x + self._feed_forward(head.mlp, self._norm(x, head.mlp_norm))
         return self._norm(x, head.norm)

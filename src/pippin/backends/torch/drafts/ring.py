@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
 
 NOTHING = -1
 
@@ -73,8 +73,8 @@ class DraftRing:
         q: torch.Tensor,  # [rows * n, heads, channels]
         slots: torch.Tensor,  # int64 [rows]
         places: torch.Tensor,  # int64 [rows, n]
+        scoring: Scoring,
         bound: int | None = None,  # of the places; None: it is not known
-        window: int = 0,  # tokens that one sees, itself included; 0: all that are held
     ) -> torch.Tensor:
         """[rows * n, heads, channels]: each over what its slot holds, up to its own place."""
         num_cells = self.length if bound is None else min(self.length, bound + 1)
@@ -83,17 +83,22 @@ class DraftRing:
         seen = (tags != NOTHING) & (behind >= 0)
         recent = behind < self.length - self.num_first
         seen &= recent | (tags < self.num_first) if self.num_first else recent
-        if window:
-            seen &= behind < window
+        if scoring.window:
+            seen &= behind < scoring.window
         kv = self.kv[layer][:, :, :, :num_cells][slots]
         k, v = kv[:, 0], kv[:, 1]  # [rows, kv heads, cells, channels]
         rows, num_kv_heads, (n, num_heads, channels) = len(k), k.shape[1], self._each(q, places)
         grouped = q.view(rows, n, num_kv_heads, -1, channels).permute(0, 2, 3, 1, 4)
-        grouped = (grouped * channels**-0.5).flatten(2, 3)  # [rows, kv heads, group * n, channels]
+        grouped = (grouped * scoring.scale).flatten(2, 3)  # [rows, kv heads, group * n, channels]
         scores = (grouped @ k.transpose(-1, -2)).float().unflatten(2, (-1, n))
+        if scoring.softcap:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
         # Of a row that sees nothing, which is none of a request's, numbers are numbers.
         scores = scores.masked_fill(~seen[:, None, None], torch.finfo(torch.float32).min)
-        shares = torch.softmax(scores, dim=-1).to(v.dtype).flatten(2, 3)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        shares = torch.softmax(scores, dim=-1)[..., :num_cells].to(v.dtype).flatten(2, 3)
         attended = (shares @ v).unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
         return attended.reshape(-1, num_heads, channels)
 
