@@ -20,6 +20,7 @@ from builders import Client
 from pippin.backends.base import DecodeRow, PrefillRow, Retire
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.drafts import model_drafter
+from pippin.backends.torch.drafts.entries import Entries
 from pippin.backends.torch.load import load
 from pippin.errors import LoadError
 from pippin.scheduler.speculation.drafter import DeviceDrafter
@@ -28,7 +29,8 @@ from serving import DRAFTED_BY, TORCH, make_client
 from test_contract import Steps, admit, make_tokens, restore
 from test_draft_contract import MAX_DEPTH, NUM_SLOTS, OWN_DRAFTS, Reply
 from torch_families import checkpoint
-from torch_serving import make_torch_backend
+from torch_serving import make_torch_backend, path_of
+from transformers_families import written_model
 
 SAMPLED = {"temperature": 1.0, "seed": 5}
 OWN = f"torch, {OWN_DRAFTS}"
@@ -165,6 +167,25 @@ def test_a_request_sees_nothing_of_the_one_before_in_its_slot() -> None:
     assert_all_are_right(steps, after, (4, 4, 0))
 
 
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_a_draft_model_attends_as_its_family_does(name: str) -> None:
+    """With caps, norms, scales, sinks, windows, experts: the logits are those of transformers."""
+    model, path = written_model(name)
+    decoder = load(path, dtype="float32").decoder
+    text = torch.from_numpy(make_tokens(30, 1)).long()
+    slots = torch.ones(1, dtype=torch.long)
+    with torch.inference_mode():
+        drafter = model_drafter.ModelDrafter(decoder, decoder.shape.vocab_size, num_slots=1)
+        drafter.start(1, 0)
+        for part in (range(24), range(24, 30)):
+            at = torch.tensor(part)
+            entries = Entries(slots, slots.expand(len(at)), at - 1, text[at], None)
+            found = drafter._logits(drafter.feed(entries).x)
+        expected = model(text[None]).logits[0, 24:]
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
 # ---- replies -------------------------------------------------------------------------------------
 
 
@@ -221,9 +242,13 @@ def test_its_weights_and_what_it_remembers_are_in_the_budget() -> None:
     assert backend.memory_parts()["weights"] == without.memory_parts()["weights"] + draft.nbytes
 
 
-def test_a_draft_model_with_recurrent_states_is_refused() -> None:
-    with pytest.raises(LoadError, match="draft_model: qwen3_5 is a qwen3_5 with recurrent states"):
-        load(checkpoint("qwen3"), draft=checkpoint("qwen3_5"))
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen3_5", "recurrent states"), ("deepseek_v3_dense", "latent attention")]
+)
+def test_a_draft_model_without_plain_attention_is_refused(name: str, kind: str) -> None:
+    path = path_of(name)
+    with pytest.raises(LoadError, match=f"draft_model: {path.name} is a .* with {kind}"):
+        load(checkpoint("qwen3"), draft=path)
 
 
 def test_it_is_loaded_where_drafts_are_wanted_alone() -> None:
