@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,7 @@ from pippin.scheduler.speculation.oracle import OracleDrafter
 from pippin.scheduler.speculation.speculation import Speculation
 from serving import BUNDLED, make_client, make_prompt, spec_of
 
-MODELS = ["qwen3_5", "llama", "gpt_oss", pytest.param(BUNDLED, marks=pytest.mark.slow)]
+MODELS = ("qwen3_5", "llama", "gpt_oss")
 NUM_REPLIES, MAX_DEPTH = 5, 4
 
 
@@ -41,6 +42,11 @@ def replies_of(client: Client, prompts: Sequence[Sequence[int]]) -> list[list[in
     return [reply.tokens for reply in replies]
 
 
+@cache
+def without_drafts(name: str, *, overlap: bool) -> list[list[int]]:
+    return replies_of(make_client(name, overlap=overlap), prompts_of(name))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
@@ -48,7 +54,7 @@ def test_replies_are_those_without_drafts_cold_and_warm(
     name: str, overlap: bool, share: float
 ) -> None:
     prompts = prompts_of(name)
-    expected = replies_of(make_client(name, overlap=overlap), prompts)
+    expected = without_drafts(name, overlap=overlap)
     known = {tuple(prompt): reply for prompt, reply in zip(prompts, expected, strict=True)}
 
     def reply_of(request: Request) -> Sequence[int]:

@@ -74,7 +74,7 @@ def test_what_comes_back_from_the_host_says_what_it_said_cold(name: str) -> None
 
 @pytest.mark.slow
 def test_a_tree_that_is_too_small_gives_up_to_the_host_and_the_host_to_the_disk() -> None:
-    name = f"{TORCH}{BUNDLED}"
+    name = f"{TORCH}qwen3_5"
     prompts = [make_prompt(name, 300, seed=n) for n in range(12)]
     state_bytes = make_backend(name, num_slots=1, pool_bytes=AMPLE_BYTES >> 4).spec.state_bytes
     host, disk = make_host(name, 48 * state_bytes), MemoryStore(b"test", 1 << 30)
@@ -160,7 +160,7 @@ def test_memory_that_cannot_be_pinned_is_an_error_at_start(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_the_section_of_the_check_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     loop = host_section.make_loop(
-        discrete(make_torch_backend(BUNDLED, num_slots=16)), "1GB", "256MB"
+        discrete(make_torch_backend("qwen3_5", num_slots=16)), "1GB", "256MB"
     )
     loop.scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens
     (flow,) = loop.scheduler.traffic.tiers
