@@ -76,14 +76,14 @@ def test_what_comes_back_from_the_host_says_what_it_said_cold(name: str) -> None
 def test_a_tree_that_is_too_small_gives_up_to_the_host_and_the_host_to_the_disk() -> None:
     name = f"{TORCH}qwen3_5"
     prompts = [make_prompt(name, 300, seed=n) for n in range(12)]
-    state_bytes = make_backend(name, num_slots=1, pool_bytes=AMPLE_BYTES >> 4).spec.state_bytes
-    host, disk = make_host(name, 48 * state_bytes), MemoryStore(b"test", 1 << 30)
-    client = make_client(name, capacity_bytes=8 * state_bytes, host=host, store=disk)
+    row_bytes = make_backend(name, num_slots=1, pool_bytes=AMPLE_BYTES >> 4).row_bytes(300)
+    host, disk = make_host(name, 10 * row_bytes), MemoryStore(b"test", 1 << 30)
+    client = make_client(name, capacity_bytes=4 * row_bytes, host=host, store=disk)
     expected = cold(name, prompts)
     for order in (1, -1):
         replies = [ask_all(client, [prompt], max_tokens=4)[0] for prompt in prompts[::order]]
         assert_same(replies, expected[::order])
-        assert host.counters().bytes <= 48 * state_bytes
+        assert host.counters().bytes <= 10 * row_bytes
     assert any(reply.host_tokens for reply in replies)
     assert any(reply.disk_tokens for reply in replies)
     assert host.counters().evicted > 0
