@@ -495,8 +495,8 @@ def test_random_schedules(name: str, seed: int) -> None:
         plan: dict[str, Any] = {"retire": (), "decode": ()}
         owners = []
         if slot not in running:
-            params = {"temperature": 1.0, "seed": random.randrange(3)} if slot % 2 else {}
-            reply = Reply(name, slot, random.choice((5, 20, 64)), random.randrange(3), params)
+            params = {"temperature": 1.0, "seed": slot} if slot % 2 else {}
+            reply = Reply(name, slot, random.choice((5, 20, 64)), number=slot, params=params)
             first = random.randrange(1 + steps.backend.drafts_itself)
             plan |= reply.start(num_drafts=first)
             owners.append(reply)

@@ -24,7 +24,7 @@ from pippin.text.pieces import CallArguments, CallBegin, CallEnd, FoldedText, Te
 
 FORMATS = list(TOOL_FORMATS)
 NEAR = 32  # characters: more than a mark has
-NUM_CUT_EVERYWHERE = 6  # of the 200 replies; with all of them this takes minutes
+NUM_CUT_EVERYWHERE = 3  # of the 200 replies; with all of them this takes minutes
 
 
 def parse(format: str, parts: Iterable[str]) -> list[TextPiece]:
