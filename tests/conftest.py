@@ -26,12 +26,14 @@ gc.disable()
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 LONGEST_FILES = (
-    *("test_openapi_fuzz", "test_mutants", "test_worlds", "test_any_split", "test_soak"),
-    *("test_serve", "test_depth", "test_documented_commands", "test_worked_examples"),
-    *("test_mlx_families", "test_prefix_reuse", "test_preemption", "test_structured_output"),
-    *("test_compiled_steps", "test_bench_serving", "test_bench_restart", "test_served_disk"),
-    *("test_openapi", "test_random_schedules", "test_pace_explores", "test_torch_gpu_check"),
-    *("test_prefix_pressure", "test_contract", "test_page_chat"),
+    *("test_draft_contract", "test_mutants", "test_openapi_fuzz", "test_mlx_families"),
+    *("test_any_split", "test_worlds", "test_packed_attention", "test_prefix_reuse", "test_depth"),
+    *("test_distributions", "test_serve", "test_every_family", "test_speculation", "test_soak"),
+    *("test_torch_gpu_check", "test_page_chat", "test_page_engine", "test_shared_prefix"),
+    *("test_openapi", "test_proving", "test_worked_examples", "test_pressure", "test_row_bytes"),
+    *("test_speculated_replies", "test_structured_output", "test_preemption", "test_crashes"),
+    *("test_bench_serving", "test_random_operations", "test_bench_restart", "test_run_model"),
+    *("test_documented_commands", "test_supervisor", "test_mlx_lm_package", "test_served_disk"),
 )
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
