@@ -113,6 +113,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     vocab_size: int
     max_len: int
     takes_predictions: bool = False  # drafts are taken from a reply that a client expects
+    num_slots: int = 1  # requests that can run at the same time
 
 
 class Alive(msgspec.Struct, tag="alive", frozen=True):

@@ -156,7 +156,7 @@ def test_config_prints_what_is_in_force_and_where_it_came_from(
         "port = 3  # option",
         "log-prompts = true  # pippin.toml:3",
     }
-    assert "# max-running = 64" in lines
+    assert '# max-running = "auto"' in lines
     assert "# revision =" in lines
 
 

@@ -11,6 +11,7 @@ import pytest
 from bundled import BUNDLED_PATH
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
+from pippin.startup.launch import with_batch_running
 from pippin.startup.resolve import choose_backend, resolve
 
 
@@ -50,8 +51,9 @@ def test_files_and_batches_have_a_directory_for_each_model(
     assert ".." not in {path.name for path in named.values()}
     given = resolve(Config(server=ServerConfig(batch_dir="here", batch_running=3))).server
     assert (given.batch_dir, given.batch_running) == ("here", 3)
-    few = resolve(Config(engine=EngineConfig(max_running=2))).server
-    assert few.batch_running == 1
+    assert with_batch_running(given, num_slots=64).batch_running == 3
+    default = resolve(Config()).server
+    assert [with_batch_running(default, n).batch_running for n in (2, 64, 256)] == [1, 16, 64]
     assert list(tmp_path.iterdir()) == [], "nothing is created"
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pippin.amounts import parse_bytes, parse_memory
 from pippin.config.checks import check_at_least
 from pippin.errors import ConfigError
 
+DEFAULT_ROWS = 64  # of benchmarks, which measure steps of a given size
 Speculate = Literal["auto", "off", "suffix", "mtp", "draft"]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    max_running: int = 64
+    max_running: int | Literal["auto"] = "auto"
     """Maximum number of requests that are decoded in one batch; further requests wait in the
-    queue."""
+    queue. `auto`: 256 on NVIDIA GPUs and 64 elsewhere, or fewer if no more fit into the memory
+    budget; `pippin doctor` and /status show the number."""
 
     max_queue: int = 1024
     """Maximum number of requests in the queue; further requests are refused with HTTP 503."""
@@ -97,7 +99,9 @@ class EngineConfig:
     `log` logs a fault, `raise` stops the engine."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, max_running=1, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
+        if self.max_running != "auto":
+            check_at_least(self, max_running=1)
+        check_at_least(self, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
         if not self.max_gap > 0.0:
             raise ConfigError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
         check_at_least(self, buffer_limit=1)
@@ -132,3 +136,8 @@ class EngineConfig:
                     f"{name} requires the prefix cache, which is off: remove "
                     f"--{name.replace('_', '-')} or --no-prefix-cache"
                 )
+
+    def with_rows(self, num_rows: int) -> EngineConfig:
+        """The same, where at least so many requests run at the same time."""
+        given = DEFAULT_ROWS if self.max_running == "auto" else self.max_running
+        return replace(self, max_running=max(given, num_rows))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.amounts import option_bytes, parse_memory, show_bytes
-from pippin.backends.base import Backend
+from pippin.backends.base import Backend, DeviceInfo
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.canary import Canary
@@ -23,6 +23,7 @@ from pippin.engine.build_tiers import (
     tier_kinds,
 )
 from pippin.engine.model_vocabulary import load_vocabulary
+from pippin.engine.running_rows import RunningRows, rows_that_fit, rows_to_load
 from pippin.errors import ConfigError, LoadError
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
@@ -69,8 +70,11 @@ def build_loop(
     peers = config.peers
     num_tiers = len(kinds) + peers.asks + peers.listens
     capacity_bytes -= num_tiers * BATCHES_IN_FLIGHT * batch_bytes
+    loaded = rows_on(config.engine, backend.device)
+    rows = rows_that_fit(config.engine, loaded, capacity_bytes, backend.row_bytes)
     limits = Limits(
-        max_running=config.engine.max_running,
+        max_running=rows.number,
+        max_running_reason=rows.reason,
         max_queue=config.engine.max_queue,
         max_queue_tokens=config.engine.max_queue_tokens,
         prefill_tokens=config.engine.prefill_tokens or backend.device.prefill_tokens,
@@ -159,6 +163,12 @@ def _max_depth(config: EngineConfig) -> int:
     return 0 if config.speculate == "off" else MAX_DEPTH
 
 
+def rows_on(config: EngineConfig, device: DeviceInfo) -> RunningRows:
+    """As many as a backend is loaded with."""
+    budget = budget_bytes(config, device.memory_bytes, device.share)
+    return rows_to_load(config, device.kind, budget)
+
+
 def load_backend(config: Config, progress: Progress) -> Backend:
     draft = None if config.engine.draft_model is None else Path(config.engine.draft_model)
     if draft is not None and config.model.backend != "torch":
@@ -167,17 +177,16 @@ def load_backend(config: Config, progress: Progress) -> Backend:
             "--backend torch, or remove --draft-model"
         )
     if config.model.backend == "fake":
-        from pippin.backends.fake import FakeBackend
+        from pippin.backends.fake import FakeBackend, fake_device
 
         max_len = config.model.max_len or FAKE_MAX_LEN
         return FakeBackend(
-            num_slots=config.engine.max_running,
+            num_slots=rows_on(config.engine, fake_device()).number,
             max_len=max_len,
             max_depth=_max_depth(config.engine),
             step_seconds=config.model.fake_step,
         )
     options: dict[str, Any] = {
-        "num_slots": config.engine.max_running,
         "dtype": config.model.dtype,
         "max_len": config.model.max_len,
         "deterministic": config.engine.deterministic,
@@ -196,19 +205,27 @@ def load_backend(config: Config, progress: Progress) -> Backend:
     )
 
     from pippin.backends.mlx.backend import MLXBackend  # imports mlx, which reads what was set
+    from pippin.backends.mlx.device import device_info
 
-    return MLXBackend.load(Path(config.model.model), wired=config.engine.wired, **options)
+    return MLXBackend.load(
+        Path(config.model.model),
+        num_slots=rows_on(config.engine, device_info()).number,
+        wired=config.engine.wired,
+        **options,
+    )
 
 
 def _load_torch(config: Config, options: dict[str, Any], draft: Path | None) -> Backend:
     try:
         from pippin.backends.torch.backend import TorchBackend
+        from pippin.backends.torch.device import device_info, find_device
     except ImportError as error:
         raise LoadError(f"torch is not installed: pip install 'pippin[torch]' ({error})") from error
     if config.engine.wired or config.engine.buffer_limit is not None:
         raise LoadError("wired and buffer_limit are options of mlx, and this is torch")
     return TorchBackend.load(
         Path(config.model.model),
+        num_slots=rows_on(config.engine, device_info(find_device())).number,
         prefill_tokens=config.engine.prefill_tokens,
         draft=draft,
         **options,

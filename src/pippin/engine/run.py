@@ -187,12 +187,12 @@ def main() -> int:
     model = loop.backend.spec
     speculation = loop.scheduler.speculation
     takes_predictions = speculation is not None and speculation.drafter is not None
-    channel.send(Ready(model.vocab_size, model.max_len, takes_predictions))
+    num_slots = loop.scheduler.slots.num_slots
+    channel.send(Ready(model.vocab_size, model.max_len, takes_predictions, num_slots))
     serving.set()
     recorder = Recorder(loop.scheduler)
     trace = None
     if trace_file is not None:
-        num_slots = loop.scheduler.slots.num_slots
         trace = TraceWriter(trace_file, recorder, num_slots=num_slots)
     status = run_engine(loop, channel, recorder)
     if listener is not None:

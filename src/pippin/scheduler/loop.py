@@ -228,6 +228,7 @@ class Loop:
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "slots": scheduler.slots.num_slots,
+            "slots_reason": scheduler.limits.max_running_reason,
             "overlap": self.overlap,
             "cpu_seconds": process_time(),
             "memory": {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Limits:
     max_running: int = 64
+    max_running_reason: str = ""  # why so many, for /status
     max_queue: int = 1024
     max_queue_tokens: int = 1 << 40
     prefill_tokens: int = 512

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -156,7 +157,13 @@ async def _open(
     )
     ready = await supervisor.loaded
     model = _model_info(config, ready)
-    entrance.open(create_app(engine, text, config.server, model, config.limits))
+    server = with_batch_running(config.server, ready.num_slots)
+    entrance.open(create_app(engine, text, server, model, config.limits))
+
+
+def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:
+    """A quarter of what runs at the same time, unless it is given."""
+    return replace(config, batch_running=config.batch_running or max(1, num_slots // 4))
 
 
 async def _drain(

@@ -42,7 +42,6 @@ def resolve(config: Config) -> Config:
             server,
             served_name=served_name,
             batch_dir=server.batch_dir or str(_batch_dir(served_name)),
-            batch_running=server.batch_running or max(1, config.engine.max_running // 4),
             api_key=(*server.api_key, *keys),
             admin_key=(*server.admin_key, *_keys_in(server.admin_key_file)),
         ),

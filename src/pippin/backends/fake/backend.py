@@ -44,6 +44,10 @@ MEMORY_BYTES = 1 << 30
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 
 
+def fake_device() -> DeviceInfo:
+    return DeviceInfo("fake", "toy", MEMORY_BYTES, share=1.0, prefill_tokens=512, unified=False)
+
+
 class FakeBackend:
     def __init__(
         self,
@@ -94,7 +98,7 @@ class FakeBackend:
 
     @property
     def device(self) -> DeviceInfo:
-        return DeviceInfo("fake", "toy", MEMORY_BYTES, share=1.0, prefill_tokens=512, unified=False)
+        return fake_device()
 
     @property
     def arithmetic(self) -> str:

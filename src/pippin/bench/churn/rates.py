@@ -79,8 +79,7 @@ def widths_to_measure(decode_rows: Iterable[int]) -> list[int]:
 
 
 def measure_rates(config: Config, widths: Sequence[int]) -> Rates:
-    max_running = max(config.engine.max_running, *widths)
-    engine = replace(config.engine, prefix_cache=False, max_running=max_running)
+    engine = replace(config.engine.with_rows(max(widths)), prefix_cache=False)
     with TemporaryDirectory() as folder, LLM(config=replace(config, engine=engine)) as llm:
         log = llm.metrics.log = StepLog(Path(folder) / "steps")
         timings = []

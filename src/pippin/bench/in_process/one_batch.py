@@ -54,9 +54,7 @@ def one_batch(
     wants_ceilings: bool = True,
 ) -> Report:
     notes = busy_note()
-    engine = dataclasses.replace(
-        config.engine, prefix_cache=False, max_running=max(config.engine.max_running, *batches)
-    )
+    engine = dataclasses.replace(config.engine.with_rows(max(batches)), prefix_cache=False)
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
         timings = []
         for batch, input_len in itertools.product(batches, input_lens):
@@ -104,7 +102,7 @@ def time_batch(
 
 def _steps_of_prefill(llm: LLM, num_tokens: int) -> int:
     """The most steps that reading a batch can take while its first rows already decode."""
-    return min(num_tokens // 64, llm.config.engine.max_running * 8)
+    return min(num_tokens // 64, llm.loop.scheduler.slots.num_slots * 8)
 
 
 def _find_ceilings(config: Config) -> Ceilings | None:

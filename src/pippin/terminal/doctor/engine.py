@@ -44,6 +44,12 @@ class Engine:
             f"{show_bytes(used)} used by the model, {show_bytes(room)} for requests",
             numbers={"model_bytes": used, "request_bytes": room},
         )
+        limits = self._llm.loop.scheduler.limits
+        yield Finding(
+            "running",
+            f"{limits.max_running} requests at the same time ({limits.max_running_reason})",
+            numbers={"max_running": limits.max_running},
+        )
         for message in warned:
             yield Finding(
                 "load warned",

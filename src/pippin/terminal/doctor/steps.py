@@ -19,7 +19,7 @@ def steps(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
     """From the least work to the most; what would exceed the time limit is left out."""
     llm = engine.llm
     contexts = [n for n in CONTEXTS if n + 8 * NUM_STEPS < llm.max_len]
-    rows = [n for n in ROWS if n <= llm.config.engine.max_running]
+    rows = [n for n in ROWS if n <= llm.loop.scheduler.slots.num_slots]
     taken: dict[tuple[int, int], float | None] = {}
     per_token = 0.0
     for num_rows, context in sorted(itertools.product(rows, contexts), key=lambda c: c[0] * c[1]):
