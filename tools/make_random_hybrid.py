@@ -99,7 +99,11 @@ class RandomWeights:
         self._shape, self._dtype, self._device = shape, dtype, device
 
     def has(self, name: str) -> bool:
-        return not name.endswith("bias") or name.endswith("dt_bias")
+        """Not biases, nor what some families store in one piece, or by other names."""
+        if name.endswith("bias"):
+            return name.endswith("dt_bias")
+        others = ("qkv_proj.weight", "gate_up_proj.weight", "block_sparse_moe.", "switch_mlp.", ".w1.")
+        return not any(part in name for part in others)
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
         size = self._size(name.split("layers.")[-1])
