@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 
@@ -18,13 +19,14 @@ DRAFTS = [WarmUpShape(2, 1, num_steps=1, depth=2, drafts_itself=own) for own in 
 def make(shapes: list[WarmUpShape], can_hold: bool = True) -> tuple[WarmUp, FakeBackend]:
     backend = FakeBackend(num_slots=4, max_depth=2)
     backend.shapes_to_warm_up = shapes
+    backend.warm_up_seconds = math.inf
     return WarmUp(backend, lambda _: can_hold), backend
 
 
 def test_every_shape_runs_once_and_leaves_nothing() -> None:
     warm_up, backend = make(SHAPES)
     told: list[str] = []
-    warm_up.run_for(60.0, told.append)
+    warm_up.run_at_load(told.append)
     assert warm_up.done
     assert told == ["warming up 1 of 2", "warming up 2 of 2"]
     assert backend.ledger.nbytes == 0
@@ -35,7 +37,7 @@ def test_steps_with_drafts_are_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up, backend = make(DRAFTS)
     launch, plans = backend.launch, []
     monkeypatch.setattr(backend, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
-    warm_up.run_for(60.0, lambda _: None)
+    warm_up.run_at_load(lambda _: None)
     rows = [row for plan in plans for row in plan.decode]
     assert [(row.depth, row.drafted, row.num_drafts) for row in rows] == [(2, False, 0)] * 2 + [
         (2, True, 2)
@@ -47,7 +49,17 @@ def test_steps_with_drafts_are_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up, backend = make(SHAPES, can_hold=False)
     monkeypatch.setattr(backend, "launch", lambda _: pytest.fail("nothing was to be run"))
-    warm_up.run_for(60.0, lambda _: None)
+    warm_up.run_at_load(lambda _: None)
+    assert warm_up.done
+
+
+def test_what_a_load_has_no_time_for_is_left_for_later() -> None:
+    warm_up, backend = make(SHAPES)
+    backend.warm_up_seconds = 0.0
+    warm_up.run_at_load(lambda _: pytest.fail("there was no time"))
+    assert not warm_up.done
+    warm_up.run_next()
+    warm_up.run_next()
     assert warm_up.done
 
 

@@ -64,7 +64,8 @@ class Engine:
         )
         began = perf_counter()
         self.loop: Loop = build_loop(resolve(Config(model, engine)), lambda _: None)
-        self.loop.warm_up.run_for(math.inf, lambda _: None)
+        while not self.loop.warm_up.done:
+            self.loop.warm_up.run_next()
         self.load_seconds = perf_counter() - began
         self.traffic = self.loop.scheduler.traffic
         (self.tier,) = self.traffic.tiers

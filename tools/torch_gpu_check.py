@@ -9,14 +9,12 @@
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
     families    every family that transformers writes: the tokens and log probabilities that it says
-    packed      products with packed weights against plain operations; 4 bits against bfloat16 in decode
-                steps of Qwen3.5-0.8B's and Qwen3-0.6B's shapes
     biases      models with every bias that a config can ask for: decode says what prefill says
     agreement   what is tried at load: that each kernel agrees with plain operations, in under a second
     top_p       of a whole vocabulary, without a sort: the same tokens, and both times
     captures    captures that CUDA invalidates: the engine keeps serving, and nothing leaks
-    long        a row of 100,000 tokens beside seven short ones: kernels against plain operations, and
-                the time of a step
+    long        a row of 128,000 tokens beside 31 short ones: kernels against plain operations, the time of a
+                step, and that of chunks behind as many tokens
     budget      Qwen3.5-0.8B's shape within 6 GB: 32 rows, 20,000 random operations, never more than
                 103% of it, by torch's count and by nvidia-smi's
     races       200 random schedules, launched ahead of a GPU that is held up, against the same ones
@@ -29,10 +27,13 @@
     mtp         the bundled model with drafts of its MTP head: the same tokens in float32, and how much faster
     draft_model a random model that drafts for itself: the same tokens, and nearly every draft right
     expert_speed       eight layers of Qwen3-30B-A3B's shape, against the time to read their weights
+    tails       requests of all kinds and lengths after load: nothing is compiled or captured for them, and the
+                first of a shape takes at most 50 ms longer than the next one
+    beside      eight streams while prompts of 4,096 tokens are computed: gaps, and the prompts' first tokens
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
                 and the gaps of streams meanwhile
-    recurrence, profile, products, packed_tiles    the time of each part, and what other sizes of kernels would take;
+    recurrence, profile, products    the time of each part, and what other sizes of kernels would take;
                 only where they are asked for
 
 Sections are independent: one that fails prints why, and the next one runs. The end and the exit
@@ -58,10 +59,10 @@ from torch_gpu.host import host
 from torch_gpu.limits import budget, captures, long
 from torch_gpu.moe import agreement, biases, expert_speed, moe
 from torch_gpu.mtp import draft_model, mtp
-from torch_gpu.packed import packed, packed_tiles
 from torch_gpu.races import races, waits
 from torch_gpu.speculate import drafts, speculate
 from torch_gpu.speed import churn, decode, prefill
+from torch_gpu.tails import beside, tails
 from torch_gpu.tuning import products, profile, recurrence
 
 LIMIT_SECONDS = 420.0  # no section is started after that
@@ -102,7 +103,6 @@ USUAL = {
     "chunks": chunks,
     "moe": moe,
     "families": families,
-    "packed": packed,
     "biases": biases,
     "agreement": agreement,
     "top_p": top_p,
@@ -119,9 +119,11 @@ USUAL = {
     "draft_model": draft_model,
     "expert_speed": expert_speed,
     "host": host,
+    "tails": tails,
+    "beside": beside,
     "churn": churn,
 }
-SECTIONS = USUAL | {"recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
+SECTIONS = USUAL | {"recurrence": recurrence, "profile": profile, "products": products}
 
 
 def main() -> int:

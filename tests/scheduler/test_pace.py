@@ -15,6 +15,7 @@ from pippin.scheduler.pacing.pace import (
     LONGEST_SAVED,
     LONGEST_STRETCH,
     SMALLEST_CHUNK,
+    SMOOTH_STEP,
     STEP_STRETCH,
     STEPS_BETWEEN_RESTS,
     Pace,
@@ -72,6 +73,24 @@ def test_at_first_streams_have_a_step_to_themselves_then_a_block_beside_them() -
     """The step without prompts tells what streams cost."""
     assert [Pace(512).budget(1), steady(Pace(512), 1)] == [0, GRID]
     assert steady(Pace(20), 1) == 20
+
+
+@pytest.mark.parametrize("streams", [1, 8, 32])
+def test_a_fast_device_computes_prompts_in_steps_that_no_reader_notices(streams: int) -> None:
+    """An H200 with a small model: a forward costs more than eight steps without prompts, and chunks
+    take as long as the next one of the lengths that are captured."""
+
+    def seconds(rows: int, tokens: int) -> float:
+        decode = (0.0012 + 0.00003 * rows) * (rows > 0)
+        return decode + (0.0035 + 5.5e-6 * (-(-tokens // 256) * 256)) * (tokens > 0)
+
+    pace = Pace(8192, max_gap=0.2)
+    run(pace, seconds, streams=streams, prompts=1, steps=60)
+    budgets = run(pace, seconds, streams=streams, prompts=1, steps=200)
+    took = sorted(seconds(streams, tokens) for tokens in budgets)
+    assert took[-1] <= 1.2 * SMOOTH_STEP
+    assert took[len(took) // 2] >= 0.8 * SMOOTH_STEP
+    assert len(budgets) > 150  # no time is saved up
 
 
 @pytest.mark.parametrize("token", [1e-5, 5e-5, 1e-4])

@@ -46,13 +46,13 @@ class Asker:
         self.loop = loop
         self.answers: dict[str, Answer] = {}
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = REPLY_TOKENS) -> Answer:
+    def submit(self, prompt: Sequence[int], max_tokens: int = REPLY_TOKENS, params: SamplingParams | None = None, *, embeds: bool = False) -> Answer:
         from pippin.messages import Submit
 
         name, answer = f"r{len(self.answers)}", Answer(asked=time.perf_counter())
         self.answers[name] = answer
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        self.loop.submit(Submit(name, list(prompt), params, [], []))
+        params = params or SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        self.loop.submit(Submit(name, list(prompt), params, [], [], embeds=embeds))
         return answer
 
     def step(self) -> None:
@@ -85,11 +85,11 @@ class Asker:
         self.loop.scheduler.cache.flush()
 
 
-def make_loop(backend: Backend, memory: str, host_cache: str) -> Any:
+def make_loop(backend: Backend, memory: str, host_cache: str | None, max_running: int = 16) -> Any:
     from pippin.engine.build_loop import build_loop
     from pippin.config import Config, EngineConfig, ModelConfig
 
-    engine = EngineConfig(max_running=16, memory=memory, host_cache=host_cache)
+    engine = EngineConfig(max_running=max_running, memory=memory, host_cache=host_cache)
     return build_loop(Config(ModelConfig("random", backend="torch"), engine), lambda _: None, backend=backend)
 
 

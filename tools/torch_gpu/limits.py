@@ -1,4 +1,4 @@
-"""Where it could break: contexts of 100,000 tokens, a budget of 6 GB, captures that fail."""
+"""Where it could break: contexts of 128,000 tokens, a budget of 6 GB, captures that fail."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, 
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.load import LoadedModel
-from pippin.types import SamplingParams
+from pippin.types import GRID, SamplingParams
 
 DEVICE = "cuda"
 HALF = torch.bfloat16
 KERNELS = True
-LONG, SHORT, NUM_SHORT, CHUNK = 100_000, 512, 7, 2048
+LONG, SHORT, NUM_SHORT, CHUNK = 128_000, 512, 31, 2048
 BUDGET_BYTES, MOST_OVER = 6_000_000_000, 1.03
 NUM_ROWS, NUM_OPERATIONS, BUDGET_SECONDS, SERVED_SHAPE = 32, 20_000, 60.0, QWEN3_5_0_8B
 NEAR = 1e-2  # log probabilities in float32, after another order of sums
@@ -69,7 +69,7 @@ class Mixed(Requests):
 
 
 def long() -> None:
-    """One row of 100,000 tokens beside seven short ones: equal to plain operations; and its time."""
+    """One row of 128,000 tokens beside 31 short ones: equal to plain operations; its time, and that of chunks behind as many."""
     lengths = [LONG] + [SHORT] * NUM_SHORT
     plays = {}
     for kernels in (False, KERNELS):
@@ -98,7 +98,7 @@ def long() -> None:
 
 
 def step_times(lengths: list[int]) -> None:
-    loaded = random_model(QWEN3_5_0_8B if DEVICE == "cuda" else TINY, HALF, LONG + 1000)
+    loaded = random_model(QWEN3_5_0_8B if DEVICE == "cuda" else TINY, HALF, LONG + 5 * CHUNK)
     backend = TorchBackend(loaded, num_slots=len(lengths), kernels=KERNELS, pool_bytes=None)
     backend.limit_memory(12_000_000_000)
     for rows in ([SHORT] * len(lengths), lengths):
@@ -106,7 +106,22 @@ def step_times(lengths: list[int]) -> None:
         times = play.decode(40)
         play.end()
         print(f"{len(rows)} rows, the longest {max(rows):,} tokens: {statistics.median(times[10:]) * 1e3:.3f} ms a step", flush=True)
+    for length in (GRID, CHUNK):
+        print(f"a chunk of {length:,} tokens behind {LONG:,}: {chunk_ms(backend, length):.2f} ms", flush=True)
     backend.close()
+
+
+def chunk_ms(backend: TorchBackend, length: int) -> float:
+    play, times, start = Requests(backend, 1), [], 0
+    prompt = np.full(LONG, 10, dtype=np.int32)
+    play.take(play.launch(admit=(Admit(1, GREEDY, (), prompt, seed=1),)))
+    for size in [CHUNK] * (LONG // CHUNK) + [length] * 4:
+        began = time.perf_counter()
+        play.take(play.launch(prefill=(PrefillRow(1, start, prompt[:size]),)))
+        times.append(time.perf_counter() - began)
+        start += size
+    play.end()
+    return statistics.median(times[-4:]) * 1e3
 
 
 # ---- a budget ----------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 On GPUs a shape that was never seen costs far more than a known one: kernels are built, chosen and
 loaded. A backend says which shapes it has, most likely first; made-up requests then go through the
-same plans as real ones. A few while the model loads, the others while nothing else runs.
+same plans as real ones. While the model loads, for as long as the backend says; what is left, while
+nothing else runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from pippin.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-LOAD_SECONDS = 2.0  # of warming up, before the first request is taken
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, top_k=20, top_p=0.95)
 
@@ -48,9 +48,10 @@ class WarmUp:
     def done(self) -> bool:
         return not self._shapes
 
-    def run_for(self, seconds: float, progress: Callable[[str], None]) -> None:
+    def run_at_load(self, progress: Callable[[str], None]) -> None:
+        """Before the first request is taken."""
         began = monotonic()
-        while not self.done and monotonic() - began < seconds:
+        while not self.done and monotonic() - began < self._backend.warm_up_seconds:
             progress(f"warming up {self._num_shapes - len(self._shapes) + 1} of {self._num_shapes}")
             self.run_next()
 

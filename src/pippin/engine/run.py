@@ -22,7 +22,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.config import Config
 from pippin.engine.build_loop import build_loop
 from pippin.engine.build_peers import listen
@@ -180,7 +179,7 @@ def main() -> int:
         channel.send(Failed(f"could not load {spec.config.model.model}: {error}"))
         channel.close()
         return 1
-    loop.warm_up.run_for(LOAD_SECONDS, lambda stage: channel.send(Loading(stage)))
+    loop.warm_up.run_at_load(lambda stage: channel.send(Loading(stage)))
     # A full collection over all that loading made takes a tenth of a second: every stream stops.
     gc.collect()
     gc.freeze()

@@ -60,8 +60,8 @@ def test_what_is_captured_reads_the_words_of_each_run() -> None:
     assert doubling.sizes() == {1, 2}
 
 
-def test_while_requests_run_a_key_is_launched_once_and_captured_then_alone() -> None:
-    """Its first run compiles what it needs: it is not run on padding as well."""
+def test_while_requests_run_nothing_is_captured() -> None:
+    """A capture takes longer than a stream may wait."""
     recorder = RunAgain()
     doubling = Doubling(recorder)
     doubling.steps.busy = True
@@ -69,25 +69,22 @@ def test_while_requests_run_a_key_is_launched_once_and_captured_then_alone() -> 
     assert not doubling.ran
     assert doubling.run(1, 2) == [2, 4]
     assert doubling.ran == [[1, 2]]
-    assert not doubling.sizes()
     assert doubling.run(3, 4) == [6, 8]
-    assert doubling.sizes() == {2}
-    assert recorder.num_replays == 1
+    assert not doubling.sizes()
+    assert recorder.num_replays == 0
     doubling.steps.busy = False
     assert doubling.prepare(1, 2, 3)
     assert doubling.sizes() == {1, 2, 3}
 
 
 @pytest.mark.parametrize("stage", ["begin", "run", "end"])
-@pytest.mark.parametrize("busy", [False, True])
 def test_a_capture_that_fails_is_reported_once_and_what_was_captured_is_still_replayed(
-    stage: Any, busy: bool, caplog: pytest.LogCaptureFixture
+    stage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = RunAgain()
     doubling = Doubling(recorder)
     doubling.run(1)
     recorder.fails_at = stage
-    doubling.steps.busy = busy
     with caplog.at_level(logging.WARNING, logger="pippin"):
         for _ in range(3):
             assert doubling.run(1, 2) == [2, 4]

@@ -22,11 +22,13 @@ from builders import AMPLE_BYTES, Client
 from chunk_words import capture_chunks
 from near_ties import TOLERANCE, assert_best, assert_same, log_softmax
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
+from pippin.backends.sampling.rules import scored_positions
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.steps import CapturedSteps, Ran
+from pippin.backends.torch.step import sizes
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.sizes import ROOMS, Room, room_for
-from pippin.types import Component, SamplingParams
+from pippin.types import GRID, Component, SamplingParams
 from run_again import RunAgain
 from serving import TORCH, make_client, make_prompt
 from torch_families import checkpoint
@@ -167,13 +169,19 @@ def test_no_number_is_told_of_its_own_row_alone() -> None:
     assert result.overflowed == {1}
 
 
-def test_what_no_graph_has_room_for_is_launched() -> None:
-    """And prompts whose own tokens are scored, beside others that are replayed."""
+def test_long_and_scored_prompts_run_in_rooms_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No product has a size that a graph has not: the first of a size takes 50 ms."""
+    monkeypatch.setattr(sizes, "MOST_TOKENS", GRID)
     plain, captured, recorder = make_pair("llama")
-    length = ROOMS[-1].num_tokens + 1
-    long = prompt_of(length)
+    monkeypatch.setattr(captured.runner.prompts, "_launch", None)
+    long = prompt_of(100)
     params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=1)]
     prompts = [long[:100], long[:90]]
+    scored_at_a_time: list[torch.Tensor] = []
+    head = captured.runner.prompts._scores._head
+    seen = lambda rows: (scored_at_a_time.append(rows), head(rows))[1]  # noqa: E731
+    monkeypatch.setattr(captured.runner.prompts._scores, "_head", seen)
+    monkeypatch.setattr(captured.runner.prompts._scores, "_pads", True)
     told = []
     for backend in (plain, captured):
         admits = tuple(
@@ -185,8 +193,9 @@ def test_what_no_graph_has_room_for_is_launched() -> None:
     assert told[0].tokens == told[1].tokens
     scores = [[line.logprob for line in each.prompt_logprobs[2]] for each in told]
     np.testing.assert_allclose(*scores, rtol=0, atol=1e-4)
-    assert recorder.num_replays == 1
-    assert room_for(length, 1) is None
+    assert recorder.num_replays == 3  # 64 | 36 + 64 | 26
+    widths = {len(rows) for rows in scored_at_a_time}
+    assert widths == {scored_positions(captured.spec.vocab_size)}
 
 
 @pytest.mark.parametrize("stage", ["first run", "begin", "run", "end"])
@@ -212,16 +221,16 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
     other.runner.pools.arena.check_integrity()
 
 
-def test_while_requests_run_chunks_are_launched_first_and_captured_next() -> None:
+def test_while_requests_run_chunks_that_are_not_captured_are_launched() -> None:
     plain, other, _ = make_pair()
     recorder = RunAgain()
     graphs = capture_chunks(other, recorder)
     other.make_way(busy=True)
     expected = [dict(result.tokens) for result in play(plain, PARAMS["drawn"])]
-    for num_replays in (0, 4, 8):
+    for _ in range(2):
         assert [dict(result.tokens) for result in play(other, PARAMS["drawn"])] == expected
-        assert recorder.num_replays == num_replays
-    assert len(graphs.graphs) == 4
+    assert recorder.num_replays == 0
+    assert not graphs.graphs
 
 
 def client_of(name: str) -> tuple[Client, RunAgain]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,13 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import chunks, limits, moe, mtp, packed, plays, races, right
+from torch_gpu import chunks, limits, moe, mtp, races, right, tails
+from torch_gpu.plays import make_model as tails_model
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.decoder import DecoderLayer
-from pippin.backends.torch.models.packed import Packed, dense
 from pippin.backends.torch.models.parts import DenseMlp, Linear
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.arena import Arena
@@ -170,6 +172,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         "KERNELS": False,
         "LONG": 150,
         "SHORT": 40,
+        "NUM_SHORT": 7,
         "CHUNK": 64,
         "NUM_ROWS": 4,
         "NUM_OPERATIONS": 60,
@@ -187,6 +190,35 @@ def test_long_contexts_are_compared_and_timed(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert "differ by 0.0e+00 at most" in said
     assert "8 rows, the longest 150 tokens" in said
+    assert "a chunk of 64 tokens behind 150" in said
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_first_requests_and_streams_beside_prompts_are_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"NUM_SLOTS": 4, "NUM_ROUNDS": 2, "LONGEST": 40, "MOST_EXTRA_MS": math.inf}
+    small |= {
+        "NUM_STREAMS": 2,
+        "STREAM_TOKENS": 3000,
+        "PROMPT_TOKENS": 200,
+        "NUM_PROMPTS": 2,
+        "MOST_GAP_MS": math.inf,
+    }
+    firsts = tails.Firsts()
+    changed = {"MOST_STRETCH": math.inf, "watched_firsts": lambda: nullcontext(firsts)}
+    changed["random_model"] = lambda: tails_model(SHALLOW, torch.float32, "cpu")
+    for name, value in (small | changed).items():
+        monkeypatch.setattr(tails, name, value)
+    with torch.inference_mode():
+        tails.tails()
+        tails.beside()
+        firsts.captured.append(0.01)
+        with pytest.raises(AssertionError, match="captured while requests ran"):
+            tails.tails()
+    said = capsys.readouterr().out
+    assert "2 rounds: 0 kernels compiled, 0 captures" in said
+    assert "2 streams, 2 prompts of 200: gaps p50" in said
 
 
 @pytest.mark.usefixtures("no_gpu", "small_limits")
@@ -213,16 +245,3 @@ def test_a_model_that_drafts_for_itself_is_right(capsys: pytest.CaptureFixture[s
     config = mtp.PLAIN | small | {"num_attention_heads": 2, "num_key_value_heads": 1}
     mtp.draft_model(num_tokens=8, widths=(2,), depths=(2,), config=config, device="cpu")
     assert "100% of drafts accepted, 0 replies say otherwise" in capsys.readouterr().out
-
-
-def test_a_quantized_model_is_the_random_one_but_for_rounding() -> None:
-    """What its speed is compared with: the same weights, a quarter of the bytes and scales."""
-    few, whole = (
-        make(SMALL, torch.float32, "cpu").decoder
-        for make in (packed.quantized_model, plays.make_model)
-    )
-    assert few.nbytes < 0.25 * whole.nbytes
-    for mine, theirs in zip(few.layers, whole.layers, strict=True):
-        weight, expected = mine.mixer.out.weight, theirs.mixer.out.weight
-        assert isinstance(weight, Packed)
-        assert float((dense(weight) - expected).norm() / expected.norm()) < 0.12

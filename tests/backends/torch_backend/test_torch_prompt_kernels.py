@@ -20,6 +20,7 @@ from pippin.backends.torch.kernels.attention_blocks import (
     AttentionTile,
     attend_blocks,
     attention_tile_for,
+    splits_for,
 )
 from pippin.backends.torch.kernels.prompt import PromptKernels
 from pippin.backends.torch.kernels.rows import keep_inputs
@@ -66,8 +67,18 @@ def test_chunks_in_a_room_are_chunks_through_plain_operations(
     assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("tile", [None, AttentionTile(64, 64, 4), AttentionTile(32, 16, 4)])
-def test_blocks_attend_to_what_their_rows_attend_to(tile: AttentionTile | None) -> None:
+TWO_HEADS = AttentionTile(64, 16, 8, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    "tile", [None, AttentionTile(64, 64, 4), AttentionTile(32, 16, 4), TWO_HEADS]
+)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [0, 40])
+def test_blocks_attend_to_what_their_rows_attend_to(
+    tile: AttentionTile | None, splits: int, window: int
+) -> None:
+    """In one stretch, or in four: some of the blocks see less than two have."""
     made = MadeUpChunks("llama", (chunk(1, 0, 70), chunk(2, 5, 2), chunk(3, 60, 1)))
     kv = made.pools.kv[0]
     shape = made.decoder.shape.mixers(AttentionShape)[0]
@@ -75,8 +86,12 @@ def test_blocks_attend_to_what_their_rows_attend_to(tile: AttentionTile | None) 
     q = torch.randn(128, heads, dim, device=DEVICE)
     batch = chunk_batch(made.taken, made.held, made.pools)
     scoring = Scoring(dim**-0.5)
+    if window:
+        sinks = torch.randn(heads, device=DEVICE)
+        scoring = Scoring(dim**-0.5, softcap=5.0, window=window, sinks=sinks)
     expected = attend_rows(q[:73], kv, batch.lengths, batch.held.seen, scoring)
-    found = attend_blocks(q, kv, made.held.table, made.inputs(ROOM).recurrent.blocks, scoring, tile)
+    blocks = made.inputs(ROOM).recurrent.blocks
+    found = attend_blocks(q, kv, made.held.table, blocks, scoring, tile, splits, least=32)
     torch.testing.assert_close(found[:73], expected, rtol=1e-5, atol=1e-5)
     assert not found[73:].any()
 
@@ -86,8 +101,22 @@ def test_tiles_fit_into_shared_memory() -> None:
     for dim in (16, 32, 64, 128, 256):
         for itemsize in (2, 4):
             tile = attention_tile_for(dim, itemsize)
-            assert 64 % tile.num_queries == 0
-            assert (tile.num_queries + 4 * tile.num_keys) * dim * itemsize <= 96 << 10
+            assert 64 % tile.num_tokens == 0
+            assert shared_bytes(tile, dim, itemsize) <= 96 << 10
+            for heads_of_a_key in (1, 2, 3, 8):
+                tile = attention_tile_for(dim, itemsize, heads_of_a_key, shared_bytes=227 << 10)
+                assert heads_of_a_key % tile.num_heads == 0
+                assert shared_bytes(tile, dim, itemsize) <= 200 << 10
+
+
+def shared_bytes(tile: AttentionTile, dim: int, itemsize: int) -> int:
+    """Queries, and the stages of keys and values."""
+    queries = tile.num_tokens * tile.num_heads
+    return (queries + 2 * tile.num_stages * tile.num_keys) * dim * itemsize
+
+
+def test_few_blocks_are_divided_and_many_are_not() -> None:
+    assert [splits_for(programs) for programs in (1, 16, 100, 528, 4000)] == [32, 32, 4, 1, 1]
 
 
 def test_the_last_inputs_of_a_chunk_are_kept() -> None:
@@ -146,7 +175,14 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
                 return lambda *args, **options: None
 
         for module in (attention_blocks, delta_blocks, rows, products, routing):
-            names = ("_attend_blocks", "_solve", "_scan", "_keep_inputs", "_add_norm")
+            names = (
+                "_attend_blocks",
+                "_sum_stretches",
+                "_solve",
+                "_scan",
+                "_keep_inputs",
+                "_add_norm",
+            )
             names += ("_swiglu", "_conv_rows", "_gated_norm", "_route", "_order", "_cut")
             for kernel in (*names, "_expert_product", "_weighted_sum"):
                 if hasattr(module, kernel):

@@ -48,11 +48,12 @@ def test_there_are_blocks_for_rows_of_any_lengths(room: Room) -> None:
 
 
 def test_chunks_go_together_as_far_as_a_room_takes_them() -> None:
-    chunks = rows_of(1000, 1000, 100, 3000, *[10] * 20, 5000, 7)
-    groups = group_by_room(chunks, lambda row: row.slot == 3)
+    chunks = rows_of(1000, 1000, *[10] * 20, 5000, 7)
+    groups = group_by_room(chunks)
     lengths = [[len(row.tokens) for row in group] for group in groups]
-    assert lengths == [[100, 3000, 5000], [1000, 1000, *[10] * 4], [10] * 16, [7]]
-    assert group_by_room([], lambda row: False) == []
+    assert lengths == [[1000, 1000, *[10] * 4], [10] * 16, [2048], [2048], [904, 7]]
+    assert [row.start for group in groups for row in group if row.slot == 23] == [0, 2048, 4096]
+    assert group_by_room([]) == []
 
 
 def test_what_chunks_do_not_fill_reads_zeros_and_writes_waste() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -104,3 +106,28 @@ def test_a_captured_step_draws_what_the_sampler_draws() -> None:
         drawn = choose(x, inputs, future, Choice.TOP_P)
         expected = sampler.sample(x, [SampleRow(int(slot), index) for slot in slots]).tokens
         assert drawn[0].tolist() == expected.tolist()
+
+
+def test_any_number_of_rows_takes_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles another kernel for a tensor that begins elsewhere than at 16 bytes."""
+    seen: dict[int, set[tuple[str, tuple[bool, ...]]]] = {}
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def note(*args: Any, **_: Any) -> None:
+                tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
+                aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+                seen.setdefault(grid[0], set()).add((self._name, aligned))
+
+            return note
+
+    for name in ("_largest", "_sum_above", "_pick", "_least_kept"):
+        monkeypatch.setattr(top_p, name, Noted(name))
+    for num_rows in range(1, 10):
+        columns = [torch.full((num_rows,), 0.5, device=DEVICE) for _ in range(2)]
+        top_p.least_in_top_p(torch.zeros(num_rows, 512, device=DEVICE), *columns)
+    assert len(seen) == 9
+    assert all(kernels == seen[1] for kernels in seen.values())

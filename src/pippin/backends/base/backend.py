@@ -127,6 +127,11 @@ class Backend(Costs, Protocol):
         """The most likely ones first; none where nothing has to be warmed up."""
         ...
 
+    @property
+    def warm_up_seconds(self) -> float:
+        """At load. What is left then is warmed up while no request runs."""
+        ...
+
     def limit_memory(self, budget_bytes: int) -> int:
         """Keep within a budget that includes the weights; returns what is left for rows, tree and
         transients together. It may be negative: then the weights alone are too much."""

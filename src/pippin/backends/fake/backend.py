@@ -72,6 +72,7 @@ class FakeBackend:
         self.window = window if Component.WINDOW in components else 0
         self.restores_by_reference = restores_by_reference
         self.shapes_to_warm_up: Sequence[WarmUpShape] = ()
+        self.warm_up_seconds = 0.0
         self._state_bytes = state_tokens * BYTES_PER_TOKEN
         self.spec = ModelSpec(
             name="fake",

@@ -66,6 +66,7 @@ class MLXBackend:
     """Slots in, tokens out. Holds what every slot has computed, as prompts and as decode rows."""
 
     restores_by_reference = False
+    warm_up_seconds = 2.0
 
     def __init__(
         self,

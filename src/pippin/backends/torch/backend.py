@@ -6,6 +6,7 @@ Nothing here waits for the device except `TorchPending.wait`; on a CPU `launch` 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,13 +44,14 @@ DEFAULT_POOL_BYTES = 2 << 30  # where no budget is set; a CPU commits only what 
 
 # Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
 # last bit: a kernel, a fix, another order. What is on disk from before is not read then.
-ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 2
 
 
 class TorchBackend:
     """Slots in, tokens out."""
 
     restores_by_reference = True
+    warm_up_seconds = math.inf  # a kernel to compile takes longer than a request may wait
 
     def __init__(
         self,
@@ -267,9 +269,8 @@ class TorchBackend:
     def _run_largest(self, lengths: list[int]) -> None:
         largest_steps.run_largest_chunk(self.launch, lengths)
         with torch.inference_mode(), self._streams.forward():
-            of, size = self._decoder, self._slots.vocab_size
-            logits = torch.zeros(size, dtype=of.dtype, device=of.device)
-            largest_steps.run_largest_sampling(self._slots, self._ways.num_slots, logits)
+            embed = self._decoder.embed
+            largest_steps.run_largest_sampling(self._slots, self._ways.num_slots, embed)
             self.runner.run_largest_drafts()
 
     def _capture_largest(self) -> None:
@@ -288,7 +289,7 @@ class TorchBackend:
         return 0
 
     def make_way(self, *, busy: bool) -> None:
-        """While requests run, graphs are captured one at a time (`graphs/steps.py`)."""
+        """While requests run, nothing is captured (`graphs/steps.py`)."""
         for steps in self._runner.captured() if self._runner is not None else ():
             steps.busy = busy
 

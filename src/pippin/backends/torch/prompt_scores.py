@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from pippin.backends.base import Admit, PrefillRow
@@ -17,9 +18,11 @@ from pippin.backends.torch.streams import Arrival
 
 
 class PromptScores:
-    def __init__(self, parts: StepParts, head: Linear) -> None:
+    def __init__(self, parts: StepParts, head: Linear, *, pads: bool) -> None:
+        """`pads`: always as many at a time: a product of another size may be the first of it."""
         self._parts = parts
         self._head = head
+        self._pads = pads
         self._arriving: dict[int, list[Arrival]] = {}  # by slot, of chunks before the last
 
     def retire(self, slot: int) -> None:
@@ -47,10 +50,13 @@ class PromptScores:
         arriving = self._arriving.setdefault(chunk.slot, [])
         at_a_time = scored_positions(self._parts.slots.vocab_size)
         for start in range(0, len(targets), at_a_time):
-            part = self._parts.pools.index(targets[start : start + at_a_time])
-            logits = self._head(hidden[start : start + len(part)])
-            scored = token_logprobs(logits, part, admit.params.prompt_logprobs or 0)
-            arriving.append(self._parts.streams.bring(scored))
+            num_scored = min(at_a_time, len(targets) - start)
+            end = start + (at_a_time if self._pads else num_scored)
+            every = np.arange(start, end).clip(max=len(targets) - 1)  # the last one again
+            index, number = self._parts.pools.index, admit.params.prompt_logprobs or 0
+            logits = self._head(hidden[index(every)])
+            scored = token_logprobs(logits, index(targets[every]), number)
+            arriving.append(self._parts.streams.bring([part[:num_scored] for part in scored]))
         if chunk.samples:
             step.prompt_logprobs[chunk.slot] = []
             for arrival in self._arriving.pop(chunk.slot):

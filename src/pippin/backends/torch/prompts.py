@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from pippin.backends.base import PrefillRow, Restore
 from pippin.backends.chunking import cut_chunk, grid_blocks
@@ -29,7 +30,7 @@ from pippin.backends.torch.step.batches import (
 from pippin.backends.torch.step.chunk_inputs import pack_chunks
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.sizes import Room, group_by_room, room_for
+from pippin.backends.torch.step.sizes import Room, group_by_room, room_for, width_for
 from pippin.types import Component
 
 _NO_CELLS = np.zeros(0, dtype=np.int32)
@@ -54,7 +55,7 @@ class Prompts:
         self._deterministic = deterministic
         self._max_tokens = max_tokens
         self._drafts = drafts
-        self._scores = PromptScores(parts, head)
+        self._scores = PromptScores(parts, head, pads=graphs is not None)
 
     def retire(self, slot: int) -> None:
         self._scores.retire(slot)
@@ -87,15 +88,21 @@ class Prompts:
         for group in [[row] for row in rows] if self._deterministic else [rows] if rows else []:
             hidden = torch.stack([_hidden_of(row) for row in group])
             self._read_hidden(step, group, hidden)
-            self._sample(step, group, self._head(hidden))
+            self._sample(step, group, self._logits(hidden))
             if self._drafts is not None:
                 self._drafts.behind_restored(group, hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of as many rows as a decode step has: a product of another size may be the first."""
+        num_rows = len(hidden)
+        padding = 0 if self.graphs is None else width_for(max(num_rows, 2)) - num_rows
+        return self._head(F.pad(hidden, (0, 0, 0, padding)))[:num_rows]
 
     def _groups(self, chunks: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
         if self._deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
         if self.graphs is not None and self.graphs.works:
-            return [*group_by_room(chunks, self._scores.wants)]
+            return [*group_by_room(chunks)]
         most = self._max_tokens
         if self._parts.rows.windows is None or all(len(chunk.tokens) <= most for chunk in chunks):
             return [chunks] if chunks else []
@@ -123,7 +130,7 @@ class Prompts:
 
     def _room(self, chunks: Sequence[PrefillRow]) -> Room | None:
         """Of a graph that runs these chunks, if there is one."""
-        if self.graphs is None or any(self._scores.wants(chunk) for chunk in chunks):
+        if self.graphs is None:
             return None
         room = room_for(sum(len(chunk.tokens) for chunk in chunks), len(chunks))
         return room if room is not None and self.graphs.prepare(room) else None
@@ -148,10 +155,11 @@ class Prompts:
         choice = parts.slots.fill_samples(words.samples, chunks)
         ran = self.graphs.run(room, words.words, choice)
         assert ran.hidden is not None
+        assert ran.every_hidden is not None
+        self._scores.add(step, chunks, ran.every_hidden)
         self._keep_hidden(step, chunks, ran.hidden)
         parts.draws.take_drawn(step, chunks, ran)
         if self._drafts is not None:
-            assert ran.every_hidden is not None or not self._drafts.reads_hidden
             self._drafts.behind_chunks(chunks, ran.every_hidden)
 
     def _sample(self, step: TorchPending, rows: Sequence[PrefillRow], logits: torch.Tensor) -> None:

@@ -98,10 +98,6 @@ class Runner:
         ways: Ways,
         capacity_bytes: int,
     ) -> None:
-        if ways.kernels:  # Triton is not everywhere
-            from pippin.backends.torch.kernels.packed.linear import by_kernels
-
-            decoder, draft = by_kernels(decoder), by_kernels(draft)
         self._decoder = decoder
         self._slots = slots
         self._future = future
@@ -249,7 +245,6 @@ class Runner:
                 pools.layout,
                 recorder,
                 logits,
-                keeps_hidden=self._drafts is not None and self._drafts.reads_hidden,
             )
         verify = None
         if max_depth := self._ways.max_depth:

@@ -27,7 +27,8 @@ def one_batch(
     batch
         Batch sizes to measure. Default: 1,4,16.
     input
-        Lengths of the prompts to measure, in tokens. Default: 512.
+        Lengths of the prompts to measure, in tokens. Default: 512. Long contexts, for example:
+        8192,32768,131072.
     output
         Number of tokens that each request of the batch decodes.
     repeats

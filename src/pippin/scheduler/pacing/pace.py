@@ -14,6 +14,7 @@ from pippin.types import GRID
 
 STEP_STRETCH = 2.4  # a step with prompts may take this many times a decode-only step,
 LONGEST_STRETCH = 3.9  # and up to this many the more prompts wait for each stream that runs
+SMOOTH_STEP = 0.010  # seconds: no reader notices steps that take no longer, whatever others take
 SMALLEST_CHUNK = GRID // 2
 CHUNK_STEP = GRID // 4  # beside streams chunks are multiples of this, short ones of half of it
 LONGER = 1.5  # what chunks this many times as long would take is to be known,
@@ -32,9 +33,10 @@ class Pace:
 
     Without running streams a step takes `prefill_tokens`. With them there are two bounds. Prompts
     may take so much time that a step becomes `STEP_STRETCH` times as long, more where many wait
-    and few run; and no step is planned to take longer than `max_gap`, unless the smallest chunk
-    does. A forward of a few tokens holds streams up almost as long as one of many: where that
-    time does not pay for a productive one, it is saved up over steps without prompts.
+    and few run, and `SMOOTH_STEP` where the device is that fast; and no step is planned to take
+    longer than `max_gap`, unless the smallest chunk does. A forward of a few tokens holds streams
+    up almost as long as one of many: where that time does not pay for a productive one, it is saved
+    up over steps without prompts.
 
         tokens dominate (CPUs):       |d pp|d pp|d pp|d pp|
         forwards dominate (GPUs):     |d|d|d|d|d|d pppppppp|d|d|d|d|
@@ -69,7 +71,8 @@ class Pace:
             return min(GRID, self.prefill_tokens)
         decode = self.costs.decode_seconds(num_streams, num_drafts)
         stretch = min(STEP_STRETCH * (1.0 + num_prompts / num_streams), LONGEST_STRETCH)
-        income = (stretch - 1.0) * decode
+        smooth = min(SMOOTH_STEP, self.max_gap) - decode
+        income = max((stretch - 1.0) * decode, smooth)
         smallest = min(SMALLEST_CHUNK, self.prefill_tokens)
         most = max(self._within(self.max_gap - decode), smallest)
         productive = min(self.productive_tokens, self._within(LONGEST_SAVED), most)
@@ -82,8 +85,11 @@ class Pace:
         if self._credit < price <= MAX_SAVING_STEPS * income:
             return 0
         tokens = min(max(self._within(min(self._credit, at_once)), least), most)
-        tokens = self._reachable(num_streams, tokens, self.max_gap - decode)
-        return self._explored(num_streams, tokens, self.max_gap - decode)
+        seconds = self.max_gap - decode
+        tokens = self._reachable(num_streams, tokens, seconds)
+        return self._explored(
+            num_streams, tokens, seconds, LONGEST_SAVED if smooth <= 0 else smooth
+        )
 
     @property
     def productive_tokens(self) -> int:
@@ -129,10 +135,11 @@ class Pace:
         step = CHUNK_STEP if tokens >= GRID else CHUNK_STEP // 2
         return max(tokens // step * step, min(tokens, step))
 
-    def _explored(self, num_streams: int, tokens: int, seconds: float) -> int:
+    def _explored(self, num_streams: int, tokens: int, seconds: float, longest: float) -> int:
         """Another length now and then, so long as steps do not show what longer chunks would take.
 
-        Longer ones and shorter ones in turn, where both are possible.
+        Longer ones and shorter ones in turn, where both are possible; of at most `longest` seconds,
+        unless those that are planned take longer.
         """
         more = min(math.ceil(LONGER * tokens), self.prefill_tokens)
         if more == tokens or self.costs.predicts(num_streams, more):
@@ -140,7 +147,7 @@ class Pace:
         self._num_guessed += 1
         if self._num_guessed % CHUNKS_BETWEEN_EXPLORING:
             return tokens
-        longest = max(self.costs.prefill_seconds(tokens), LONGEST_SAVED)
+        longest = max(self.costs.prefill_seconds(tokens), longest)
         longer = min(self._safe(tokens, min(seconds, longest)), self.prefill_tokens)
         shorter = max(tokens // 2, min(CHUNK_STEP, tokens))
         can_grow = longer >= LEAST_CONTRAST * tokens

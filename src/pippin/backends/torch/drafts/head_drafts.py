@@ -16,8 +16,6 @@ from pippin.backends.torch.step.pending import TorchPending
 
 
 class HeadDrafts(RowDrafts):
-    reads_hidden = True
-
     def __init__(self, parts: StepParts, drafter: MtpDrafter) -> None:
         super().__init__(parts, drafter)
         self._ring = drafter.ring

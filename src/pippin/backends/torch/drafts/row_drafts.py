@@ -29,8 +29,6 @@ def is_drafted(row: Row) -> bool:
 class RowDrafts(ABC):
     """Behind rows that decode. What a drafter is fed of prompts depends on the drafter."""
 
-    reads_hidden = False  # of every token of a chunk
-
     def __init__(self, parts: StepParts, drafter: StepDrafter) -> None:
         self._parts = parts
         self._drafter = drafter
@@ -41,7 +39,7 @@ class RowDrafts(ABC):
 
     @abstractmethod
     def behind_chunks(self, rows: Sequence[PrefillRow], hidden: torch.Tensor | None) -> None:
-        """Of chunks, one behind the other; hidden [tokens, n], if it `reads_hidden`."""
+        """Of chunks, one behind the other; hidden [tokens, n], where it is known."""
 
     @abstractmethod
     def behind_restored(self, rows: Sequence[PrefillRow], hidden: torch.Tensor) -> None:

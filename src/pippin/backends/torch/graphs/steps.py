@@ -5,10 +5,10 @@ host adds is which rows a step has. There is a graph for each size out of a few 
 decode step, the room of prompts' chunks) and for each way to choose tokens; rows that a step does
 not fill are padding, which reads zeros and writes waste.
 
-While no request runs, work is captured before it is first needed. While requests run, a key is
-launched the first time, which compiles its kernels, and captured the second: that is a few
-milliseconds of the host's and waits for nothing. If a capture fails a warning is logged once, and
-what is not captured is launched from then on.
+While no request runs, work is captured before it is first needed: at load, all that there can be.
+A capture holds the host up for 10 to 20 ms, so while requests run nothing is captured, and what is
+not captured is launched. If a capture fails a warning is logged once, and what is not captured is
+launched from then on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Forwarded(NamedTuple):
     logits: torch.Tensor  # [rows, vocab]
     inputs: Inputs  # how the rows sample
     hidden: torch.Tensor | None = None  # [rows, hidden]: what the head read, of prompts
-    every_hidden: torch.Tensor | None = None  # [tokens, hidden], where drafts need it
+    every_hidden: torch.Tensor | None = None  # [tokens, hidden], of prompts
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,6 @@ class CapturedSteps(Generic[Size]):
         self._logits = logits
         self._choices = choices
         self._words = torch.zeros(padding(largest).size, dtype=torch.int32, device=future.device)
-        self._has_run: set[tuple[Size, Choice]] = set()
         self.graphs: dict[tuple[Size, Choice], Recorded[Ran]] = {}
         self.works = recorder is not None
         self.busy = False  # requests run
@@ -91,13 +90,11 @@ class CapturedSteps(Generic[Size]):
 
     def run(self, size: Size, words: np.ndarray, choice: Choice) -> Ran:
         """words, int32: in one copy, without waiting. What it returns lasts until the next run."""
-        if not self.busy or (size, choice) in self._has_run:
+        if not self.busy:
             self._capture(size, choice)
         sent = self._send(words)
         if (graph := self.graphs.get((size, choice))) is None:
-            ran = self._run(size, choice, sent)
-            self._has_run.add((size, choice))
-            return ran
+            return self._run(size, choice, sent)
         graph.replay()
         return graph.result
 
@@ -107,9 +104,7 @@ class CapturedSteps(Generic[Size]):
             return
         try:
             words = self._send(self._padding(size))
-            if key not in self._has_run:  # it may compile kernels, which a capture must not
-                self._run(size, choice, words)
-                self._has_run.add(key)
+            self._run(size, choice, words)  # it may compile kernels, which a capture must not
             self.graphs[key] = self._recorder.record(lambda: self._run(size, choice, words))
         except DeviceFailed:
             raise
@@ -183,13 +178,15 @@ def chunk_steps(
     layout: PoolLayout,
     recorder: CudaGraphs,
     logits: torch.Tensor,
-    keeps_hidden: bool = False,  # of every token
 ) -> CapturedSteps[Room]:
+    sizes = ROOMS[-1].num_tokens, layout.shape.hidden
+    kept = torch.empty(sizes, dtype=layout.dtype, device=logits.device)  # by all graphs
+
     def forward(room: Room, words: torch.Tensor) -> Forwarded:
         inputs = ChunkInputs.of(words, room, layout)
-        every = kernels.hidden(inputs)
+        every = kept[: room.num_tokens].copy_(kernels.hidden(inputs))
         hidden = every[inputs.last.long()]
-        return Forwarded(head(hidden), inputs.samples, hidden, every if keeps_hidden else None)
+        return Forwarded(head(hidden), inputs.samples, hidden, every)
 
     def padding(room: Room) -> np.ndarray:
         return ChunkWords.padding(room, layout).words

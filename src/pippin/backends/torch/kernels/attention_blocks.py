@@ -1,14 +1,17 @@
 """Attention of prompts' chunks over cells: blocks of GRID tokens, each of one row.
 
-A program takes some tokens of a block for one query head, and goes through all tokens that they
-see by the table of cells: those of the chunk itself have been written before. Lengths and positions
-are looked up, so a captured graph serves chunks of any lengths behind prefixes of any lengths;
-blocks without tokens see nothing and write nothing.
+Two kernels. A program of the first takes some tokens of a block for one or two query heads that
+share a key head, and a stretch of the tokens that they see, by the table of cells: those of the
+chunk itself have been written before. Where a block sees little there is one stretch, whose program
+writes the result; else the second kernel adds the stretches up. Lengths and positions are looked
+up, so a captured graph serves chunks of any lengths behind prefixes of any lengths; blocks without
+tokens see nothing and write nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -20,21 +23,42 @@ from pippin.backends.torch.step.chunk_inputs import BlockInputs
 from pippin.types import GRID
 
 TILE_BYTES = 1 << 15  # of queries, and of the keys or values that are read at a time, at most
+MUCH_SHARED = 200 << 10  # of shared memory: GPUs since Hopper take twice as much
+PROGRAMS = 528  # of the first kernel, where blocks see much: four for each processor of a large GPU
+MOST_SPLITS = 32  # of a block
+LEAST_TOKENS = 1024  # of a stretch
+SUMMED = 16  # tokens of a program of the second kernel
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    num_queries: int
+    num_tokens: int  # of a block
     num_keys: int
     num_warps: int
+    num_heads: int = 1  # query heads of one program
+    num_stages: int = 2
 
 
-def attention_tile_for(dim: int, itemsize: int) -> AttentionTile:
-    """What fits into the shared memory of every GPU since Ampere, with two stages of keys."""
+def attention_tile_for(
+    dim: int, itemsize: int, heads_of_a_key: int = 1, shared_bytes: int = 0
+) -> AttentionTile:
+    """What fits into the shared memory of every GPU since Ampere, with two stages of keys; or into
+    `shared_bytes`, where that is more."""
+    if itemsize == 2 and shared_bytes >= MUCH_SHARED:
+        together = 2 if heads_of_a_key % 2 == 0 else 1
+        num_keys, num_stages = (GRID, 2) if dim <= 128 else (GRID // 2, 3)
+        return AttentionTile(GRID, num_keys, 4 * together, together, num_stages)
     most, most_in_registers = TILE_BYTES // (dim * itemsize), 2 * GRID // itemsize
-    num_queries = max(16, min(most_in_registers, most))
+    num_tokens = max(16, min(most_in_registers, most))
     num_keys = max(16, min(most_in_registers, most // 2))
-    return AttentionTile(num_queries, num_keys, 8 if num_queries * dim > 8192 else 4)
+    return AttentionTile(num_tokens, num_keys, 8 if num_tokens * dim > 8192 else 4)
+
+
+def splits_for(num_programs: int) -> int:
+    """Stretches that a block can have at most: few blocks share a GPU by many."""
+    most = max(1, min(MOST_SPLITS, PROGRAMS // num_programs))
+    return 1 << (most.bit_length() - 1)
 
 
 @triton.jit
@@ -57,12 +81,43 @@ def add_values(scores, v, top, mass, found, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _seen(blocks, block, first, window, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """What tokens from `first` on of a block see: from where to where. Nothing if there are none.
+
+    What lies before a window may be another row's by now.
+    """
+    length, position = tl.load(blocks.length + block), tl.load(blocks.position + block)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(position + first - window + 1, 0)
+    end = position + tl.minimum(first + TOKENS, length)
+    return begin, tl.where(first < length, end, begin)
+
+
+@triton.jit
+def _stretch(num_seen, SPLITS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr):
+    """Tokens that one program goes through."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_seen, SPLITS), KEYS) * KEYS, LEAST)
+
+
+@triton.jit
+def _in_log2(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scaled and capped, of products; exponents of 2."""
+    if SOFTCAP:
+        scores = capped(scores * scale, softcap) / scale
+    return scores * (scale * _LOG2E)
+
+
+@triton.jit
 def _attend_blocks(
     q,
     kv,
     table,
     blocks,
     out,
+    partial,
+    tops,
+    masses,
     token_stride,
     head_stride,
     kv_stride,
@@ -77,50 +132,139 @@ def _attend_blocks(
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_head = head // (HEADS // KV_HEADS)
+    block, group = tl.program_id(0), tl.program_id(1)
+    part, split = tl.program_id(2) % PARTS, tl.program_id(2) // PARTS
+    first = part * TOKENS
+    seen, end = _seen(blocks, block, first, window, TOKENS, WINDOW)
+    stretch = _stretch(end - seen, SPLITS, KEYS, LEAST)
+    begin = seen + split * stretch
+    if begin >= end:
+        return
+    stop = tl.minimum(begin + stretch, end)
     length = tl.load(blocks.length + block)
     position = tl.load(blocks.position + block)
-    first = part * QUERIES
-    n, i = first + tl.arange(0, QUERIES), tl.arange(0, D)
+    row, i = tl.arange(0, TOKENS * TOGETHER), tl.arange(0, D)
+    n, head = first + row % TOKENS, group * TOGETHER + row // TOKENS
     inside = n < length
     token = tl.load(blocks.start + block).to(tl.int64) + n
-    q_at = token[:, None] * token_stride + head * head_stride + i[None, :]
+    q_at = (token * token_stride + head * head_stride)[:, None] + i[None, :]
     queries = tl.load(q + q_at, mask=inside[:, None], other=0.0)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    mass = tl.zeros([QUERIES], tl.float32)
-    if SINKS:  # as a first key, without a value
-        top = tl.zeros([QUERIES], tl.float32) + tl.load(sinks + head)
-        mass += 1.0
-    found = tl.zeros([QUERIES, D], tl.float32)
+    top = tl.full([TOKENS * TOGETHER], float("-inf"), tl.float32)
+    mass = tl.zeros([TOKENS * TOGETHER], tl.float32)
+    if SINKS:  # as a first key of the first stretch, without a value
+        its = tl.load(sinks + head).to(tl.float32) * _LOG2E
+        top = tl.where(split == 0, its, top)
+        mass = tl.where(split == 0, 1.0, mass)
+    found = tl.zeros([TOKENS * TOGETHER, D], tl.float32)
     cells_of = table + tl.load(blocks.slot + block).to(tl.int64) * table_stride
-    here = kv + kv_head * D
-    end = tl.where(first < length, position + tl.minimum(first + QUERIES, length), 0)
-    begin = 0
-    if WINDOW:  # what lies before it may be another row's by now
-        begin = tl.maximum(position + first - window + 1, 0)
-    for start in range(begin, end, KEYS):
+    here = kv + (group * TOGETHER // (HEADS // KV_HEADS)) * D
+    # What all of the tokens see, then the rest.
+    whole = begin + tl.maximum(tl.minimum(stop, position + first + 1) - begin, 0) // KEYS * KEYS
+    if WINDOW:
+        whole = begin
+    for start in range(begin, whole, KEYS):
+        cell = tl.load(cells_of + start + tl.arange(0, KEYS)).to(tl.int64) * kv_stride
+        at = here + cell[:, None] + i[None, :]
+        k = tl.load(at)
+        v = tl.load(at + KV_HEADS * D)
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        scores = _in_log2(scores, scale, softcap, SOFTCAP)
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - highest[:, None])
+        shrink = tl.exp2(top - highest)
+        mass = mass * shrink + tl.sum(weights, axis=1)
+        found = found * shrink[:, None]
+        found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
+        top = highest
+    for start in range(whole, stop, KEYS):
         t = start + tl.arange(0, KEYS)
-        is_held = t < end
+        is_held = t < stop
         cell = tl.load(cells_of + t, mask=is_held, other=0).to(tl.int64) * kv_stride
         at = here + cell[:, None] + i[None, :]
         k = tl.load(at, mask=is_held[:, None], other=0.0)
         v = tl.load(at + KV_HEADS * D, mask=is_held[:, None], other=0.0)
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
-        if SOFTCAP:
-            scores = capped(scores, softcap)
-        sees = is_held[None, :] & (t[None, :] <= position + n[:, None])
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        scores = _in_log2(scores, scale, softcap, SOFTCAP)
+        sees = is_held[None, :] & (t[None, :] <= (position + n)[:, None])
         if WINDOW:
-            sees = sees & (t[None, :] > position + n[:, None] - window)
+            sees = sees & (t[None, :] > (position + n - window)[:, None])
         scores = tl.where(sees, scores, float("-inf"))
-        top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        mass = mass * shrink + tl.sum(weights, axis=1)
+        found = found * shrink[:, None]
+        found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
+        top = highest
+    line = token * HEADS + head
+    if stretch >= end - seen:
+        y = found / tl.where(mass > 0.0, mass, 1.0)[:, None]
+        tl.store(out + line[:, None] * D + i[None, :], y.to(out.dtype.element_ty), inside[:, None])
+    else:
+        at = line * SPLITS + split
+        tl.store(tops + at, top, mask=inside)
+        tl.store(masses + at, mass, mask=inside)
+        tl.store(partial + at[:, None] * D + i[None, :], found, mask=inside[:, None])
+
+
+@triton.jit
+def _sum_stretches(
+    blocks,
+    out,
+    partial,
+    tops,
+    masses,
+    window,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    block, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tile * SUMMED // TOKENS * TOKENS
+    seen, end = _seen(blocks, block, first, window, TOKENS, WINDOW)
+    stretch = _stretch(end - seen, SPLITS, KEYS, LEAST)
+    if stretch >= end - seen:
+        return
+    n, i = tile * SUMMED + tl.arange(0, SUMMED), tl.arange(0, D)
+    inside = n < tl.load(blocks.length + block)
+    line = (tl.load(blocks.start + block).to(tl.int64) + n) * HEADS + head
+    top = tl.full([SUMMED], float("-inf"), tl.float32)
+    mass = tl.zeros([SUMMED], tl.float32)
+    found = tl.zeros([SUMMED, D], tl.float32)
+    for split in range(tl.cdiv(end - seen, stretch)):
+        at = line * SPLITS + split
+        its_top = tl.load(tops + at, mask=inside, other=float("-inf"))
+        highest = tl.maximum(top, its_top)
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        shrink, share = tl.exp2(top - safe), tl.exp2(its_top - safe)
+        mass = mass * shrink + tl.load(masses + at, mask=inside, other=0.0) * share
+        values = tl.load(partial + at[:, None] * D + i[None, :], mask=inside[:, None], other=0.0)
+        found = found * shrink[:, None] + values * share[:, None]
+        top = highest
     y = found / tl.where(mass > 0.0, mass, 1.0)[:, None]
-    y_at = (token[:, None] * HEADS + head) * D + i[None, :]
-    tl.store(out + y_at, y.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(out + line[:, None] * D + i[None, :], y.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Of a program, at most."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def attend_blocks(
@@ -130,19 +274,32 @@ def attend_blocks(
     blocks: BlockInputs,
     scoring: Scoring,
     tile: AttentionTile | None = None,
+    splits: int | None = None,
+    least: int = LEAST_TOKENS,
 ) -> torch.Tensor:
     """[tokens, heads, channels]: zeros for tokens of no block."""
     tokens, heads, dim = q.shape
     assert q.stride(2) == 1
-    num_kv_heads = kv.shape[2]
-    tile = tile or attention_tile_for(dim, q.element_size())
+    num_blocks, num_kv_heads = blocks.slot.shape[0], kv.shape[2]
+    per_key = heads // num_kv_heads
+    tile = tile or attention_tile_for(dim, q.element_size(), per_key, _shared_bytes(q.device))
+    parts, groups = GRID // tile.num_tokens, heads // tile.num_heads
+    splits = splits or splits_for(num_blocks * groups * parts)
     out = torch.zeros(tokens, heads, dim, dtype=q.dtype, device=q.device)
-    _attend_blocks[(blocks.slot.shape[0], heads, GRID // tile.num_queries)](
+    sizes_of_parts = ((dim,), (), ())  # sums of values, largest scores, masses
+    options = {"dtype": torch.float32, "device": q.device}
+    lines = (tokens, heads, splits) if splits > 1 else (1, 1, 1)
+    found = [torch.empty(*lines, *size, **options) for size in sizes_of_parts]
+    sizes = {"HEADS": heads, "D": dim, "TOKENS": tile.num_tokens, "KEYS": tile.num_keys}
+    sizes |= {"SPLITS": splits, "LEAST": least if splits > 1 else 1 << 30}
+    sizes["WINDOW"] = scoring.window > 0
+    _attend_blocks[(num_blocks, groups, parts * splits)](
         q,
         kv,
         table,
         blocks,
         out,
+        *found,
         q.stride(0),
         q.stride(1),
         kv.stride(0),
@@ -151,16 +308,19 @@ def attend_blocks(
         scoring.sinks,
         scoring.softcap,
         scoring.window,
-        HEADS=heads,
-        KV_HEADS=num_kv_heads,
-        D=dim,
+        **sizes,
         SINKS=scoring.sinks is not None,
         SOFTCAP=scoring.softcap > 0.0,
-        WINDOW=scoring.window > 0,
-        QUERIES=tile.num_queries,
-        KEYS=tile.num_keys,
+        KV_HEADS=num_kv_heads,
+        TOGETHER=tile.num_heads,
+        PARTS=parts,
         PRECISION=precision_of(q.dtype),
         num_warps=tile.num_warps,
-        num_stages=2,
+        num_stages=tile.num_stages,
     )
+    if splits > 1:
+        summed = min(SUMMED, tile.num_tokens)
+        _sum_stretches[(num_blocks, heads, GRID // summed)](
+            blocks, out, *found, scoring.window, **sizes, SUMMED=summed, num_warps=4
+        )
     return out

@@ -56,11 +56,14 @@ def _solve(
     PRECISION: tl.constexpr,
 ):
     block, head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(blocks.length + block)
+    if length == 0:  # padding, which no row goes through
+        return
     key_head = head // (V_HEADS // K_HEADS)
     channels: tl.constexpr = 2 * K_HEADS * DK + V_HEADS * DV
     kept = solved.writes.dtype.element_ty
     t, i, j = tl.arange(0, _GRID), tl.arange(0, DK), tl.arange(0, DV)
-    inside = t < tl.load(blocks.length + block)
+    inside = t < length
     token = tl.load(blocks.start + block).to(tl.int64) + t
     b = tl.load(gates + token * gates_stride + head, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(gates + token * gates_stride + V_HEADS + head, mask=inside, other=0.0)

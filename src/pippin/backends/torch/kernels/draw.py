@@ -98,7 +98,7 @@ def _largest_of_blocks(
     tl.store(places + row * num_blocks + block, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _largest_of_all(
     logits,
     values,

@@ -106,7 +106,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_kept"])
 def _conv_rows(
     x,
     conv,

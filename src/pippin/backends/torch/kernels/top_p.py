@@ -169,7 +169,8 @@ def least_in_top_p(
     grid, device = (num_rows, num_blocks), logits.device
     tops = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     sums = torch.empty(num_rows, num_blocks, 16, dtype=torch.int64, device=device)
-    found, keeps_all = torch.empty(2, num_rows, dtype=torch.int32, device=device).unbind(0)
+    # Two tensors: a half of one would lie at places of other alignments, for other kernels.
+    found, keeps_all = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
     needed = torch.empty(num_rows, dtype=torch.int64, device=device)
     sizes = (vocab_size, num_blocks)
     blocks = {"BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(num_blocks)}

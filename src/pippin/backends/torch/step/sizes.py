@@ -5,15 +5,17 @@ A few sizes each, so that there are few graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pippin.backends.base import PrefillRow
+from pippin.backends.chunking import cut_chunk
 from pippin.types import GRID
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROOM_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 ROOM_ROWS = (4, 16)
+MOST_TOKENS = ROOM_TOKENS[-1]
 
 
 def width_for(num_rows: int) -> int:
@@ -49,24 +51,17 @@ def room_for(num_tokens: int, num_rows: int) -> Room | None:
     return next(fits, None)
 
 
-def group_by_room(
-    chunks: Sequence[PrefillRow], alone: Callable[[PrefillRow], bool]
-) -> list[list[PrefillRow]]:
-    """Chunks that share a forward: as many as a room takes; what none takes is one forward more.
-
-    `alone`: whose forward may not be captured.
-    """
-    beyond: list[PrefillRow] = []
+def group_by_room(chunks: Sequence[PrefillRow]) -> list[list[PrefillRow]]:
+    """Chunks that share a forward: as many as a room takes. What none takes is cut."""
     groups: list[list[PrefillRow]] = []
     num_tokens = 0  # of the last group
     for chunk in chunks:
-        length = len(chunk.tokens)
-        if alone(chunk) or room_for(length, 1) is None:
-            beyond.append(chunk)
-            continue
-        if not groups or room_for(num_tokens + length, len(groups[-1]) + 1) is None:
-            groups.append([])
-            num_tokens = 0
-        groups[-1].append(chunk)
-        num_tokens += length
-    return [beyond, *groups] if beyond else groups
+        for part in cut_chunk(chunk, range(chunk.start + MOST_TOKENS, chunk.end, MOST_TOKENS)):
+            length, follows = len(part.tokens), part.start > chunk.start
+            full = not groups or room_for(num_tokens + length, len(groups[-1]) + 1) is None
+            if full or follows:
+                groups.append([])
+                num_tokens = 0
+            groups[-1].append(part)
+            num_tokens += length
+    return groups

@@ -55,7 +55,7 @@ def _route(
     tl.store(chosen + at, places, mask=c < CHOSEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _order(chosen, starts, order, num_pairs, BLOCK: tl.constexpr):
     """One expert: where its pairs start, and its pairs. The last program ends the last expert."""
     expert = tl.program_id(0)
@@ -73,7 +73,7 @@ def _order(chosen, starts, order, num_pairs, BLOCK: tl.constexpr):
         before += tl.sum(mine.to(tl.int32), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _cut(
     starts,
     experts,

@@ -1,1 +1,0 @@
-"""Products with packed weights in Triton: a step reads their few bits, not what they stand for."""

@@ -1,0 +1,237 @@
+"""What a request waits for after load: kernels, captures and memory that something is the first to need; streams beside prompts."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torch_gpu.host import Answer, Asker, make_loop, make_prompts
+from torch_gpu.plays import random_model
+
+from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.graphs.capture import CudaGraphs
+from pippin.types import SamplingParams
+
+NUM_SLOTS = 64
+MOST_EXTRA_MS = 50.0  # of the first request of a shape, beside what the next one of it takes
+NUM_ROUNDS = 60
+LONGEST = 12_000
+NUM_STREAMS, STREAM_TOKENS, PROMPT_TOKENS, NUM_PROMPTS = 8, 20_000, 4096, 12
+MOST_GAP_MS, MOST_STRETCH = 12.0, 1.5
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+    "temperature": {"temperature": 0.7},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "min_p": {"temperature": 1.0, "min_p": 0.05},
+    "long top_k": {"temperature": 1.0, "top_k": 500, "top_p": 0.9},
+    "penalties": {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+    "logit_bias": {"temperature": 1.0, "logit_bias": {5: 2.0}},
+    "min_tokens": {"temperature": 1.0, "min_tokens": 3},
+    "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 3},
+    "embeds": {"temperature": 0.0},
+}
+
+
+@dataclass
+class Firsts:
+    """What was compiled or captured, with the seconds that a capture took."""
+
+    compiled: list[str] = field(default_factory=list)
+    captured: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def watched_firsts() -> Iterator[Firsts]:
+    """Everything that Triton compiles or reads from its cache on disk, and that CUDA captures."""
+    import triton
+
+    found = Firsts()
+    record, hook = CudaGraphs.record, triton.knobs.runtime.jit_post_compile_hook
+
+    def note(*_: Any, **named: Any) -> None:
+        found.compiled.append(
+            str(named["fn"].name).rpartition(".")[2] + " " + str(named["repr"])[:300]
+        )
+
+    def timed(self: CudaGraphs, run: Any) -> Any:
+        began = time.perf_counter()
+        recorded = record(self, run)
+        found.captured.append(time.perf_counter() - began)
+        return recorded
+
+    CudaGraphs.record, triton.knobs.runtime.jit_post_compile_hook = timed, note  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        CudaGraphs.record, triton.knobs.runtime.jit_post_compile_hook = record, hook  # type: ignore[method-assign]
+
+
+def loaded_loop(backend: TorchBackend, memory: str = "24GB", host_cache: str | None = None) -> Any:
+    """As an engine is when `/health` says ready."""
+    loop = make_loop(backend, memory, host_cache, NUM_SLOTS)
+    loop.warm_up.run_at_load(lambda _: None)
+    return loop
+
+
+def tails() -> None:
+    """Requests of all shapes after load: the first of a shape takes at most 50 ms longer than the next one."""
+    began = time.perf_counter()
+    with watched_firsts() as firsts:
+        backend = TorchBackend(random_model(), num_slots=NUM_SLOTS, pool_bytes=None)
+        loop = loaded_loop(backend)
+    captured = sorted(firsts.captured)
+    print(
+        f"ready after {time.perf_counter() - began:.1f} s: {len(firsts.compiled)} kernels, {len(captured)} captures",
+        flush=True,
+    )
+    if captured:
+        print(
+            f"a capture takes {statistics.median(captured) * 1e3:.1f} ms, the longest {captured[-1] * 1e3:.1f}, all {sum(captured):.1f} s",
+            flush=True,
+        )
+    rounds = Rounds(loop)
+    try:
+        with watched_firsts() as firsts:
+            for number in range(NUM_ROUNDS):
+                rounds.run(number)
+        print(
+            f"{NUM_ROUNDS} rounds: {len(firsts.compiled)} kernels compiled, {len(firsts.captured)} captures",
+            flush=True,
+        )
+        for name in firsts.compiled[:20]:
+            print("  ", name[:200])
+        for line in rounds.slow[:30]:
+            print("  ", line)
+    finally:
+        loop.close()
+    assert not firsts.compiled, "a kernel was compiled, or read from disk, while requests ran"
+    assert not firsts.captured, "a graph was captured while requests ran"
+    assert rounds.worst <= MOST_EXTRA_MS, (
+        f"the first request of a shape took {rounds.worst:.0f} ms longer than the next one"
+    )
+
+
+class Rounds:
+    """Some requests at once, of one kind and of lengths that were not there before; then the same again, of other tokens."""
+
+    def __init__(self, loop: Any) -> None:
+        self.loop, self.asker = loop, Asker(loop)
+        self.random = random.Random(0)
+        self.rng = np.random.default_rng(0)
+        self.worst = 0.0
+        self.slow: list[str] = []
+
+    def run(self, number: int) -> None:
+        kind = list(KINDS)[number % len(KINDS)]
+        lengths = [
+            int(10 ** self.random.uniform(0.0, np.log10(LONGEST)))
+            for _ in range(self.random.choice((1, 1, 2, 3, 7, 20)))
+        ]
+        if kind == "prompt_logprobs":
+            lengths = [min(length, 3000) for length in lengths[:3]]
+        first, again = (self.longest_step(kind, lengths) for _ in range(2))
+        whole = self.longest_step(kind, lengths, self.last)  # restored whole
+        for what, extra in (("first", first - again), ("restored", whole - again)):
+            self.worst = max(self.worst, extra)
+            if extra > 10.0:
+                self.slow.append(
+                    f"{kind}, {len(lengths)} prompts of {max(lengths)} and less, {what}: {first:.1f}, then {again:.1f}, restored {whole:.1f} ms"
+                )
+
+    def longest_step(
+        self, kind: str, lengths: Sequence[int], prompts: list[list[int]] | None = None
+    ) -> float:
+        vocab = self.loop.scheduler.spec.vocab_size
+        self.last = prompts or [self.rng.integers(10, vocab, length).tolist() for length in lengths]
+        params = SamplingParams(**KINDS[kind], max_tokens=1 if kind == "embeds" else 6)
+        answers = [
+            self.asker.submit(prompt, params=params, embeds=kind == "embeds")
+            for prompt in self.last
+        ]
+        longest = 0.0
+        while not all(answer.ended for answer in answers):
+            began = time.perf_counter()
+            self.asker.step()
+            longest = max(longest, time.perf_counter() - began)
+        while not self.loop.idle:
+            self.asker.step()
+        return longest * 1e3
+
+
+def beside() -> None:
+    """Streams while long prompts arrive: their gaps, and the first token of prompts, alone and beside them."""
+    loop = loaded_loop(TorchBackend(random_model(), num_slots=NUM_SLOTS, pool_bytes=None))
+    try:
+        loop.scheduler.cache.flush()
+        measure_beside(loop)
+    finally:
+        loop.close()
+
+
+def measure_beside(loop: Any) -> None:
+    asker, rng = Asker(loop), np.random.default_rng(1)
+    vocab = loop.scheduler.spec.vocab_size
+
+    def prompts(number: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
+        return make_prompts(rng, vocab, length, number)
+
+    alone = statistics.median(first_ms(asker, prompt) for prompt in prompts(8)[2:])
+    found = []
+    for turn in range(2):  # what steps cost is learnt in the first one
+        streams = [asker.submit(prompt, STREAM_TOKENS) for prompt in prompts(NUM_STREAMS, 64)]
+        while min(len(stream.tokens) for stream in streams) < 40:
+            asker.step()
+        begun = len(streams[0].times)
+        asked: list[Answer] = []
+        for prompt in prompts(NUM_PROMPTS):
+            asked.append(asker.submit(prompt, 1))
+            while not asked[-1].ended:
+                asker.step()
+            tokens = len(streams[0].tokens)
+            while len(streams[0].tokens) < tokens + 20:
+                asker.step()
+        gaps = np.concatenate([np.diff(stream.times[begun - 1 :]) for stream in streams]) * 1e3
+        while_read = gaps[gaps > 2 * np.median(gaps)]
+        p50, p99 = np.percentile(gaps, (50, 99))
+        beside_ms = statistics.median(answer.first_ms for answer in asked)
+        found.append((p99, beside_ms / alone))
+        print(
+            f"turn {turn}: {NUM_STREAMS} streams, {NUM_PROMPTS} prompts of {PROMPT_TOKENS:,}: gaps p50 {p50:.2f}, p99 {p99:.2f}, longest {gaps.max():.2f} ms "
+            f"({len(while_read)} of {len(gaps)} while prompts were read, these {while_read.mean() if len(while_read) else 0:.2f}); "
+            f"first token {beside_ms:.1f} ms, alone {alone:.1f}: {beside_ms / alone:.2f} times",
+            flush=True,
+        )
+        for name in list(asker.answers):
+            loop.abort(name)
+        while not loop.idle:
+            asker.step()
+    steps = [r for r in loop.scheduler.metrics.records if r.decode_rows and r.prefill_tokens]
+    print(
+        "steps with prompts (rows, tokens, ms from dispatch):",
+        [
+            (r.decode_rows, r.prefill_tokens, round((r.resumed - r.dispatched) * 1e3, 1))
+            for r in list(steps)[-24:]
+        ],
+    )
+    p99, stretch = found[-1]
+    assert p99 <= MOST_GAP_MS, f"gaps of streams beside prompts: p99 {p99:.1f} ms"
+    assert stretch <= MOST_STRETCH, (
+        f"a prompt beside streams takes {stretch:.2f} times what it takes alone"
+    )
+
+
+def first_ms(asker: Asker, prompt: list[int]) -> float:
+    answer = asker.submit(prompt, 1)
+    while not answer.ended:
+        asker.step()
+    return answer.first_ms
