@@ -102,7 +102,7 @@ class RandomWeights:
         """Not biases, nor what some families store in one piece, or by other names."""
         if name.endswith("bias"):
             return name.endswith("dt_bias")
-        others = ("qkv_proj.weight", "gate_up_proj.weight", "block_sparse_moe.", "switch_mlp.", ".w1.")
+        others = ("qkv_proj.", "gate_up_proj.", "_proj_blocks", "block_sparse_moe.", "switch_mlp.", ".w1.")
         return not any(part in name for part in others)
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:

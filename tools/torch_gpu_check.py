@@ -9,6 +9,8 @@
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
     families    every family that transformers writes: the tokens and log probabilities that it says
+    packed      products with packed weights against plain operations; 4 bits against bfloat16 in decode
+                steps of Qwen3.5-0.8B's and Qwen3-0.6B's shapes
     biases      models with every bias that a config can ask for: decode says what prefill says
     agreement   what is tried at load: that each kernel agrees with plain operations, in under a second
     top_p       of a whole vocabulary, without a sort: the same tokens, and both times
@@ -33,7 +35,7 @@
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
                 and the gaps of streams meanwhile
-    recurrence, profile, products    the time of each part, and what other sizes of kernels would take;
+    recurrence, profile, products, packed_tiles    the time of each part, and what other sizes of kernels would take;
                 only where they are asked for
 
 Sections are independent: one that fails prints why, and the next one runs. The end and the exit
@@ -59,6 +61,7 @@ from torch_gpu.host import host
 from torch_gpu.limits import budget, captures, long
 from torch_gpu.moe import agreement, biases, expert_speed, moe
 from torch_gpu.mtp import draft_model, mtp
+from torch_gpu.packed import packed, packed_tiles
 from torch_gpu.races import races, waits
 from torch_gpu.speculate import drafts, speculate
 from torch_gpu.speed import churn, decode, prefill
@@ -103,6 +106,7 @@ USUAL = {
     "chunks": chunks,
     "moe": moe,
     "families": families,
+    "packed": packed,
     "biases": biases,
     "agreement": agreement,
     "top_p": top_p,
@@ -123,7 +127,7 @@ USUAL = {
     "beside": beside,
     "churn": churn,
 }
-SECTIONS = USUAL | {"recurrence": recurrence, "profile": profile, "products": products}
+SECTIONS = USUAL | {"recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
 
 
 def main() -> int:

@@ -47,7 +47,8 @@ def compiled(kernel: str, dtype: str) -> str:
 
 
 CONVOLUTION_OF_ONE_ROW = """
-from pippin.backends.torch.kernels.products import CONV, ConvStep, _product as kernel
+from pippin.backends.torch.kernels.epilogues import CONV, ConvStep
+from pippin.backends.torch.kernels.products import _product as kernel
 
 constants = dict(bias=None, residual=None, K=128, NORM=True, BIAS=False, EPILOGUE=CONV, TAPS=4)
 constants |= dict(LINES=4, BLOCK_N=4, BLOCK_K=128, STAGES=5)

@@ -17,13 +17,13 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import chunks, limits, moe, mtp, races, right, tails
-from torch_gpu.plays import make_model as tails_model
+from torch_gpu import chunks, limits, moe, mtp, packed, plays, races, right, tails
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.decoder import DecoderLayer
+from pippin.backends.torch.models.packed import Packed, dense
 from pippin.backends.torch.models.parts import DenseMlp, Linear
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.arena import Arena
@@ -207,7 +207,7 @@ def test_first_requests_and_streams_beside_prompts_are_timed(
     }
     firsts = tails.Firsts()
     changed = {"MOST_STRETCH": math.inf, "watched_firsts": lambda: nullcontext(firsts)}
-    changed["random_model"] = lambda: tails_model(SHALLOW, torch.float32, "cpu")
+    changed["random_model"] = lambda: plays.make_model(SHALLOW, torch.float32, "cpu")
     for name, value in (small | changed).items():
         monkeypatch.setattr(tails, name, value)
     with torch.inference_mode():
@@ -245,3 +245,16 @@ def test_a_model_that_drafts_for_itself_is_right(capsys: pytest.CaptureFixture[s
     config = mtp.PLAIN | small | {"num_attention_heads": 2, "num_key_value_heads": 1}
     mtp.draft_model(num_tokens=8, widths=(2,), depths=(2,), config=config, device="cpu")
     assert "100% of drafts accepted, 0 replies say otherwise" in capsys.readouterr().out
+
+
+def test_a_quantized_model_is_the_random_one_but_for_rounding() -> None:
+    """What its speed is compared with: the same weights, a quarter of the bytes and scales."""
+    few, whole = (
+        make(SMALL, torch.float32, "cpu").decoder
+        for make in (packed.quantized_model, plays.make_model)
+    )
+    assert few.nbytes < 0.25 * whole.nbytes
+    for mine, theirs in zip(few.layers, whole.layers, strict=True):
+        weight, expected = mine.mixer.out.weight, theirs.mixer.out.weight
+        assert isinstance(weight, Packed)
+        assert float((dense(weight) - expected).norm() / expected.norm()) < 0.12

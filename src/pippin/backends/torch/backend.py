@@ -269,8 +269,9 @@ class TorchBackend:
     def _run_largest(self, lengths: list[int]) -> None:
         largest_steps.run_largest_chunk(self.launch, lengths)
         with torch.inference_mode(), self._streams.forward():
-            embed = self._decoder.embed
-            largest_steps.run_largest_sampling(self._slots, self._ways.num_slots, embed)
+            of, size = self._decoder, self._slots.vocab_size
+            logits = torch.zeros(size, dtype=of.dtype, device=of.device)
+            largest_steps.run_largest_sampling(self._slots, self._ways.num_slots, logits)
             self.runner.run_largest_drafts()
 
     def _capture_largest(self) -> None:

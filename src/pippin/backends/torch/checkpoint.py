@@ -27,6 +27,12 @@ class Weights(Protocol):
         """In the served type, on the device; `exact`: float32, whatever is served."""
         ...
 
+    def stored(self, name: str) -> torch.Tensor:
+        """As it is stored, on the device."""
+        ...
+
+    def name_in_file(self, name: str) -> str: ...
+
 
 class Stored(NamedTuple):
     file: Any  # open
@@ -52,8 +58,20 @@ class CheckpointWeights:
         tensor = self._stored(name)
         return tensor.to(self._device, torch.float32 if exact else self.dtype)
 
-    def stored_dtype(self, name: str) -> torch.dtype:
-        return self._stored(name).dtype
+    def stored(self, name: str) -> torch.Tensor:
+        return self._stored(name).to(self._device)
+
+    def name_in_file(self, name: str) -> str:
+        return self._found[name].name
+
+    def stored_dtype(self, *names: str) -> torch.dtype:
+        """Of the first one that is there and of at least 16 bits, or else of the last."""
+        for name in names:
+            if self.has(name):
+                found = self._stored(name).dtype
+                if found.is_floating_point and found.itemsize > 1:
+                    return found
+        return self._stored(names[-1]).dtype
 
     def _stored(self, name: str) -> torch.Tensor:
         if name not in self._found:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from pippin.backends.torch.families.lfm2 import read_lfm2
 from pippin.backends.torch.families.nemotron_h import read_nemotron_h
 from pippin.backends.torch.families.rope import read_rope
 from pippin.backends.torch.families.table import FAMILY, Family, read_options
+from pippin.backends.torch.formats.quantization import read_quantization
 from pippin.backends.torch.shapes import (
     NO_ROPE,
     Activation,
@@ -67,12 +70,9 @@ def read_shape(config: Json) -> ModelShape:
         raise UnsupportedLayout(
             f"{model_type} models are not served by the torch backend: it has {', '.join(FAMILIES)}"
         )
-    if "quantization_config" in config or "quantization" in config:
-        raise LoadError(f"quantized {model_type} checkpoints are not served by the torch backend")
     try:
-        if (read := READERS.get(model_type)) is not None:
-            return read(config)
-        return _shape(config, model_type)
+        read = READERS.get(model_type, partial(_shape, model_type=model_type))
+        return replace(read(config), quantization=read_quantization(config))
     except KeyError as error:
         raise LoadError(f"config.json of this {model_type} lacks {error}") from error
 

@@ -21,6 +21,9 @@ from pippin.errors import LoadError
 
 logger = logging.getLogger(__name__)
 
+# Whose type is the checkpoint's: the first one that is there and not packed.
+TYPED = ("embed_tokens.weight", "embed_tokens.scales", "norm.weight")
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -76,7 +79,8 @@ def _load(
     longest = min(shape.max_len, max_len or shape.max_len)
     progress("loading weights")
     with open_weights(path, device, shape.prefix) as weights:
-        stored = weights.stored_dtype(shape.stored_name(f"{shape.prefix}embed_tokens.weight"))
+        names = (shape.stored_name(f"{shape.prefix}{name}") for name in TYPED)
+        stored = weights.stored_dtype(*names)
         weights.dtype = dtype_of(dtype, device, stored)
         head = find_mtp_weights(shape.model_type, weights.names) if mtp else frozenset[str]()
         if isinstance(head, str):

@@ -98,6 +98,10 @@ class Runner:
         ways: Ways,
         capacity_bytes: int,
     ) -> None:
+        if ways.kernels:  # Triton is not everywhere
+            from pippin.backends.torch.kernels.packed.linear import by_kernels
+
+            decoder, draft = by_kernels(decoder), by_kernels(draft)
         self._decoder = decoder
         self._slots = slots
         self._future = future

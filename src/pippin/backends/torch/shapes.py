@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from pippin.backends.torch.formats.quantization import Quantization
 from pippin.types import Component
 
 # Norms of queries and keys: of each head, or of all heads' channels together.
@@ -235,6 +236,7 @@ class ModelShape:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     renamed: tuple[tuple[str, str], ...] = ()  # parts of weights' names: Llama's, and its own
+    quantization: Quantization | None = None  # None: all weights are dense
 
     def mixers(self, kind: type[AnyMixer]) -> list[AnyMixer]:
         """Of the layers that mix tokens so, in their order."""

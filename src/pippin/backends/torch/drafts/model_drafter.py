@@ -109,7 +109,7 @@ class ModelDrafter:
             seen = self.ring.attend(number, q, entries.owners, places, mixer.scoring, bound)
             return mixer.finish(seen, gate)
 
-        tokens = entries.tokens.clamp_max(len(self._decoder.embed) - 1)
+        tokens = entries.tokens.clamp_max(self._decoder.embed.shape[0] - 1)
         return self._run_layers(self._decoder, tokens, mix)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

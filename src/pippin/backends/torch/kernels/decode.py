@@ -12,10 +12,13 @@ import torch
 
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
+from pippin.backends.torch.kernels.epilogues import ConvStep
 from pippin.backends.torch.kernels.latent_step import latent_step
 from pippin.backends.torch.kernels.layers import feed_forward, run_layers
 from pippin.backends.torch.kernels.mamba_step import mamba_step
-from pippin.backends.torch.kernels.products import ConvStep, product
+from pippin.backends.torch.kernels.packed.linear import by_kernels, is_stacked
+from pippin.backends.torch.kernels.packed.rows import look_up_packed
+from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.rows import look_up, norm_rows
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.conv_layer import ConvLayer
@@ -36,17 +39,24 @@ class DecodeKernels:
         pools: Pools,
         table: torch.Tensor,  # int32 [slots, positions]
     ) -> None:
-        self._decoder = decoder
+        self._decoder = by_kernels(decoder)
         self._pools = pools
         self._table = table
-        self._is_plain = all(map(_is_plain, decoder.layers)) and decoder.head.is_plain
+        plain = all(map(_is_plain, decoder.layers)) and decoder.head.is_plain
+        self._fuses = plain and not is_stacked(decoder)
 
     def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] of the tokens that `future`, int32 [slots], has of the rows."""
-        x = self._decoder.scaled(look_up(self._decoder.embed, future, self._table, inputs))
-        if x.shape[0] == 1 and self._is_plain:
+        x = self._decoder.scaled(self._look_up(future, inputs))
+        if x.shape[0] == 1 and self._fuses:
             return self._one_row(x, inputs)
         return self._decoder.head(run_layers(self._decoder, x, partial(self._mix, inputs=inputs)))
+
+    def _look_up(self, future: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        embed = self._decoder.embed
+        if isinstance(embed, torch.Tensor):
+            return look_up(embed, future, self._table, inputs)
+        return look_up_packed(embed, future, self._table, inputs)
 
     def _one_row(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         for layer in self._decoder.layers:

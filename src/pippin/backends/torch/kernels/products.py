@@ -12,16 +12,17 @@ takes 1.25 ms for a step of eight where tiles of ours took 1.71 (docs/performanc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.epilogues import SWIGLU, ConvStep, Epilogue, finish_sums
+from pippin.backends.torch.kernels.packed.products import row_product
+from pippin.backends.torch.models.packed import Packed
 from pippin.backends.torch.models.parts import Linear, Norm
 
-PLAIN, RESIDUAL, SWIGLU, CONV = range(4)  # epilogues
-_RESIDUAL, _SWIGLU, _CONV = (tl.constexpr(i) for i in (RESIDUAL, SWIGLU, CONV))
+_SWIGLU = tl.constexpr(SWIGLU)
 
 
 @dataclass(frozen=True)
@@ -82,63 +83,30 @@ def _product(
         wide += w_block.to(tl.float32) * row[None, :]
         if EPILOGUE == _SWIGLU:
             wide2 += w_block2.to(tl.float32) * row[None, :]
-    sums = tl.sum(wide, axis=1)
-    sums2 = tl.sum(wide2, axis=1)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-        sums *= scale
-        sums2 *= scale
-    if BIAS:
-        sums += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
-        if EPILOGUE == _SWIGLU:
-            sums2 += tl.load(bias + num_out + n, mask=in_n, other=0.0).to(tl.float32)
-    if EPILOGUE == _RESIDUAL:
-        sums += tl.load(residual + n, mask=in_n, other=0.0).to(tl.float32)
-    if EPILOGUE == _SWIGLU:
-        sums = sums * tl.sigmoid(sums) * sums2
-    if EPILOGUE == _CONV:
-        before = conv.inputs + tl.load(conv.state_in).to(tl.int64) * conv_stride
-        after = conv.inputs + tl.load(conv.state_out).to(tl.int64) * conv_stride
-        sums = _convolve(sums, before, after, conv.taps, n, num_channels, TAPS, LINES)
-    tl.store(out + n, sums.to(out.dtype.element_ty), mask=in_n)
-
-
-@triton.jit
-def _convolve(sums, before, after, taps, n, num_channels, TAPS: tl.constexpr, LINES: tl.constexpr):
-    """Of channels: the causal convolution with the last inputs, its silu; the inputs move on.
-
-    A channel belongs to one program alone, but old and new inputs may lie in the same place, and
-    in so small a block one warp computes with a channel while another one stores it. So all of the
-    old inputs are read before any warp writes.
-    """
-    is_channel = n < num_channels
-    newest = sums.to(before.dtype.element_ty)
-    weight = tl.load(taps + (TAPS - 1) * num_channels + n, mask=is_channel, other=0.0)
-    found = newest.to(tl.float32) * weight.to(tl.float32)
-    tap = tl.arange(0, LINES)[:, None]
-    at = tap * num_channels + n[None, :]
-    is_old = (tap < TAPS - 1) & is_channel[None, :]
-    old = tl.load(before + at, mask=is_old, other=0.0)
-    weights = tl.load(taps + at, mask=is_old, other=0.0)
-    found += tl.sum(old.to(tl.float32) * weights.to(tl.float32), axis=0)
-    tl.debug_barrier()
-    tl.store(after + at - num_channels, old, mask=is_old & (tap > 0))
-    tl.store(after + (TAPS - 2) * num_channels + n, newest, mask=is_channel)
-    return tl.where(is_channel, found * tl.sigmoid(found), sums)
+    finish_sums(
+        tl.sum(wide, axis=1),
+        tl.sum(wide2, axis=1),
+        tl.sum(squares, axis=0) / K,
+        bias,
+        residual,
+        conv,
+        out,
+        n,
+        num_out,
+        eps,
+        conv_stride,
+        num_channels,
+        NORM,
+        BIAS,
+        EPILOGUE,
+        TAPS,
+        LINES,
+    )
 
 
 def precision_of(dtype: torch.dtype) -> str:
     """float32 is served to be exact; other types have no more than tf32 keeps."""
     return "ieee" if dtype == torch.float32 else "tf32"
-
-
-class ConvStep(NamedTuple):
-    """Where the last inputs of a recurrent layer's channels lie."""
-
-    inputs: torch.Tensor  # [slabs, taps - 1, channels], a view of the pool
-    taps: torch.Tensor  # [taps, channels]
-    state_in: torch.Tensor  # int32 [1]
-    state_out: torch.Tensor
 
 
 def product(
@@ -154,28 +122,25 @@ def product(
     """[1, N]"""
     num_rows, size = x.shape
     assert num_rows == 1
-    num_out = linear.weight.shape[0] // (2 if swiglu else 1)
+    weight, epilogue = linear.weight, Epilogue.of(residual, swiglu, conv)
+    if isinstance(weight, Packed):
+        return row_product(x, weight, linear.bias, norm, epilogue)
+    assert isinstance(weight, torch.Tensor)
+    num_out = weight.shape[0] // (2 if swiglu else 1)
     tile = tile or tile_for(num_out)
     out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
-    epilogue = RESIDUAL if residual is not None else SWIGLU if swiglu else CONV if conv else PLAIN
     _product[(triton.cdiv(num_out, tile.block_n),)](
         x,
-        linear.weight,
+        weight,
         linear.bias,
         norm.weight if norm else None,
-        residual,
-        conv,
-        out,
-        num_out,
-        size,
-        norm.eps if norm else 0.0,
-        conv.inputs.stride(0) if conv else 0,
-        conv.inputs.shape[2] if conv else 0,
+        out=out,
+        num_out=num_out,
+        K=size,
+        eps=norm.eps if norm else 0.0,
+        **epilogue.arguments(),
         NORM=norm is not None,
         BIAS=linear.bias is not None,
-        EPILOGUE=epilogue,
-        TAPS=conv.taps.shape[0] if conv else 0,
-        LINES=triton.next_power_of_2(conv.taps.shape[0] - 1) if conv else 0,
         BLOCK_N=tile.block_n,
         BLOCK_K=min(tile.block_k, triton.next_power_of_2(size)),
         STAGES=tile.num_stages,

@@ -15,6 +15,7 @@ import torch
 from pippin.backends.torch.kernels.attention_blocks import attend_blocks
 from pippin.backends.torch.kernels.delta_blocks import delta_blocks
 from pippin.backends.torch.kernels.layers import run_layers
+from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.rows import conv_rows, gated_norm, keep_inputs
 from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
@@ -34,7 +35,7 @@ class ChunkKernels:
     """Launched: a `ChunkForward`."""
 
     def __init__(self, decoder: Decoder, pools: Pools) -> None:
-        self._decoder = decoder
+        self._decoder = by_kernels(decoder)
         self._pools = pools
 
     def chunks(self, batch: ChunkBatch) -> torch.Tensor:
@@ -51,7 +52,7 @@ class PromptKernels:
         pools: Pools,
         table: torch.Tensor,  # int32 [slots, positions]
     ) -> None:
-        self._decoder = decoder
+        self._decoder = by_kernels(decoder)
         self._pools = pools
         self._table = table
 

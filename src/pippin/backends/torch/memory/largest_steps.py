@@ -51,9 +51,8 @@ def run_largest_chunk(launch: Callable[[StepPlan], TorchPending], lengths: list[
     launch(StepPlan(next(steps), retire=tuple(Retire(slot) for slot in prompts))).wait()
 
 
-def run_largest_sampling(slots: Slots, num_slots: int, embed: torch.Tensor) -> None:
-    """Of rows that wait for their masks; embed [vocab, n]."""
-    logits = embed.new_zeros(slots.vocab_size)
+def run_largest_sampling(slots: Slots, num_slots: int, logits: torch.Tensor) -> None:
+    """Of rows that wait for their masks; logits [vocab]: of any of them."""
     owners = range(1, num_slots + 1)
     prompt = np.zeros(1, dtype=np.int32)
     masks = np.full((num_slots, -(-len(logits) // WORD_BITS)), -1, dtype=np.int32)

@@ -9,12 +9,14 @@ import torch
 
 from pippin.backends.mtp_weights import LAYER, PREFIX
 from pippin.backends.torch.checkpoint import Weights
+from pippin.backends.torch.formats.find import find_weight
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.build_latent import build_latent
 from pippin.backends.torch.models.build_mlp import build_mlp
 from pippin.backends.torch.models.build_recurrent import build_recurrent
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mixer
 from pippin.backends.torch.models.mtp_head import MtpHead
+from pippin.backends.torch.models.packed import Weight, cat, dense
 from pippin.backends.torch.models.parts import Head, Linear, Norm
 from pippin.backends.torch.models.rope import Rope
 from pippin.backends.torch.shapes import (
@@ -31,6 +33,8 @@ from pippin.backends.torch.shapes import (
 from pippin.errors import LoadError
 from pippin.types import Component
 
+PACKED_NAMES = ("qweight", "weight_packed")  # GPTQ's and AWQ's, compressed-tensors'
+
 
 def build_decoder(
     shape: ModelShape,
@@ -41,10 +45,10 @@ def build_decoder(
     mtp: frozenset[str] = frozenset(),
 ) -> Decoder:
     """`mtp`: names of the MTP head's weights, if it is wanted (`backends/mtp_weights.py`)."""
-    builder = _Builder(shape, weights, max_len, device)
-    embed = builder.take(f"{shape.prefix}embed_tokens.weight")
+    builder = _Builder(shape, weights, dtype, max_len, device)
+    embed = builder.weight(f"{shape.prefix}embed_tokens")
     weight = embed if shape.tied else builder.linear("lm_head").weight
-    head = Head(weight, None, shape.logit_scale, shape.logit_softcap)
+    head = Head(weight, scale=shape.logit_scale, softcap=shape.logit_softcap)
     embed_scale = float(torch.tensor(shape.embed_scale, dtype=dtype))  # as embeddings are
     layers = []
     numbers: Counter[Component | None] = Counter()
@@ -68,10 +72,16 @@ def build_decoder(
 
 class _Builder:
     def __init__(
-        self, shape: ModelShape, weights: Weights, max_len: int, device: torch.device
+        self,
+        shape: ModelShape,
+        weights: Weights,
+        dtype: torch.dtype,
+        max_len: int,
+        device: torch.device,
     ) -> None:
         self._shape = shape
         self._weights = weights
+        self._dtype = dtype
         self._norm_offset = _norm_offset(shape, weights)
         self._max_len = max_len
         self._device = device
@@ -84,7 +94,29 @@ class _Builder:
         return tensor
 
     def has(self, name: str) -> bool:
-        return self._weights.has(self._shape.stored_name(name))
+        """A product's weight also where it is packed under another name."""
+        stored = self._shape.stored_name(name)
+        names = [stored]
+        if self._shape.quantization is not None and stored.endswith(".weight"):
+            names += [stored.removesuffix("weight") + part for part in PACKED_NAMES]
+        return any(map(self._weights.has, names))
+
+    def weight(self, name: str) -> Weight:
+        """Of a product: packed where the checkpoint has it packed."""
+        stored = self._shape.stored_name(f"{name}.weight").removesuffix(".weight")
+        found = find_weight(self._weights, self._shape.quantization, stored, self._dtype)
+        self.nbytes += found.nbytes
+        return found
+
+    def dense(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        """The same, unpacked; `exact`: float32."""
+        before, found = self.nbytes, self.weight(name)
+        if isinstance(found, torch.Tensor):
+            self.nbytes = before
+            return self.take(f"{name}.weight", exact=exact)
+        made = dense(found).float() if exact else dense(found)
+        self.nbytes = before + made.nbytes
+        return made
 
     def layer(self, index: int, shape: LayerShape, number: int) -> DecoderLayer:
         name, names = f"{self._shape.prefix}layers.{index}.", self._shape.norms
@@ -136,34 +168,37 @@ class _Builder:
         weight = self.take(name, exact=True)
         return Norm(weight + self._norm_offset, self._shape.eps, self._shape.centred_norms)
 
-    def linear(self, *names: str, biased: bool = False) -> Linear:
-        """Products of one input, one below the other."""
-        weight = torch.cat([self.take(f"{name}.weight") for name in names])
+    def linear(
+        self, *names: str, biased: bool = False, orders: tuple[torch.Tensor, ...] = ()
+    ) -> Linear:
+        """Products of one input, one below the other. `orders`: of the first ones' rows."""
+        parts = [self.weight(name) for name in names]
+        biases = [self.take(f"{name}.bias") for name in names] if biased else []
+        for place, order in enumerate(orders):
+            parts[place] = parts[place][order.to(parts[place].device)]
+            if biased:
+                biases[place] = biases[place][order.to(biases[place].device)]
         if biased:
-            return Linear(weight, torch.cat([self.take(f"{name}.bias") for name in names]))
+            return Linear(cat(parts), torch.cat(biases))
         for name in names:
             if self.has(f"{name}.bias"):
                 raise LoadError(
                     f"the checkpoint has a weight {name}.bias, but config.json asks for no such"
                     f" bias of {self._shape.model_type}: correct config.json"
                 )
-        return Linear(weight)
+        return Linear(cat(parts))
 
     def _attention(self, name: str, shape: AttentionShape) -> AttentionLayer:
-        parts = ("qkv",) if self.has(f"{name}qkv_proj.weight") else ("q", "k", "v")
-        qkv = self.linear(*(f"{name}{part}_proj" for part in parts), biased=shape.qkv_bias)
-        if shape.gated:
-            bias = None if qkv.bias is None else _gates_apart(qkv.bias, shape)
-            qkv = Linear(_gates_apart(qkv.weight, shape), bias)
+        kinds = ("qkv",) if self.has(f"{name}qkv_proj.weight") else ("q", "k", "v")
         norms = [self.norm(f"{name}{part}_norm.weight") for part in "qk" if shape.qk_norm]
         if shape.rope_pairs:
-            bias = None if qkv.bias is None else _pairs_apart(qkv.bias, shape)
-            qkv = Linear(_pairs_apart(qkv.weight, shape), bias)
-            order = _halves_first(shape, qkv.weight.device)
+            order = _halves_first(shape).to(self._device)
             norms = [replace(norm, weight=norm.weight[..., order]) for norm in norms]
+        names = (f"{name}{kind}_proj" for kind in kinds)
+        orders = _orders(shape, len(kinds)) if shape.gated or shape.rope_pairs else ()
         return AttentionLayer(
             shape=shape,
-            qkv=qkv,
+            qkv=self.linear(*names, biased=shape.qkv_bias, orders=orders),
             out=self.linear(f"{name}o_proj", biased=shape.out_bias),
             rope=self._rope(shape.rope),
             q_norm=norms[0] if norms else None,
@@ -191,26 +226,37 @@ def _norm_offset(shape: ModelShape, weights: Weights) -> float:
     return 0.0 if weights.take(conv).shape[-1] == 1 else shape.norm_offset
 
 
-def _gates_apart(weight: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+def _orders(shape: AttentionShape, num_parts: int) -> tuple[torch.Tensor, ...]:
+    """Of the rows of queries, keys and values: of all of them as one part, or of three."""
+    q_rows, kv_rows = ((1 + shape.gated) * shape.num_heads, shape.num_kv_heads)
+    sizes = [rows * shape.head_dim for rows in (q_rows, kv_rows, kv_rows)]
+    rows = torch.arange(sum(sizes))
+    if shape.gated:
+        rows = _gates_apart(rows, shape)
+    if shape.rope_pairs:
+        rows = _pairs_apart(rows, shape)
+    if num_parts == 1:
+        return (rows,)
+    return tuple(part - part.min() for part in rows.split(sizes))
+
+
+def _gates_apart(rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Rows stored head by head as query and gate; here all queries come first."""
     num_rows = shape.num_heads * shape.head_dim
-    queries, rest = weight[: 2 * num_rows], weight[2 * num_rows :]
-    by_head = queries.unflatten(0, (shape.num_heads, 2, shape.head_dim))
-    q, gate = (by_head[:, part].flatten(0, 1) for part in (0, 1))
-    return torch.cat([q, gate, rest])
+    by_head = rows[: 2 * num_rows].unflatten(0, (shape.num_heads, 2, shape.head_dim))
+    return torch.cat([by_head.transpose(0, 1).flatten(), rows[2 * num_rows :]])
 
 
-def _pairs_apart(weight: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """Rows of queries and keys whose channels turn with their neighbours; here with those half a
-    head away. Scores are the same: queries and keys change places together."""
+def _pairs_apart(rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """Of queries and keys whose channels turn with their neighbours; here with those half a head
+    away. Scores are the same: queries and keys change places together."""
     num_rows = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    by_head = weight[:num_rows].unflatten(0, (-1, shape.head_dim))
-    turned = by_head[:, _halves_first(shape, weight.device)].flatten(0, 1)
-    return torch.cat([turned, weight[num_rows:]])
+    by_head = rows[:num_rows].unflatten(0, (-1, shape.head_dim))
+    return torch.cat([by_head[:, _halves_first(shape)].flatten(), rows[num_rows:]])
 
 
-def _halves_first(shape: AttentionShape, device: torch.device) -> torch.Tensor:
+def _halves_first(shape: AttentionShape) -> torch.Tensor:
     """Of the rotated channels those at even places, then those at odd ones; then the rest."""
-    order = torch.arange(shape.head_dim, device=device)
+    order = torch.arange(shape.head_dim)
     pairs, rest = order[: shape.rope.dim], order[shape.rope.dim :]
     return torch.cat([pairs.view(-1, 2).mT.flatten(), rest])

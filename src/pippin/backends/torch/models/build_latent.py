@@ -7,6 +7,7 @@ import torch
 
 from pippin.backends.torch.models.build_recurrent import WeightSource
 from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.models.packed import Stacked, cat
 from pippin.backends.torch.models.parts import Linear, Norm
 from pippin.backends.torch.models.rope import Rope
 from pippin.backends.torch.shapes import LatentShape
@@ -16,17 +17,18 @@ NORM_EPS = 1e-6  # whatever the config says of other norms
 
 def build_latent(source: WeightSource, name: str, shape: LatentShape, rope: Rope) -> LatentLayer:
     """`name`: the layer's weights' names begin so."""
-    latents = source.linear(f"{name}kv_a_proj_with_mqa", biased=shape.bias)
-    latents = _each(latents, shape, num_heads=1)
+    latent_order = _pairs_apart(shape, 1, shape.rank)
+    query_order = _pairs_apart(shape, shape.num_heads, shape.plain_dim)
+    latents = source.linear(f"{name}kv_a_proj_with_mqa", biased=shape.bias, orders=latent_order)
     query_norm: Norm | None = None
     query_up: Linear | None = None
     if shape.query_rank:
         first = source.linear(f"{name}q_a_proj", biased=shape.bias)
         query_norm = Norm(source.take(f"{name}q_a_layernorm.weight", exact=True), NORM_EPS)
-        query_up = _each(source.linear(f"{name}q_b_proj"), shape, shape.num_heads)
+        query_up = source.linear(f"{name}q_b_proj", orders=query_order)
     else:
-        first = _each(source.linear(f"{name}q_proj"), shape, shape.num_heads)
-    up = source.take(f"{name}kv_b_proj.weight").unflatten(0, (shape.num_heads, -1))
+        first = source.linear(f"{name}q_proj", orders=query_order)
+    up = source.dense(f"{name}kv_b_proj").unflatten(0, (shape.num_heads, -1))
     up_k, up_v = up.split([shape.plain_dim, shape.value_dim], dim=1)
     return LatentLayer(
         shape=shape,
@@ -42,24 +44,18 @@ def build_latent(source: WeightSource, name: str, shape: LatentShape, rope: Rope
 
 
 def _one_below_the_other(first: Linear, second: Linear) -> Linear:
-    weight = torch.cat([first.weight, second.weight])
+    parts = [linear.weight for linear in (first, second) if not isinstance(linear.weight, Stacked)]
+    assert len(parts) == 2, "each is one weight of the checkpoint"
     if second.bias is None:
-        return Linear(weight)
-    bias = second.bias.new_zeros(len(first.weight)) if first.bias is None else first.bias
-    return Linear(weight, torch.cat([bias, second.bias]))
+        return Linear(cat(parts))
+    bias = second.bias.new_zeros(parts[0].shape[0]) if first.bias is None else first.bias
+    return Linear(cat(parts), torch.cat([bias, second.bias]))
 
 
-def _each(product: Linear, shape: LatentShape, num_heads: int) -> Linear:
-    """The last rows of each head are those that turn."""
+def _pairs_apart(shape: LatentShape, num_heads: int, num_still: int) -> tuple[torch.Tensor, ...]:
+    """The order of rows: of each head the last ones are those that turn, behind `num_still`."""
     if not shape.rope_pairs:
-        return product
-    return Linear(
-        _pairs_apart(product.weight, shape, num_heads),
-        None if product.bias is None else _pairs_apart(product.bias, shape, num_heads),
-    )
-
-
-def _pairs_apart(rows: torch.Tensor, shape: LatentShape, num_heads: int) -> torch.Tensor:
-    by_head = rows.unflatten(0, (num_heads, -1))
-    rest, turned = by_head.split([by_head.shape[1] - shape.rope.dim, shape.rope.dim], dim=1)
-    return torch.cat([rest, turned[:, 0::2], turned[:, 1::2]], dim=1).flatten(0, 1)
+        return ()
+    rows = torch.arange(num_heads * (num_still + shape.rope.dim))
+    still, turned = rows.unflatten(0, (num_heads, -1)).split([num_still, shape.rope.dim], dim=1)
+    return (torch.cat([still, turned[:, 0::2], turned[:, 1::2]], dim=1).flatten(),)

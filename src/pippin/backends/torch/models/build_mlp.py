@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from pippin.backends.torch.models.packed import Weight, are_alike, combine
 from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, SquaredMlp
 from pippin.backends.torch.shapes import Activation, DenseShape, ExpertShape, MlpShape
+from pippin.errors import LoadError
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_PARTS = ("w1", "w3", "w2")
@@ -17,6 +21,14 @@ class Builder(Protocol):
     def has(self, name: str) -> bool: ...
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor: ...
+
+    def weight(self, name: str) -> Weight:
+        """Of a product, packed or dense; `name` without `.weight`."""
+        ...
+
+    def dense(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        """The same, unpacked; `exact`: float32."""
+        ...
 
     def linear(self, *names: str, biased: bool = False) -> Linear:
         """Products of one input, one below the other."""
@@ -44,7 +56,7 @@ def _experts(weights: Builder, name: str, shape: ExpertShape) -> ExpertMlp:
     ]
     return ExpertMlp(
         shape=shape,
-        router=Linear(weights.take(f"{name}{router}.weight", exact=True))
+        router=Linear(weights.dense(f"{name}{router}", exact=True))
         if is_exact
         else weights.linear(f"{name}{router}", biased=shape.bias),
         gate_up=gate_up,
@@ -68,30 +80,44 @@ def _squared(weights: Builder, name: str, *, biased: bool = False) -> SquaredMlp
     return SquaredMlp(up, down)
 
 
-def _expert_weights(
-    weights: Builder, name: str, shape: ExpertShape
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _expert_weights(weights: Builder, name: str, shape: ExpertShape) -> tuple[Weight, Weight]:
     """Stored as one tensor for all experts, as mlx-lm's three, or expert by expert."""
+    if weights.has(f"{name}experts.gate_up_proj_blocks"):  # gpt-oss, packed: gate and up in turn
+        gate_up = weights.weight(f"{name}experts.gate_up_proj")
+        apart = combine([gate_up], lambda tensors: _neighbours_apart(tensors[0], 1))
+        return apart, weights.weight(f"{name}experts.down_proj")
     if weights.has(f"{name}experts.gate_up_proj"):
-        gate_up, down = (weights.take(f"{name}experts.{part}_proj") for part in ("gate_up", "down"))
+        all_up, down = (weights.take(f"{name}experts.{part}_proj") for part in ("gate_up", "down"))
         if shape.bias:  # gpt-oss: of inputs by outputs, gate and up in turn
-            return _neighbours_apart(gate_up.mT, 1), down.mT.contiguous()
-        return gate_up, down
+            return _neighbours_apart(all_up.mT, 1), down.mT.contiguous()
+        return all_up, down
     if weights.has(f"{name}switch_mlp.gate_proj.weight"):
-        gate, up, down = (weights.take(f"{name}switch_mlp.{part}.weight") for part in PARTS)
-        return torch.cat([gate, up], dim=1), down
-    if not shape.gated:
-        every = [_squared(weights, f"{name}experts.{n}.") for n in range(shape.num_experts)]
-        return torch.stack([mlp.up.weight for mlp in every]), torch.stack(
-            [mlp.down.weight for mlp in every]
+        stored = [weights.weight(f"{name}switch_mlp.{part}") for part in PARTS]
+    else:
+        parts: tuple[str, ...] = PARTS
+        if weights.has(f"{name}experts.0.w1.weight"):
+            parts = MIXTRAL_PARTS
+        if not shape.gated:
+            parts = PARTS[1:]
+        stored = [
+            _alike([weights.weight(f"{name}experts.{i}.{part}") for i in range(shape.num_experts)])
+            for part in parts
+        ]
+    *upward, downward = stored
+    if len(upward) == 1:
+        return upward[0], downward
+    return _alike(upward, partial(torch.cat, dim=1)), downward
+
+
+def _alike(
+    weights: list[Weight], how: Callable[[list[torch.Tensor]], torch.Tensor] = torch.stack
+) -> Weight:
+    if not are_alike(weights):
+        raise LoadError(
+            "experts of one layer are quantized in different ways, which the torch backend does"
+            " not serve"
         )
-    parts = MIXTRAL_PARTS if weights.has(f"{name}experts.0.w1.weight") else PARTS
-    mlps = [
-        _dense(weights, f"{name}experts.{expert}.", shape.activation, parts)
-        for expert in range(shape.num_experts)
-    ]
-    gate_up = torch.stack([mlp.gate_up.weight for mlp in mlps])
-    return gate_up, torch.stack([mlp.down.weight for mlp in mlps])
+    return combine(weights, how)
 
 
 def _dense(

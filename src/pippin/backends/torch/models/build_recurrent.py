@@ -19,8 +19,14 @@ class WeightSource(Protocol):
         """In the served type; `exact`: float32."""
         ...
 
-    def linear(self, *names: str, biased: bool = False) -> Linear:
-        """Products of one input, one below the other."""
+    def dense(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        """Of a product, unpacked; `name` without `.weight`."""
+        ...
+
+    def linear(
+        self, *names: str, biased: bool = False, orders: tuple[torch.Tensor, ...] = ()
+    ) -> Linear:
+        """Products of one input, one below the other. `orders`: of the first ones' rows."""
         ...
 
 
@@ -39,8 +45,8 @@ def build_recurrent(
 
 def _delta(source: WeightSource, name: str, shape: DeltaShape, eps: float) -> DeltaLayer:
     if shape.interleaved:
-        qkvz, ba = source.linear(f"{name}in_proj_qkvz"), source.linear(f"{name}in_proj_ba")
-        project = Linear(_heads_apart(qkvz.weight, ba.weight, shape))
+        names = (f"{name}in_proj_{part}" for part in ("qkvz", "ba"))
+        project = source.linear(*names, orders=_heads_apart(shape))
     else:
         project = source.linear(*(f"{name}in_proj_{part}" for part in ("qkv", "z", "b", "a")))
     return DeltaLayer(
@@ -65,11 +71,9 @@ def _conv(source: WeightSource, name: str, shape: ConvShape) -> ConvLayer:
 
 
 def _mamba(source: WeightSource, name: str, shape: MambaShape) -> MambaLayer:
-    project = source.linear(f"{name}in_proj", biased=shape.bias)
-    bias = None if project.bias is None else _z_behind(project.bias, shape)
     return MambaLayer(
         shape=shape,
-        project=Linear(_z_behind(project.weight, shape), bias),
+        project=source.linear(f"{name}in_proj", biased=shape.bias, orders=(_z_behind(shape),)),
         taps=_taps(source, f"{name}conv1d"),
         conv_bias=source.take(f"{name}conv1d.bias") if shape.conv_bias else None,
         decay=-source.take(f"{name}A_log", exact=True).exp(),
@@ -84,17 +88,20 @@ def _taps(source: WeightSource, name: str) -> torch.Tensor:
     return source.take(f"{name}.weight").flatten(1).T.contiguous()
 
 
-def _z_behind(rows: torch.Tensor, shape: MambaShape) -> torch.Tensor:
+def _z_behind(shape: MambaShape) -> torch.Tensor:
     """Stored as z, x, B, C, dt; here z is behind what is convolved."""
-    z, mixed, dt = rows.split([shape.inner, shape.num_channels, shape.num_heads])
+    sizes = [shape.inner, shape.num_channels, shape.num_heads]
+    z, mixed, dt = torch.arange(sum(sizes)).split(sizes)
     return torch.cat([mixed, z, dt])
 
 
-def _heads_apart(qkvz: torch.Tensor, ba: torch.Tensor, shape: DeltaShape) -> torch.Tensor:
+def _heads_apart(shape: DeltaShape) -> tuple[torch.Tensor, torch.Tensor]:
     """Stored key head by key head as q, k, values, z and as b, a; here part by part."""
     per_key = shape.num_v_heads // shape.num_k_heads
     v_rows = per_key * shape.v_dim
-    by_head = qkvz.unflatten(0, (shape.num_k_heads, -1))
-    q, k, v, z = by_head.split([shape.k_dim, shape.k_dim, v_rows, v_rows], dim=1)
-    b, a = ba.unflatten(0, (shape.num_k_heads, -1)).split([per_key, per_key], dim=1)
-    return torch.cat([part.flatten(0, 1) for part in (q, k, v, z, b, a)])
+
+    def apart(sizes: list[int]) -> torch.Tensor:
+        rows = torch.arange(shape.num_k_heads * sum(sizes)).unflatten(0, (shape.num_k_heads, -1))
+        return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
+
+    return apart([shape.k_dim, shape.k_dim, v_rows, v_rows]), apart([per_key, per_key])

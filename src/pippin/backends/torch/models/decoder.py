@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.conv_layer import ConvLayer
@@ -14,6 +13,7 @@ from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.models.mtp_head import MtpHead
+from pippin.backends.torch.models.packed import Weight, embed_rows
 from pippin.backends.torch.models.parts import Head, Mlp, Norm
 from pippin.backends.torch.shapes import ModelShape
 
@@ -41,7 +41,7 @@ Mix = Callable[[DecoderLayer, torch.Tensor], torch.Tensor]  # a layer and its no
 class Decoder:
     shape: ModelShape
     dtype: torch.dtype
-    embed: torch.Tensor  # [vocab, hidden]
+    embed: Weight  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     head: Head
@@ -68,7 +68,7 @@ class Decoder:
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """[n, hidden]"""
-        return self.scaled(F.embedding(tokens, self.embed))
+        return self.scaled(embed_rows(self.embed, tokens))
 
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self.embed_scale == 1.0 else embeddings * self.embed_scale

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from pippin.backends.torch.models.packed import AnyWeight, Weight, times
 from pippin.backends.torch.shapes import Activation, ExpertShape
 
 SILU = Activation()
 
+Times = Callable[[torch.Tensor, AnyWeight, torch.Tensor | None], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Linear:
-    weight: torch.Tensor  # [out, in]
+    weight: AnyWeight  # [out, in]
     bias: torch.Tensor | None = None
+    times: Times = times  # in plain operations, or by a kernel
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.times(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,8 @@ class ExpertMlp:
 
     shape: ExpertShape
     router: Linear
-    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]; without gates half of it
-    down: torch.Tensor  # [experts, hidden, intermediate]
+    gate_up: Weight  # [experts, 2 * intermediate, hidden]; without gates half of it
+    down: Weight  # [experts, hidden, intermediate]
     shared: DenseMlp | SquaredMlp | None = None
     shared_gate: Linear | None = None
     choice_bias: torch.Tensor | None = None  # float32 [experts]: helps to choose, and weighs not

@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.experts.routing import ExpertBlocks, Routes
+from pippin.backends.torch.kernels.packed.numbers import arrays_of, constants_of, packed_sums
 from pippin.backends.torch.kernels.products import precision_of
+from pippin.backends.torch.models.packed import Packed, Weight
 
 SHARED_BYTES = 96 << 10  # of shared memory: what every GPU since Ampere has for a program
 _SUMMED = 1024  # channels that a program adds up
@@ -70,6 +72,10 @@ def _expert_product(
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    KIND: tl.constexpr = 0,
+    GROUP: tl.constexpr = 0,
+    PER_WORD: tl.constexpr = 0,  # numbers of a packed weight's word; 0: it is dense
+    OFFSET: tl.constexpr = False,
 ):
     block = tl.program_id(0)
     expert = tl.load(experts + block).to(tl.int64)
@@ -89,20 +95,48 @@ def _expert_product(
             source, num_rows = pair // CHOSEN, 2 * N
         n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         in_n = n < N
-        w_rows = w + (expert * num_rows + n)[None, :] * K
+        row = expert * num_rows + n
         x_rows = x + source.to(tl.int64)[:, None] * K
         sums = tl.zeros([PAIRS, ROWS], tl.float32)
         sums2 = tl.zeros([PAIRS, ROWS], tl.float32)
-        for start in tl.range(0, K, CHANNELS, num_stages=STAGES):
-            k = start + tl.arange(0, CHANNELS)
-            in_k = k < K
-            rows = tl.load(x_rows + k[None, :], mask=is_pair[:, None] & in_k[None, :], other=0.0)
-            inside = in_k[:, None] & in_n[None, :]
-            weight = tl.load(w_rows + k[:, None], mask=inside, other=0.0)
-            sums = tl.dot(rows, weight, sums, input_precision=PRECISION)
-            if SWIGLU:
-                weight2 = tl.load(w_rows + N * K + k[:, None], mask=inside, other=0.0)
-                sums2 = tl.dot(rows, weight2, sums2, input_precision=PRECISION)
+        if PER_WORD > 0:
+            words: tl.constexpr = CHANNELS // PER_WORD if CHANNELS >= 16 * PER_WORD else 16
+            for up in tl.static_range(2 if SWIGLU else 1):
+                found = packed_sums(
+                    tl.zeros([PAIRS, ROWS], tl.float32),
+                    x_rows,
+                    is_pair,
+                    w,
+                    row + up * N,
+                    in_n,
+                    0,
+                    K // PER_WORD,
+                    K,
+                    KIND,
+                    GROUP,
+                    PER_WORD,
+                    OFFSET,
+                    words,
+                    STAGES,
+                    PRECISION,
+                )
+                if up == 0:
+                    sums = found
+                else:
+                    sums2 = found
+        else:
+            w_rows = w + row[None, :] * K
+            for start in tl.range(0, K, CHANNELS, num_stages=STAGES):
+                k = start + tl.arange(0, CHANNELS)
+                in_k = k < K
+                is_x = is_pair[:, None] & in_k[None, :]
+                rows = tl.load(x_rows + k[None, :], mask=is_x, other=0.0)
+                inside = in_k[:, None] & in_n[None, :]
+                weight = tl.load(w_rows + k[:, None], mask=inside, other=0.0)
+                sums = tl.dot(rows, weight, sums, input_precision=PRECISION)
+                if SWIGLU:
+                    weight2 = tl.load(w_rows + N * K + k[:, None], mask=inside, other=0.0)
+                    sums2 = tl.dot(rows, weight2, sums2, input_precision=PRECISION)
         if SWIGLU:
             # Rounded where plain operations round.
             gate = sums.to(out.dtype.element_ty).to(tl.float32)
@@ -141,7 +175,7 @@ def _weighted_sum(
 
 def expert_product(
     x: torch.Tensor,  # [tokens, K] with `swiglu`, else [pairs, K]
-    weight: torch.Tensor,  # [experts, N, K]; [experts, 2 N, K] with `swiglu`
+    weight: Weight,  # [experts, N, K]; [experts, 2 N, K] with `swiglu`
     blocks: ExpertBlocks,
     num_pairs: int,
     num_chosen: int,
@@ -151,13 +185,12 @@ def expert_product(
 ) -> torch.Tensor:
     """[pairs, N]"""
     assert x.is_contiguous()
-    assert weight.is_contiguous()
     size, num_out = weight.shape[2], weight.shape[1] // (2 if swiglu else 1)
     rows = tile.rows // 2 if swiglu else tile.rows
     out = torch.empty(num_pairs, num_out, dtype=x.dtype, device=x.device)
     _expert_product[(blocks.num_blocks, triton.cdiv(num_out, rows))](
         x,
-        weight,
+        arrays_of(weight) if isinstance(weight, Packed) else weight.contiguous(),
         out,
         blocks.experts,
         blocks.order,
@@ -173,6 +206,7 @@ def expert_product(
         CHANNELS=max(16, min(tile.channels, triton.next_power_of_2(size))),
         STAGES=tile.num_stages(x.element_size()),
         PRECISION=precision_of(x.dtype),
+        **(constants_of(weight) if isinstance(weight, Packed) else {}),
         num_warps=tile.num_warps,
     )
     return out

@@ -16,6 +16,7 @@ from pippin.backends.torch.drafts.entries import Entries, StepDrafter
 from pippin.backends.torch.kernels.attention_step import attention_step, write_keys
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.layers import run_layers
+from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.rows import gated_norm
 from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
 from pippin.backends.torch.kernels.verify.places import accept, expand
@@ -48,7 +49,7 @@ class VerifyKernels:
         future: FutureMap,
         drafter: StepDrafter | None = None,
     ) -> None:
-        self._decoder = decoder
+        self._decoder = by_kernels(decoder)
         self._pools = pools
         self._kept = kept
         self._table = table

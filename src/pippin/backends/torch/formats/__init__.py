@@ -1,0 +1,1 @@
+"""Packed weights as checkpoints store them, read into the one form that products read."""
