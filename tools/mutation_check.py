@@ -73,7 +73,7 @@ def read_mutants() -> tuple[Mutant, ...]:
 MUTANTS = read_mutants()
 HELPERS = (
     *("builders", "counted_lines", "damage", "evicted_segments"),
-    *("memory_store", "processes", "simulator", "timed"),
+    *("live_peers", "memory_store", "peer_world", "peers", "processes", "simulator", "timed"),
 )
 
 

@@ -340,6 +340,7 @@ def test_entries_that_were_not_asked_for_are_never_used(wrong: dict[str, Any]) -
                 frame = msgspec.structs.replace(ENTRY, id=wanted.id, **wrong)
                 raw.send(frame, b"\0" * min(frame.nbytes, 4096))
                 decode.client.run()
+            assert "does not fit" in decode.wait_for_error()
             assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
             assert decode.handovers["partial"] == 1
             check_idle(decode.client)
