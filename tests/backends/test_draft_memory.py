@@ -1,4 +1,4 @@
-"""Drafts take at most three hundredths of a row's memory, on either backend."""
+"""Drafts take few bytes, or at most three hundredths of a row's, on either backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.backends.draft_limits import MOST_SHARE, ROW_TOKENS, affordable_depth
+from pippin.backends.draft_limits import FEW_BYTES, MOST_SHARE, ROW_TOKENS, affordable_depth
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.drafts.draft_memory import draft_bytes
 from processes import is_installed
@@ -18,10 +18,19 @@ OPTIONS: dict[str, Any] = {"num_slots": 4, "dtype": "float32", "mtp": True}
 
 def test_as_many_drafts_as_their_share_of_a_row_pays() -> None:
     def depth(of_each: int, fixed: int = 0) -> int:
-        return affordable_depth(6, lambda number: fixed + number * of_each, lambda _: 10_000)
+        row = 1000 * FEW_BYTES
+        each, always = of_each * row // 10_000, fixed * row // 10_000
+        return affordable_depth(6, lambda number: always + number * each, lambda _: row)
 
     assert [depth(0), depth(50), depth(51), depth(100), depth(100, 60)] == [6, 6, 5, 3, 2]
     assert depth(400) == 1
+
+
+def test_what_takes_few_bytes_is_not_counted_against_a_small_row() -> None:
+    def depth(of_each: int) -> int:
+        return affordable_depth(6, lambda number: number * of_each, lambda _: 10_000)
+
+    assert [depth(FEW_BYTES // 6), depth(FEW_BYTES // 5), depth(FEW_BYTES + 1)] == [6, 5, 1]
     assert affordable_depth(0, lambda _: 0, lambda _: 10_000) == 0
 
 
@@ -29,8 +38,8 @@ def test_a_row_of_the_bundled_model_on_mlx() -> None:
     backend = MLXBackend.load(BUNDLED_PATH, max_depth=6, **OPTIONS)
     without = MLXBackend(backend.loaded, num_slots=4)
     own, rest = (each.row_bytes(ROW_TOKENS) for each in (backend, without))
-    assert backend.max_depth == backend.drafts_itself == 2
-    assert 0 < own - rest == draft_bytes(backend.loaded, 2) <= MOST_SHARE * rest
+    assert backend.max_depth == backend.drafts_itself == 6
+    assert 0 < own - rest == draft_bytes(backend.loaded, 6) <= FEW_BYTES
 
 
 @pytest.mark.skipif(not is_installed("torch"), reason="torch is not installed")
@@ -40,8 +49,8 @@ def test_a_row_of_the_bundled_model_on_torch(caplog: pytest.LogCaptureFixture) -
     caplog.set_level("INFO")
     backend = TorchBackend.load(BUNDLED_PATH, max_depth=6, **OPTIONS)
     backend.limit_memory(1 << 30)
-    most = OPTIONS["num_slots"] * MOST_SHARE * backend.row_bytes(ROW_TOKENS)
-    assert 0 < backend.memory_parts()["other"] <= most
+    most = max(FEW_BYTES, MOST_SHARE * backend.row_bytes(ROW_TOKENS))
+    assert 0 < backend.memory_parts()["other"] <= OPTIONS["num_slots"] * most
     assert f"at most {backend.max_depth} drafts of a request are verified" in caplog.text
 
 

@@ -39,8 +39,8 @@ class PackedRowTile:
 
 
 def packed_row_tile_for(num_out: int, num_words: int) -> PackedRowTile:
-    """A warp reads 128 words of a row at a time."""
-    num_warps = max(1, min(4, num_words // 128))
+    """A warp reads 128 words of a row at a time; 1, 2 or 4 of them share a row."""
+    num_warps = 1 << (max(1, min(4, num_words // 128)).bit_length() - 1)
     block_n = 4 if num_out <= 2048 else 8
     return PackedRowTile(block_n, 128 * num_warps, num_warps, 3)
 
