@@ -10,6 +10,7 @@ import pytest
 from scripted_engine import MODEL, ScriptedEngine, asking, hang, say, serving
 
 from pippin.api.http.http_errors import ModelNotFound
+from pippin.config import ServerConfig
 from pippin.errors import EngineDead, PippinError
 from processes import wait_until
 
@@ -190,3 +191,16 @@ def test_the_model_is_described_without_paths() -> None:
     assert info["model_path"] == info["served_model_name"] == "stories"
     assert info["is_generation"] is True
     assert info["max_model_len"] == MODEL.max_len
+
+
+def test_routers_read_where_kv_events_are_published() -> None:
+    info = fetch("GET", "/server_info").json()
+    assert fetch("GET", "/get_server_info").json() == info
+    assert (info["served_model_name"], info["dp_size"]) == ("stories", 1)
+    assert info["kv_events"] is None, "they are off by default"
+    config = ServerConfig(kv_events="tcp://*:5557")
+    with serving(ScriptedEngine(say("Hi.")), config) as url:
+        events = httpx.get(f"{url}/server_info").json()["kv_events"]
+    assert events["endpoint_host"] == "*"
+    assert (events["endpoint_port_base"], events["block_size"]) == (5557, 64)
+    assert events["topic"] == "kv-events"

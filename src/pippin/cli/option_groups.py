@@ -42,6 +42,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
         "peer_cert peer_key peer_ca peer_memory",
     ),
     "Logs": ("log_format log_prompts", "show_prompts step_log trace"),
+    "KV events": ("kv_events", "kv_events_replay kv_events_form"),
     "Limits": (
         "max_tokens request_timeout",
         "max_body_bytes max_choices max_stops max_logit_bias max_schema_bytes max_connections "

@@ -11,6 +11,7 @@ from pippin.errors import ConfigError
 
 # A site, or every origin of a scheme that no web site has.
 CORS_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*]+|(?!https?:)[a-z][a-z0-9+.-]*://\*")
+EVENT_ADDRESS = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s/:*\[\]]+):(\d{1,5})")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,18 @@ class ServerConfig:
     """File to which a trace of the engine is written in Chrome's trace format, for Perfetto; at
     most 200 MB."""
 
+    kv_events: str | None = None
+    """Address at which KV events are published over ZeroMQ, tcp://HOST:PORT: which blocks of tokens
+    are cached, for routers. They contain the tokens of prompts, and are not encrypted. Default:
+    none."""
+
+    kv_events_replay: str | None = None
+    """Address at which subscribers of --kv-events request events that they missed,
+    tcp://HOST:PORT."""
+
+    kv_events_form: Literal["vllm", "sglang"] = "vllm"
+    """Encoding of KV events: maps, as vLLM publishes them, or arrays, as SGLang does."""
+
     engine_restarts: int = 5
     """Maximum number of engine restarts in a row without a finished request between them. After one
     more failure the server exits with status 1."""
@@ -166,6 +179,11 @@ class ServerConfig:
                 "admin_key requires api_key: without an API key every request is accepted; give "
                 "--api-key or --api-key-file too"
             )
+        for option in ("kv_events", "kv_events_replay"):
+            if (address := getattr(self, option)) is not None:
+                event_address(option, address)
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ConfigError("kv_events_replay requires --kv-events, the address of the events")
         for name in self.allowed_host:
             if "*" in name.removeprefix("*.") and name != "*":
                 raise ConfigError(
@@ -179,3 +197,14 @@ class ServerConfig:
                     "such as https://chat.example.com, app://* for the programs of a scheme, or "
                     "* for any site"
                 )
+
+
+def event_address(option: str, text: str) -> tuple[str, int]:
+    """Host and port."""
+    found = EVENT_ADDRESS.fullmatch(text)
+    if found is None or not 0 < int(found[2]) <= 65535:
+        raise ConfigError(
+            f"{option} is {text!r}: use tcp://HOST:PORT, such as tcp://127.0.0.1:5557, or "
+            "tcp://*:5557 for all addresses of this machine"
+        )
+    return found[1].strip("[]"), int(found[2])

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from pippin.config import Config
+from pippin.engine.build_kv_events import announce
 from pippin.engine.build_loop import build_loop
 from pippin.engine.build_peers import listen
 from pippin.engine.events.recorder import Recorder
@@ -170,6 +171,7 @@ def main() -> int:
             channel.send(Loading("the vocabulary, for grammars"))
             loop.scheduler.compiler.load()
         listener = listen(spec.config, loop, channel.deliver)
+        announcer = announce(server, loop.scheduler)
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()
@@ -196,6 +198,8 @@ def main() -> int:
     status = run_engine(loop, channel, recorder)
     if listener is not None:
         listener.close()
+    if announcer is not None:
+        announcer.close()
     if trace is not None and status == 0:  # else another engine will add to it
         trace.close()
     if log is not None:

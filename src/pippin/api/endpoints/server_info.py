@@ -16,7 +16,9 @@ from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import JSONResponse, speaks_anthropic
+from pippin.config.server import event_address
 from pippin.errors import NotReady
+from pippin.types import GRID
 
 
 class ServerInfo:
@@ -30,6 +32,8 @@ class ServerInfo:
             Route("/v1/models/{id:path}", self._one_model),
             Route("/get_model_info", self._model_info),
             Route("/model_info", self._model_info),  # SGLang's newer name of it
+            Route("/get_server_info", self._server_info),
+            Route("/server_info", self._server_info),  # SGLang's newer name of it
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/status", self._status),
@@ -66,6 +70,35 @@ class ServerInfo:
                 "has_audio_understanding": False,
             }
         )
+
+    async def _server_info(self, request: Request) -> Response:
+        """What SGLang's routers read when they add this server."""
+        return JSONResponse(
+            {
+                "model_path": self._model.name,
+                "served_model_name": self._model.name,
+                "tp_size": 1,
+                "dp_size": 1,
+                "disaggregation_mode": "null",  # a word of SGLang's
+                "speculative_algorithm": None,  # blocks are hashed token by token
+                "max_total_tokens": self._model.max_len,
+                "kv_events": self._kv_events(),
+            }
+        )
+
+    def _kv_events(self) -> dict[str, Any] | None:
+        address = self._state.config.kv_events
+        if address is None:
+            return None
+        host, port = event_address("kv_events", address)
+        return {
+            "publisher": "zmq",
+            "endpoint_host": host,
+            "endpoint_port_base": port,
+            "topic": "kv-events",
+            "block_size": GRID,
+            "dp_size": 1,
+        }
 
     async def _health(self, request: Request) -> Response:
         if not self._engine.healthy:

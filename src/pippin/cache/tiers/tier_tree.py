@@ -49,7 +49,7 @@ class TierTree:
         self._num_added = 0  # since the last `remove_lost`: as many more leave the tree
         self._unused: list[Key] = []  # nothing of these is in the tree any more
         self.num_unreadable = 0  # entries that did not read back as they were written
-        self.cache.tree.observer = _Places()
+        self.cache.tree.observers += (_Places(),)
 
     @property
     def num_entries(self) -> int:

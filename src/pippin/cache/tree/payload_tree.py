@@ -38,7 +38,7 @@ class PayloadTree:
         self.num_damaged = 0  # damaged payloads that are locked
         self.tick = 0
         self.recent: list[Node] = []  # ends of the paths used last; some may be evicted
-        self.observer: TreeObserver | None = None
+        self.observers: tuple[TreeObserver, ...] = ()
         self._lookback = Lookback(rules)
 
     @property
@@ -58,8 +58,8 @@ class PayloadTree:
         if not node.is_root:
             others = [end for end in self.recent if end.stamp is not stamp]  # not on this path
             self.recent = [node, *others][:NUM_RECENT]
-            if self.observer is not None:
-                self.observer.used(node)
+            for observer in self.observers:
+                observer.used(node)
         return self.tick
 
     def unlock(self, node: Node, floor: int) -> None:
@@ -85,8 +85,8 @@ class PayloadTree:
         self.num_damaged += upper.damaged.bit_count()
         if self.canary is not None:
             self.canary.divide(upper, node)
-        if self.observer is not None:
-            self.observer.split(upper, node)
+        for observer in self.observers:
+            observer.split(upper, node)
         for changed in (upper, node, *free):
             self.queue.update(changed)
         return upper
@@ -111,8 +111,8 @@ class PayloadTree:
             node = self.radix.append(node, ids[node.end : end], salt)
             if self.canary is not None:
                 self.canary.mark(node)
-            if self.observer is not None:
-                self.observer.added(node)
+            for observer in self.observers:
+                observer.added(node)
         self.stats.tokens_inserted += len(ids) - reach
         if not self.rules.has_state:
             self._lookback.count(node)
@@ -161,8 +161,8 @@ class PayloadTree:
         self.queue.update(node)
 
     def notify_changed(self, node: Node) -> None:
-        if self.observer is not None:
-            self.observer.changed(node)
+        for observer in self.observers:
+            observer.changed(node)
 
     def evict(self, nbytes: int, *, spare_since: int = NEVER) -> int:
         """Free `nbytes`, or all that can be, except what was used since a tick; returns bytes."""
@@ -239,8 +239,8 @@ class PayloadTree:
                 self._lookback.count(parent)  # first, so that few counts fall to zero in between
             self._uncount(leaf)
         self.radix.remove(leaf)
-        if self.observer is not None:
-            self.observer.removed(leaf, parent)
+        for observer in self.observers:
+            observer.removed(leaf, parent)
         self.queue.update(leaf)
         return parent
 

@@ -22,7 +22,7 @@ NUM_KEPT = MAX_NODES * 3 // 4  # when there are more than that
 
 
 class TreeMirror(TreeObserver):
-    """The cache's observer from its making until `close`."""
+    """An observer of the cache from its making until `close`."""
 
     def __init__(
         self,
@@ -39,10 +39,11 @@ class TreeMirror(TreeObserver):
         self._evicted: list[int] = []
         self._used: dict[int, None] = {}  # in order
         self._locked: list[int] = []
-        cache.tree.observer = self
+        cache.tree.observers += (self,)
 
     def close(self) -> None:
-        self._cache.tree.observer = None
+        tree = self._cache.tree
+        tree.observers = tuple(one for one in tree.observers if one is not self)
 
     def find(self, id: int) -> Node | None:
         """A node that watchers know."""
