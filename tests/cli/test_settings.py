@@ -176,15 +176,15 @@ def test_what_config_prints_is_a_file_that_says_the_same(
 def test_keys_are_counted_and_never_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write("api-key = ['secret-1', 'secret-2']", mode=0o600)
-    assert served_with(monkeypatch).server.api_key == ("secret-1", "secret-2")
+    write("api-key = ['hidden-1', 'hidden-2']", mode=0o600)
+    assert served_with(monkeypatch).server.api_key == ("hidden-1", "hidden-2")
     printed = output_of(capsys, "config")
     assert "# api-key = (2 set, not printed)  # pippin.toml:1" in printed
-    assert "secret" not in printed
-    monkeypatch.setenv("PIPPIN_API_KEY", "secret-3")
+    assert "hidden" not in printed
+    monkeypatch.setenv("PIPPIN_API_KEY", "hidden-3")
     printed = output_of(capsys, "config")
     assert "# api-key = (1 set, not printed)  # PIPPIN_API_KEY" in printed
-    assert "secret" not in printed
+    assert "hidden" not in printed
 
 
 def test_without_a_file_config_says_where_it_looked(

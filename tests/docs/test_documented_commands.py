@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -245,7 +246,9 @@ def test_commands_and_clients_work_on_a_server(
         blocks = python_blocks("clients.md")
         code = next(block for block in blocks if block.startswith(f"from {package} import"))
         code = code.replace("http://127.0.0.1:8000", server.url)
-        exec(code.replace("MODEL", "stories-hybrid-20m"), {})
+        names: dict[str, Any] = {}
+        exec(code.replace("MODEL", "stories-hybrid-20m"), names)
+        names["client"].close()  # its connections, which would be closed whenever it is collected
     capsys.readouterr()
     for command in ON_A_SERVER:
         run_pippin(command, capsys)

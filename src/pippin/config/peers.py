@@ -52,9 +52,9 @@ class PeerAddress:
 @dataclass(frozen=True)
 class PeersConfig:
     role: Literal["alone", "prefill", "decode", "both"] = "alone"
-    """`prefill`: compute prompts for decode engines, which connect to --peer-listen. `decode`: ask
-    the engines at --peer for long prompts, and compute them here if they do not arrive. `both`:
-    both. `alone`: neither."""
+    """Whose prompts this engine computes. `prefill`: also those of decode engines, which connect to
+    --peer-listen. `decode`: its own, but it asks the engines at --peer for long ones first, and
+    computes them if they do not arrive. `both`: both. `alone`: its own."""
 
     peer: tuple[str, ...] = ()
     """Address of a prefill engine, its --peer-listen; may be given several times.
