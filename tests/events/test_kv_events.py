@@ -11,7 +11,7 @@ from events.kv_router import ArrayBatch, Batch, Router, hashes_of
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tree.components import STATE
+from pippin.cache.tree.components import STATE, WINDOW
 from pippin.cache.tree.radix import as_tokens
 from pippin.engine.kv_events.announcer import Announcer
 from pippin.engine.kv_events.event_forms import EventForm, FormName
@@ -77,7 +77,7 @@ def test_predicted_is_cached(layout: str, deterministic: bool) -> None:
     lie inside of blocks: it predicts the longest prefix in whole blocks that can be restored.
     """
     rng = random.Random(layout)
-    backend = FakeBackend(components=LAYOUTS[layout], state_tokens=40, num_slots=4)
+    backend = FakeBackend(components=LAYOUTS[layout], window=100, state_tokens=40, num_slots=4)
     capacity = backend.row_bytes(1500) + 8 * backend.spec.state_bytes
     loop = make_loop(backend=backend, capacity_bytes=capacity, deterministic=deterministic)
     client = Client(loop)
@@ -138,6 +138,28 @@ def test_a_prefix_without_a_checkpoint_is_not_announced() -> None:
     assert not any(router.blocks.values())
 
 
+def test_no_window_may_reach_back_to_one_that_was_evicted() -> None:
+    backend = FakeBackend(components=(A, W), window=100, knows_head=False)
+    client = Client(make_loop(backend=backend))
+    announcer, router = announce(client)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    prompt = make_prompt(400)
+    client.ask(prompt)
+    client.ask([*prompt[:150], 1, 2, 3])
+    announcer.turn()
+    assert router.predict(prompt) == 384
+    path, _ = cache.radix.walk(as_tokens(prompt))
+    (above,) = (node for node in path if node.end == 150)
+    cache.tree.drop(above, WINDOW)
+    announcer.turn()
+    assert router.predict(prompt) == 384
+    for length in (129, 200, 256, 257, 300):  # from 250 on none reaches back to it
+        part = prompt[:length]
+        assert router.predict(part) == restorable_blocks(cache, part, b"")
+        assert router.predict(part) == (256 if length > 256 else 128)
+
+
 def test_a_salted_prefix_is_not_confused_with_a_plain_one() -> None:
     client = Client(make_loop(components=(A,)))
     announcer, router = announce(client)
@@ -164,6 +186,18 @@ def test_a_flushed_cache_is_cleared_by_one_event() -> None:
     announcer.turn()
     assert router.num_cleared == 2
     assert len(router.events) == num_events + 1
+
+
+def test_what_is_evicted_and_cached_again_did_not_change() -> None:
+    client = Client(make_loop(components=(A,)))
+    announcer, router = announce(client)
+    client.ask(make_prompt(200))
+    announcer.turn()
+    num_events = len(router.events)
+    client.loop.flush_cache()
+    client.ask(make_prompt(200))
+    announcer.turn()
+    assert len(router.events) == num_events
 
 
 def test_tiers_are_media() -> None:
