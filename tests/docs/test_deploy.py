@@ -55,9 +55,13 @@ def parsed(
     return given.get("model", ModelConfig()), given.get("server", ServerConfig())
 
 
-def status(config: ServerConfig, path: str, headers: dict[str, str]) -> int:
+def status(
+    config: ServerConfig, path: str, headers: dict[str, str], reason: str | None = None
+) -> int:
+    """`reason`: why there is no engine."""
     engine = ScriptedEngine(answer_anything)
     engine.numbers = make_loop().counters()
+    engine.reason = reason
     with serving(engine, config) as url:
         return httpx.get(f"{url}{path}", headers=headers).status_code
 
@@ -125,8 +129,10 @@ def test_kubernetes_probes_routes_of_the_server_and_its_command_parses(
     probes = {kind: SERVER[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")}
     paths = {kind: probe["httpGet"]["path"] for kind, probe in probes.items()}
     # While a server drains, /health is 200 and /ready is not.
-    assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+    assert (paths["startup"], paths["readiness"]) == ("/health", "/ready")
     assert {status(served, path, {}) for path in paths.values()} == {200}
+    assert status(served, paths["liveness"], {}, reason="the engine is loaded again") == 200
+    assert status(served, paths["readiness"], {}, reason="the engine is loaded again") == 503
     notes = POD["metadata"]["annotations"]
     assert notes["prometheus.io/port"] == str(server.port)
     key = {"Authorization": "Bearer k"}
