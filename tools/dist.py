@@ -106,7 +106,7 @@ def check_wheel(path: Path) -> None:
 def check_sdist(path: Path) -> None:
     with tarfile.open(path) as sdist:
         names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
-    files = tracked("src", "tests", "tools", "docs", ".ci", ".github", ".gitignore", "Makefile", "LICENSE", "*.md", "pyproject.toml")
+    files = tracked("src", "tests", "tools", "docs", "deploy", ".ci", ".github", ".gitignore", "Makefile", "LICENSE", "*.md", "pyproject.toml")
     files = {name for name in files if not name.startswith("demo/")}
     check_names(path, names - {"PKG-INFO"}, files)
 
