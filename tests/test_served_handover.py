@@ -9,6 +9,7 @@ import socket
 import httpx
 import pytest
 
+from metric_names import documented, families
 from processes import wait_until
 from test_serve import Served, serve
 
@@ -47,6 +48,9 @@ def test_a_server_decodes_what_another_one_computed_and_outlives_it() -> None:
         sent = metric(prefill, "pippin_handover_sent_bytes_total")
         assert metric(decode, "pippin_handover_received_bytes_total") == sent > 0
         assert metric(decode, "pippin_computed_tokens_total") == 0
+        texts = [httpx.get(f"{each.url}/metrics").text for each in (prefill, decode)]
+        known = {name for text in texts for name in families(text)}
+        assert {name for name in documented() if name.startswith("pippin_handover_")} <= known
 
         os.kill(prefill.engine_pid, signal.SIGKILL)  # its supervisor starts another one
         other = [5 + number % 80 for number in range(1_000)]

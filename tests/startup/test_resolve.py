@@ -123,7 +123,7 @@ def test_auto_is_torch_on_an_nvidia_gpu(
     "change",
     [
         {"model_type": "gemma4_text"},
-        {"quantization": {"bits": 4}},
+        {"quantization": {"bits": 3, "group_size": 64}},
         {"head_dim": 80},
         {"num_attention_heads": None},
     ],
@@ -151,4 +151,5 @@ def test_what_torch_lacks_kernels_for_is_mlx_on_a_gpu_too(
     assert chosen(config) == "torch"
     windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     assert chosen(config | windows) == "torch"
+    assert chosen(config | {"quantization": {"bits": 4, "group_size": 64}}) == "torch"
     assert chosen(config | change) == "mlx"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -127,10 +128,11 @@ def test_an_engine_that_cannot_be_started_leaves_nothing_behind(
         raise BlockingIOError("no more processes")
 
     def exits_at_once(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
-        child = subprocess_popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, **kwargs)
-        assert child.stdout is not None
-        with child.stdout:
-            child.stdout.read()  # until it exits; os.waitid is not on every macOS
+        child = subprocess_popen([sys.executable, "-c", ""], **kwargs)
+        assert child.stdin is not None
+        closed = select.poll()  # os.waitid is not on every macOS
+        closed.register(child.stdin, 0)  # POLLERR or POLLHUP: its other end is closed
+        closed.poll()
         children.append(child)
         return child
 

@@ -16,7 +16,8 @@ def draft_bytes(loaded: LoadedModel, max_depth: int) -> int:
 
 
 def depth_within(loaded: LoadedModel, max_depth: int, *, deterministic: bool) -> int:
-    layers = find_draft_layers(loaded.model, loaded.layout, deterministic=deterministic)
+    with loaded.operating():
+        layers = find_draft_layers(loaded.model, loaded.layout, deterministic=deterministic)
     if isinstance(layers, str):  # then rows verify none, and say why
         return max_depth
     row_bytes = Footprint(loaded.layout).row_bytes
