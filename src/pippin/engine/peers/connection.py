@@ -92,7 +92,12 @@ class Connection:
             await self._writer.drain()
 
     def close(self) -> None:
-        self._writer.close()
+        """What was written is sent first, unless the task is cancelled: then its thread ends."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            self._writer.transport.abort()
+        else:
+            self._writer.close()
 
     # ---- how it is opened ------------------------------------------------------------------
 
