@@ -42,8 +42,10 @@ def test_every_documented_field_is_honoured() -> None:
 @pytest.mark.parametrize("encoding", ["float", "base64", openai.omit])
 def test_the_official_client_gets_unit_vectors_in_order(encoding: Any) -> None:
     texts = ["a fox", "two hens and a fox", "a"]
-    with serving(ScriptedEngine(embed)) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    with (
+        serving(ScriptedEngine(embed)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
         reply = client.embeddings.create(model="gpt-4o", input=texts, encoding_format=encoding)
     rows = [TOKENIZER.encode(text) for text in texts]
     assert [item.index for item in reply.data] == [0, 1, 2]
