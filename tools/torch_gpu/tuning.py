@@ -13,7 +13,7 @@ from pippin.backends.torch.backend import TorchBackend
 
 def recurrence() -> None:
     """Ways to go through the states of one layer, against the time that their bytes take."""
-    from pippin.backends.torch.kernels.delta_step import StateTile, delta_step, state_tile_for
+    from pippin.backends.torch.kernels.recurrent.delta_step import StateTile, delta_step, state_tile_for
 
     backend = TorchBackend(random_model(), num_slots=4, pool_bytes=8 << 30)
     layer = random_model().decoder.layers[0]

@@ -16,8 +16,8 @@ from pippin.backends.torch.kernels import attention_step
 from pippin.backends.torch.kernels.checks.agreement import kernel_errors
 from pippin.backends.torch.kernels.checks.layers import few_layers
 from pippin.backends.torch.kernels.decode import DecodeKernels
-from pippin.backends.torch.kernels.delta_step import StateTile, delta_step
 from pippin.backends.torch.kernels.draw import Noise, draw
+from pippin.backends.torch.kernels.recurrent.delta_step import StateTile, delta_step
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import PoolLayout

@@ -11,14 +11,14 @@ from functools import partial
 import torch
 
 from pippin.backends.torch.kernels.attention_step import attention_step
-from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
 from pippin.backends.torch.kernels.epilogues import ConvStep
 from pippin.backends.torch.kernels.latent_step import latent_step
 from pippin.backends.torch.kernels.layers import feed_forward, run_layers
-from pippin.backends.torch.kernels.mamba_step import mamba_step
 from pippin.backends.torch.kernels.packed.linear import by_kernels, is_stacked
 from pippin.backends.torch.kernels.packed.rows import look_up_packed
 from pippin.backends.torch.kernels.products import product
+from pippin.backends.torch.kernels.recurrent.delta_step import conv_step, delta_step
+from pippin.backends.torch.kernels.recurrent.mamba_step import mamba_step
 from pippin.backends.torch.kernels.rows import look_up, norm_rows
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.conv_layer import ConvLayer

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from pippin.backends.torch.kernels.attention_blocks import attend_blocks
-from pippin.backends.torch.kernels.delta_blocks import delta_blocks
 from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
+from pippin.backends.torch.kernels.recurrent.delta_blocks import delta_blocks
 from pippin.backends.torch.kernels.rows import conv_rows, gated_norm, keep_inputs
 from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer

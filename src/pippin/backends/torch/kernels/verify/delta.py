@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.kernels.delta_step import delta_sizes
+from pippin.backends.torch.kernels.recurrent.delta_step import delta_sizes
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.step.verify.words import Places
 
