@@ -6,7 +6,7 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from builders import check_idle, make_prompt, oracle
 from live_peers import FAKE, LiveDecode, LivePrefill, ask, ask_all, pair_of, write
 from pippin.config import Config, EngineConfig, PeersConfig
 from pippin.engine.peers.agreement import Facts, difference, peer_facts, prove
+from pippin.engine.peers.peer_listener import MAX_OPENING
 from pippin.engine.peers.wire_frames import (
     PROTOCOL,
     Ask,
@@ -311,6 +312,23 @@ def test_a_prompt_that_is_asked_for_twice_closes_the_connection(
     check_idle(prefill.client)
 
 
+def test_strangers_that_say_nothing_take_a_bounded_number_of_connections() -> None:
+    prefill = LivePrefill(FAKE)
+    try:
+        with ExitStack() as stack:
+            strangers = [stack.enter_context(raw_decode(prefill)) for _ in range(MAX_OPENING)]
+            with raw_decode(prefill) as another:
+                assert another.is_closed()
+            assert len(strangers) == len(prefill.listener._connections)
+        decode = LiveDecode(FAKE, prefill.address)
+        try:
+            decode.wait_for(connected=True)
+        finally:
+            decode.close()
+    finally:
+        prefill.close()
+
+
 ENTRY = EntryFrame("?", "attention", 0, 64, b"k" * 32, 512, b"d" * 16)
 WRONG: dict[str, dict[str, Any]] = {
     "another chain key": {},
@@ -323,8 +341,10 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
-def test_entries_that_were_not_asked_for_are_never_used(wrong: dict[str, Any]) -> None:
+@contextmanager
+def asked_raw(prompt: list[int]) -> Iterator[tuple[LiveDecode, Any, Raw, Any]]:
+    """A decode engine that has asked a hostile end for a prompt: the engine, the reply to come,
+    the other end, and what it is asked for."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         decode = LiveDecode(FAKE, f"tcp://127.0.0.1:{server.getsockname()[1]}")
         try:
@@ -333,54 +353,42 @@ def test_entries_that_were_not_asked_for_are_never_used(wrong: dict[str, Any]) -
                 raw = Raw(connection, peer_facts(Config(model=FAKE), decode.client.loop.backend))
                 raw.open_as_prefill()
                 decode.wait_for(connected=True)
-                prompt = make_prompt(500)
                 reply = decode.client.submit(prompt)
                 decode.client.step()
-                wanted = raw.receive(ToPrefill)
-                frame = msgspec.structs.replace(ENTRY, id=wanted.id, **wrong)
-                raw.send(frame, b"\0" * min(frame.nbytes, 4096))
-                decode.client.run()
-            assert "does not fit" in decode.wait_for_error()
-            assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
-            assert decode.handovers["partial"] == 1
-            check_idle(decode.client)
+                yield decode, reply, raw, raw.receive(ToPrefill)
         finally:
             decode.close()
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_entries_that_were_not_asked_for_are_never_used(wrong: dict[str, Any]) -> None:
+    prompt = make_prompt(500)
+    with asked_raw(prompt) as (decode, reply, raw, wanted):
+        frame = msgspec.structs.replace(ENTRY, id=wanted.id, **wrong)
+        raw.send(frame, b"\0" * min(frame.nbytes, 4096))
+        decode.client.run()
+        raw.socket.close()
+        assert "does not fit" in decode.wait_for_error()
+        assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
+        assert decode.handovers["partial"] == 1
+        check_idle(decode.client)
 
 
 def test_a_payload_whose_digest_differs_is_not_used_and_the_connection_goes_on() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        decode = LiveDecode(FAKE, f"tcp://127.0.0.1:{server.getsockname()[1]}")
-        try:
-            connection, _ = server.accept()
-            with connection:
-                raw = Raw(connection, peer_facts(Config(model=FAKE), decode.client.loop.backend))
-                raw.open_as_prefill()
-                decode.wait_for(connected=True)
-                prompt = make_prompt(500)
-                reply = decode.client.submit(prompt)
-                decode.client.step()
-                wanted = raw.receive(ToPrefill)
-                store = decode.client.loop.scheduler.traffic.tiers[-1].tier_io.store
-                asked = decode.client.loop.scheduler.traffic._handovers[0]._under_way[wanted.id]
-                entry = asked.wanted.entry(
-                    store.fingerprint,
-                    decode.client.loop.backend.payload_arrays,
-                    Component.ATTENTION,
-                    0,
-                    64,
-                )
-                frame = EntryFrame(
-                    wanted.id, "attention", 0, 64, entry.key.chain, entry.nbytes, b"d" * 16
-                )
-                raw.send(frame, b"\0" * entry.nbytes)
-                decode.client.run()
-                assert raw.receive(ToPrefill).id == wanted.id  # not wanted any more
-                assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
-                assert decode.peer["store"]["damaged"] == 1
-                assert decode.wait_for(connected=True)
-        finally:
-            decode.close()
+    prompt = make_prompt(500)
+    with asked_raw(prompt) as (decode, reply, raw, wanted):
+        loop = decode.client.loop
+        store = loop.scheduler.traffic.tiers[-1].tier_io.store
+        asked = loop.scheduler.traffic._handovers[0]._under_way[wanted.id]
+        arrays = loop.backend.payload_arrays
+        entry = asked.wanted.entry(store.fingerprint, arrays, Component.ATTENTION, 0, 64)
+        frame = EntryFrame(wanted.id, "attention", 0, 64, entry.key.chain, entry.nbytes, b"d" * 16)
+        raw.send(frame, b"\0" * entry.nbytes)
+        decode.client.run()
+        assert raw.receive(ToPrefill).id == wanted.id  # not wanted any more
+        assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
+        assert decode.peer["store"]["damaged"] == 1
+        assert decode.wait_for(connected=True)
 
 
 def test_a_prefill_engine_that_dies_while_it_sends_costs_time_alone() -> None:

@@ -18,7 +18,12 @@ from pippin.cache.entries.entry import Bytes, Entry
 from pippin.cache.peers.wanted import Wanted
 from pippin.config.peers import PeerAddress
 from pippin.engine.peers.agreement import Facts
-from pippin.engine.peers.connection import BUFFER_BYTES, Connection, PeerRefused
+from pippin.engine.peers.connection import (
+    BUFFER_BYTES,
+    HANDSHAKE_SECONDS,
+    Connection,
+    PeerRefused,
+)
 from pippin.engine.peers.wire_frames import (
     ASK_FRAME_BYTES,
     Ask,
@@ -35,6 +40,7 @@ from pippin.scheduler.traffic.pushes import Pushes, PushTarget
 from pippin.types import ModelSpec, SamplingParams
 
 MAX_CONNECTIONS = 32
+MAX_OPENING = 32  # connections that may be those of strangers: no secret was proven yet
 MAX_ASKS = 64  # of one connection, at a time
 SEND_SECONDS = 60.0  # of one entry: a decode engine that reads nothing for so long is disconnected
 START_SECONDS = 10.0
@@ -80,7 +86,13 @@ class PeerListener:
         self, address: PeerAddress, tls: ssl.SSLContext | None
     ) -> asyncio.base_events.Server:
         return await asyncio.start_server(
-            self._serve, address.host, address.port, ssl=tls, limit=BUFFER_BYTES, reuse_address=True
+            self._serve,
+            address.host,
+            address.port,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
+            limit=BUFFER_BYTES,
+            reuse_address=True,
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,6 +102,8 @@ class PeerListener:
         assert task is not None
         self._connections[task] = connection
         try:
+            if len(self._connections) - len(self._clients) > MAX_OPENING:
+                raise PeerRefused(f"{MAX_OPENING} others have not proven their secret yet")
             if len(self._clients) >= MAX_CONNECTIONS:
                 raise PeerRefused(f"{MAX_CONNECTIONS} decode engines are connected already")
             await connection.agree(self._facts, self._secret, 0, asks=False)
