@@ -33,6 +33,11 @@ def test_what_is_loaded_depends_on_the_device_and_its_budget(
     assert rows_to_load(GIVEN, kind, budget_bytes) == RunningRows(5, "--max-running")
 
 
+def test_a_draft_model_s_keys_are_those_of_few_rows() -> None:
+    config = EngineConfig(draft_model="small")
+    assert rows_to_load(config, "cuda", 120 * GB).number == 32
+
+
 def test_fewer_run_where_the_memory_for_requests_holds_fewer() -> None:
     loaded = rows_to_load(AUTO, "cuda", 120 * GB)
     per_token = 10**5

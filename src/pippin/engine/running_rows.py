@@ -14,6 +14,7 @@ from pippin.config import EngineConfig
 
 # Steps of more rows generate more tokens in all up to about these.
 MOST_ON_CUDA, MOST_ELSEWHERE = 256, 64
+MOST_WITH_DRAFT_MODEL = 32  # each row has keys of that model too, and drafts pay where rows are few
 LEAST = 8
 MULTIPLE = 8
 BUDGET_BYTES_PER_ROW = 64 << 20
@@ -30,6 +31,8 @@ def rows_to_load(config: EngineConfig, kind: str, budget_bytes: int) -> RunningR
     """What a backend on a device of this kind has room for in its buffers."""
     if config.max_running != "auto":
         return RunningRows(config.max_running, "--max-running")
+    if config.draft_model is not None:
+        return RunningRows(MOST_WITH_DRAFT_MODEL, "auto: the most with a draft model")
     if kind != "cuda":
         return RunningRows(MOST_ELSEWHERE, f"auto: the most for {kind}")
     within = _rounded(budget_bytes // BUDGET_BYTES_PER_ROW)

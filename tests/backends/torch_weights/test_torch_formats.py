@@ -15,12 +15,16 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 import torch
 from mlx_lm.utils import _transform_awq_weights
+from safetensors.torch import save_file
 
 from mlx_checkpoints import torch_logits
 from packed_checkpoints import GROUP, Packing, awq, compressed, fp8, gptq, integers, words_of, write
+from pippin.backends.torch.checkpoint import open_weights
 from pippin.backends.torch.config import read_shape
+from pippin.backends.torch.formats.find import find_weight
 from pippin.backends.torch.formats.floats import read_fp8, read_mxfp4
 from pippin.backends.torch.formats.integers import read_awq, read_compressed, read_gptq
+from pippin.backends.torch.formats.quantization import Quantization
 from pippin.backends.torch.load import load
 from pippin.backends.torch.models.packed import Packed, dense
 from pippin.errors import LoadError
@@ -140,3 +144,17 @@ def test_groups_that_kernels_do_not_take_are_refused_by_name() -> None:
 def test_what_is_not_served_is_refused_by_name(quantization: object, named: str) -> None:
     with pytest.raises(LoadError, match=named):
         read_shape(TORCH_CONFIGS["qwen3"] | {"quantization_config": quantization})
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int32, torch.uint8])
+def test_what_is_packed_in_a_way_that_is_not_read_is_never_taken_as_dense(
+    tmp_path: Path, stored: torch.dtype
+) -> None:
+    """Of a format that is served, with other scales: here one of the whole weight."""
+    tensors = {"q.weight": torch.ones(4, 32).to(stored), "q.weight_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with (
+        open_weights(tmp_path, torch.device("cpu"), "model.") as weights,
+        pytest.raises(LoadError, match=r"q\.weight is stored as .*, without scales"),
+    ):
+        find_weight(weights, Quantization("fp8", FP8), "q", torch.float32)

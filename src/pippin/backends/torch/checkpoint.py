@@ -56,6 +56,10 @@ class CheckpointWeights:
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
         tensor = self._stored(name)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise LoadError(
+                f"{name} is stored as {tensor.dtype}, without scales that the torch backend reads"
+            )
         return tensor.to(self._device, torch.float32 if exact else self.dtype)
 
     def stored(self, name: str) -> torch.Tensor:
