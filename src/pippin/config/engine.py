@@ -17,8 +17,8 @@ Speculate = Literal["auto", "off", "suffix", "mtp", "draft"]
 class EngineConfig:
     max_running: int | Literal["auto"] = "auto"
     """Maximum number of requests that are decoded in one batch; further requests wait in the
-    queue. `auto`: 256 on NVIDIA GPUs and 64 elsewhere, or fewer if no more fit into the memory
-    budget; `pippin doctor` and /status show the number."""
+    queue. `auto`: 256 on NVIDIA GPUs, 64 elsewhere and 32 with a draft model, or fewer if no more
+    fit into the memory budget; `pippin doctor` and /status show the number."""
 
     max_queue: int = 1024
     """Maximum number of requests in the queue; further requests are refused with HTTP 503."""
