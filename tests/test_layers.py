@@ -105,9 +105,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "startup.memory_remedy": {"amounts", "config", "backends.host"},
     "startup.port": {"config"},
     "startup.server_file": set(),
+    "startup.supervised_engine": {"config", "messages", "engine.engine_client", "supervision"},
     "startup.launch": {
         *("config", "logs", "messages", "text", "engine.events", "api"),
-        *("engine.engine_client", "supervision"),
+        *("engine.engine_client", "startup.supervised_engine"),
         *("startup.memory_remedy", "startup.port", "startup.resolve"),
         *("startup.describe_checkpoint", "startup.find_checkpoint", "startup.server_file"),
     },

@@ -36,7 +36,7 @@ from pippin.startup.memory_remedy import with_remedy
 from pippin.startup.port import listen
 from pippin.startup.resolve import resolve
 from pippin.startup.server_file import announced
-from pippin.supervision.supervisor import Supervisor
+from pippin.startup.supervised_engine import SupervisedEngine
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.formats import ReplyFormats
 
@@ -112,15 +112,15 @@ class StopSignals:
 
 async def _serve(config: Config, listener: socket.socket) -> None:
     stop = StopSignals()
-    engine = EngineClient()
     entrance = Entrance(config.server)
-    server = Server(entrance, engine, config.limits)
     console = Console()
     with console.status(f"loading {config.server.served_name}") as progress:
-        supervisor = Supervisor(config, engine, on_loading=progress.update)
-        supervising = asyncio.create_task(supervisor.run())
+        supervised = SupervisedEngine(config, on_loading=progress.update)
+        engine = supervised.engine
+        server = Server(entrance, engine, config.limits)
+        supervising = asyncio.create_task(supervised.run())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        opening = asyncio.create_task(_open(entrance, config, engine, supervisor))
+        opening = asyncio.create_task(_open(entrance, config, supervised))
         await _first_of(opening, supervising, serving, stop.first)
     try:
         if opening.done():
@@ -145,9 +145,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
             raise LoadError(with_remedy(error.message, config)) from error
 
 
-async def _open(
-    entrance: Entrance, config: Config, engine: EngineClient, supervisor: Supervisor
-) -> None:
+async def _open(entrance: Entrance, config: Config, supervised: SupervisedEngine) -> None:
     """Accept requests when the model is loaded."""
     text = await asyncio.to_thread(
         TextBundle.load,
@@ -155,10 +153,10 @@ async def _open(
         tool_parser=config.server.tool_parser,
         reasoning_parser=config.server.reasoning_parser,
     )
-    ready = await supervisor.loaded
+    ready = await supervised.loaded
     model = _model_info(config, ready)
     server = with_batch_running(config.server, ready.num_slots)
-    entrance.open(create_app(engine, text, server, model, config.limits))
+    entrance.open(create_app(supervised.engine, text, server, model, config.limits))
 
 
 def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:
