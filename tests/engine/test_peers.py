@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import subprocess
@@ -11,22 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from builders import check_idle, make_prompt, oracle
 from live_peers import FAKE, LiveDecode, LivePrefill, ask, ask_all, pair_of, write
 from pippin.config import Config, EngineConfig, PeersConfig
+from pippin.engine.peers import connection
 from pippin.engine.peers.agreement import Facts, difference, peer_facts, prove
 from pippin.engine.peers.peer_listener import MAX_OPENING
+from pippin.engine.peers.shared_memory import OutgoingMemory
 from pippin.engine.peers.wire_frames import (
     PROTOCOL,
     Ask,
     EntryFrame,
     Frame,
     Hello,
+    Mapped,
+    Memory,
     Opening,
     Proof,
     Refusal,
+    Taken,
     ToPrefill,
 )
 from pippin.errors import ConfigError
@@ -58,7 +65,73 @@ def test_a_prompt_is_computed_in_one_engine_and_decoded_in_another(
     assert decode.client.loop.counters()["metrics"]["computed_tokens"] == 0
     assert prefill.pushes["sent"] == decode.handovers["arrived"] == 3
     assert prefill.pushes["sent_bytes"] == decode.handovers["arrived_bytes"] > 0
+    assert decode.wait_for(shares_memory=True)
     check_idle(decode.client)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 20_000, 64], ids=["all", "in turn", "small ones"])
+def test_payloads_pass_through_shared_memory_if_they_fit_in(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[OutgoingMemory] = []
+
+    def make() -> OutgoingMemory:
+        made.append(OutgoingMemory(nbytes))
+        return made[-1]
+
+    monkeypatch.setattr(connection, "OutgoingMemory", make)
+    with pair_of(FAKE, prefill={"engine": EngineConfig(prefill_tokens=64)}) as (prefill, decode):
+        prompts = [make_prompt(900, family) for family in (1, 2, 3)]
+        first = ask(prefill, decode, prompts[0])
+        decode.wait_for(shares_memory=True)
+        replies = [first, *ask_all(prefill, decode, prompts[1:])]
+        assert [reply.peer_tokens for reply in replies] == [900] * 3
+        assert [reply.tokens for reply in replies] == [right(decode, one) for one in prompts]
+        later_bytes = prefill.pushes["sent_bytes"] * 2 // 3
+    (memory,) = made
+    assert memory._head == memory._tail > 0
+    assert (memory._head >= later_bytes) == (nbytes > 64)
+    assert not memory._path.exists()
+
+
+def test_engines_that_cannot_share_memory_use_their_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("it is the memory of another container")
+
+    for end in ("IncomingMemory", "OutgoingMemory"):
+        with monkeypatch.context() as context:
+            context.setattr(connection, end, fail)
+            with pair_of(FAKE) as (prefill, decode):
+                prompt = make_prompt(900)
+                assert ask(prefill, decode, prompt).peer_tokens == 900
+                assert not decode.peer["peers"][0]["shares_memory"]
+
+
+def test_a_payload_that_waits_for_room_ends_with_its_connection() -> None:
+    async def run() -> None:
+        one = connection.Connection(*await asyncio.open_connection(sock=near))
+        one._outgoing = OutgoingMemory(64)
+        one._outgoing.remove_name()
+        frame = msgspec.structs.replace(ENTRY, nbytes=40)
+        payload = [np.zeros(40, np.uint8)]
+        await one.write_entry(frame, payload)
+        second = asyncio.ensure_future(one.write_entry(frame, payload))
+        await asyncio.sleep(0)
+        assert not second.done()
+        one.free(Taken(40))
+        await second
+        third = asyncio.ensure_future(one.write_entry(frame, payload))
+        await asyncio.sleep(0)
+        one.close()
+        with pytest.raises(ConnectionResetError, match="waited for room"):
+            await third
+        await one._writer.wait_closed()
+
+    near, far = socket.socketpair()
+    with far:
+        asyncio.run(run())
 
 
 def test_a_client_that_disconnects_stops_the_prefill(
@@ -285,6 +358,7 @@ def test_what_is_not_the_protocol_closes_the_connection_and_nothing_else(
         Ask("x", b"\0" * 400, b"s" * 65, 0, [], 0),
         Ask("x", b"\0" * 400, b"", -1, [], 0),
         EntryFrame("x", "state", 0, 4, b"k" * 32, 4, b"d" * 16),
+        Taken(0),
     ],
 )
 def test_a_prompt_that_cannot_be_closes_the_connection(
@@ -338,6 +412,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "nothing": {"end": 0, "nbytes": 0},
     "no component": {"component": "soul"},
     "no such component here": {"component": "window"},
+    "memory that was not offered": {"at": 0},
 }
 
 
@@ -360,11 +435,23 @@ def asked_raw(prompt: list[int]) -> Iterator[tuple[LiveDecode, Any, Raw, Any]]:
             decode.close()
 
 
+def named_right(decode: LiveDecode, id: str) -> dict[str, Any]:
+    """The chain key and the size of the first 64 tokens' KV."""
+    loop = decode.client.loop
+    store = loop.scheduler.traffic.tiers[-1].tier_io.store
+    asked = loop.scheduler.traffic._handovers[0]._under_way[id]
+    arrays = loop.backend.payload_arrays
+    entry = asked.wanted.entry(store.fingerprint, arrays, Component.ATTENTION, 0, 64)
+    return {"chain": entry.key.chain, "nbytes": entry.nbytes}
+
+
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_entries_that_were_not_asked_for_are_never_used(wrong: dict[str, Any]) -> None:
     prompt = make_prompt(500)
     with asked_raw(prompt) as (decode, reply, raw, wanted):
         frame = msgspec.structs.replace(ENTRY, id=wanted.id, **wrong)
+        if "at" in wrong:
+            frame = msgspec.structs.replace(frame, **named_right(decode, wanted.id))
         raw.send(frame, b"\0" * min(frame.nbytes, 4096))
         decode.client.run()
         raw.socket.close()
@@ -377,13 +464,8 @@ def test_entries_that_were_not_asked_for_are_never_used(wrong: dict[str, Any]) -
 def test_a_payload_whose_digest_differs_is_not_used_and_the_connection_goes_on() -> None:
     prompt = make_prompt(500)
     with asked_raw(prompt) as (decode, reply, raw, wanted):
-        loop = decode.client.loop
-        store = loop.scheduler.traffic.tiers[-1].tier_io.store
-        asked = loop.scheduler.traffic._handovers[0]._under_way[wanted.id]
-        arrays = loop.backend.payload_arrays
-        entry = asked.wanted.entry(store.fingerprint, arrays, Component.ATTENTION, 0, 64)
-        frame = EntryFrame(wanted.id, "attention", 0, 64, entry.key.chain, entry.nbytes, b"d" * 16)
-        raw.send(frame, b"\0" * entry.nbytes)
+        frame = msgspec.structs.replace(ENTRY, id=wanted.id, **named_right(decode, wanted.id))
+        raw.send(frame, b"\0" * frame.nbytes)
         decode.client.run()
         assert raw.receive(ToPrefill).id == wanted.id  # not wanted any more
         assert (reply.peer_tokens, reply.tokens) == (0, right(decode, prompt))
@@ -411,6 +493,21 @@ def test_a_prefill_engine_that_dies_while_it_sends_costs_time_alone() -> None:
     finally:
         decode.close()
         prefill.close()
+
+
+def test_memory_is_mapped_once() -> None:
+    prompt = make_prompt(500)
+    with asked_raw(prompt) as (decode, reply, raw, _):
+        sender = OutgoingMemory(4096)
+        offer = Memory(sender.name, sender.nbytes, sender.token)
+        raw.send(offer)
+        assert raw.receive(ToPrefill) == Mapped(True)
+        sender.remove_name()
+        raw.send(offer)
+        decode.client.run()
+        raw.socket.close()
+        assert "memory was offered twice" in decode.wait_for_error()
+        assert reply.tokens == right(decode, prompt)
 
 
 def test_what_a_decode_engine_reads_is_bounded_before_it_is_read() -> None:

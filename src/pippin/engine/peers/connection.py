@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import TypeVar
@@ -17,16 +18,21 @@ import msgspec
 from pippin.cache.entries import blocks
 from pippin.cache.entries.entry import Bytes
 from pippin.engine.peers.agreement import Facts, difference, is_proof, prove
+from pippin.engine.peers.shared_memory import IncomingMemory, OutgoingMemory
 from pippin.engine.peers.wire_frames import (
     LENGTH_BYTES,
     MAX_HANDSHAKE_BYTES,
     NONCE_BYTES,
     PROTOCOL,
+    EntryFrame,
     Frame,
     Hello,
+    Mapped,
+    Memory,
     Opening,
     Proof,
     Refusal,
+    Taken,
     limited,
 )
 from pippin.errors import PippinError
@@ -37,6 +43,7 @@ BUFFER_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 10.0
 
 Message = TypeVar("Message")
+logger = logging.getLogger(__name__)
 
 
 class PeerRefused(PippinError):
@@ -51,6 +58,10 @@ class Connection:
         self._writer = writer
         self._sending = asyncio.Lock()  # a frame and its payload lie together
         self.max_entry_bytes = 0  # that the other end accepts
+        self._offered: OutgoingMemory | None = None
+        self._outgoing: OutgoingMemory | None = None  # once the other end has mapped it
+        self._incoming: IncomingMemory | None = None
+        self._room = asyncio.Event()  # in the memory, or it is too late
 
     # ---- frames ----------------------------------------------------------------------------
 
@@ -93,11 +104,81 @@ class Connection:
 
     def close(self) -> None:
         """What was written is sent first, unless the task is cancelled: then its thread ends."""
+        self._drop_offer()
+        self._room.set()
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             self._writer.transport.abort()
         else:
             self._writer.close()
+
+    # ---- payloads, in memory that both ends have mapped if there is any --------------------
+
+    async def offer_memory(self) -> None:
+        """Once. Until the other end has mapped it, payloads follow their frames."""
+        try:
+            self._offered = OutgoingMemory()
+        except OSError as error:
+            logger.info("no memory is shared with a decode engine: %s", error)
+        else:
+            await self.write(Memory(self._offered.name, self._offered.nbytes, self._offered.token))
+
+    def take_answer(self, answer: Mapped) -> None:
+        if answer.is_mapped:
+            self._outgoing = self._offered
+        self._drop_offer()
+
+    def _drop_offer(self) -> None:
+        if self._offered is not None:
+            self._offered.remove_name()
+            self._offered = None
+
+    async def map_memory(self, offer: Memory) -> None:
+        if self._incoming is not None:
+            raise PeerRefused("memory was offered twice")
+        try:
+            self._incoming = IncomingMemory(offer.name, offer.nbytes, offer.token)
+        except OSError as error:
+            logger.info("no memory is shared with a prefill engine: %s", error)
+        await self.write(Mapped(self._incoming is not None))
+
+    @property
+    def maps_memory(self) -> bool:
+        return self._incoming is not None
+
+    async def write_entry(self, frame: EntryFrame, payload: Sequence[Bytes]) -> None:
+        """One at a time."""
+        memory = self._outgoing
+        if memory is None or not 0 < frame.nbytes <= memory.nbytes:
+            await self.write(frame, payload)
+            return
+        while (at := memory.place(frame.nbytes)) is None:
+            self._room.clear()
+            await self._room.wait()
+            if self._writer.is_closing():
+                raise ConnectionResetError("closed while a payload waited for room")
+        memory.write(at, payload)
+        await self.write(msgspec.structs.replace(frame, at=at))
+
+    def free(self, taken: Taken) -> None:
+        if self._outgoing is None or not self._outgoing.free(taken.end):
+            raise PeerRefused("memory was taken that held nothing")
+        self._room.set()
+
+    async def read_entry(self, frame: EntryFrame, arrays: Sequence[Bytes]) -> None:
+        """`arrays` have room for `nbytes`."""
+        if frame.at is None:
+            await self.read_payload(arrays)
+            return
+        if self._incoming is None or not self._incoming.read(frame.at, arrays):
+            raise PeerRefused(f"no payload of {frame.nbytes:,} bytes is in memory at {frame.at}")
+        await self.write(Taken(frame.at + frame.nbytes))
+
+    async def skip_entry(self, frame: EntryFrame) -> None:
+        if frame.at is None:
+            await self.skip_payload(frame.nbytes)
+        else:
+            await self.write(Taken(frame.at + frame.nbytes))
 
     # ---- how it is opened ------------------------------------------------------------------
 

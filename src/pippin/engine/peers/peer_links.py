@@ -25,6 +25,7 @@ from pippin.engine.peers.wire_frames import (
     Cancel,
     End,
     EntryFrame,
+    Memory,
     ToDecode,
     ToPrefill,
 )
@@ -73,7 +74,12 @@ class PeerLinks:
 
     def report(self) -> list[dict[str, Any]]:
         return [
-            {"address": str(link.address), "connected": link.connected, "error": link.error}
+            {
+                "address": str(link.address),
+                "connected": link.connected,
+                "shares_memory": link.shares_memory,
+                "error": link.error,
+            }
             for link in self._links
         ]
 
@@ -97,6 +103,11 @@ class Link:
     @property
     def connected(self) -> bool:
         return self._connection is not None
+
+    @property
+    def shares_memory(self) -> bool:
+        connection = self._connection
+        return connection is not None and connection.maps_memory
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +187,11 @@ class Link:
 
     async def _receive(self, connection: Connection, store: PeerStore) -> None:
         frame = await connection.read(TO_DECODE, MAX_ENTRY_FRAME_BYTES)
+        if isinstance(frame, Memory):
+            if self._tls is not None:
+                raise PeerRefused("memory was offered by another machine")
+            await connection.map_memory(frame)
+            return
         with self._lock:
             wanted = self._wanted.get(frame.id)
             if isinstance(frame, End):
@@ -189,7 +205,7 @@ class Link:
                 f"an entry of {frame.nbytes:,} bytes, the limit is {self._links.max_entry_bytes:,}"
             )
         if wanted is None:
-            await connection.skip_payload(frame.nbytes)
+            await connection.skip_entry(frame)
         else:
             await self._receive_entry(connection, store, wanted, frame)
 
@@ -209,7 +225,7 @@ class Link:
                 f"{frame.start} to {frame.end} of the prompt have"
             )
         arrays = entry.new_buffers()
-        await connection.read_payload(arrays)
+        await connection.read_entry(frame, arrays)
         if not store.arrive(wanted.id, entry, arrays, frame.digest):
             self.cancel(wanted.id)
             store.end(wanted.id, "an entry was damaged on its way, or there was no room for it")

@@ -30,6 +30,7 @@ from pippin.engine.peers.wire_frames import (
     Cancel,
     End,
     EntryFrame,
+    Taken,
     ToPrefill,
     limited,
 )
@@ -63,6 +64,7 @@ class PeerListener:
         """Listens when this returns. Raises LoadError where that is impossible."""
         self._secret = secret
         self._facts = facts
+        self.shares_memory = tls is None  # then all decode engines are on this machine
         self.spec = spec
         self.pushes = pushes
         self.deliver = deliver
@@ -148,16 +150,24 @@ class AskingPeer:
         # Its thread ends with the last push that writes there: steps in flight may yet bring more.
         self._writer = ThreadPoolExecutor(1, f"pippin-push-{number}")
         self._left = False
+        self._offered = False  # memory, which takes some: not before it is needed
 
     async def serve(self) -> None:
         """Until it disconnects."""
         most = ASK_FRAME_BYTES + 4 * self._listener.spec.max_len
         while True:
             frame = await self._connection.read(TO_PREFILL, most)
-            if isinstance(frame, Cancel):
-                self._cancel(frame.id)
-            else:
+            if isinstance(frame, Ask):
                 self._take(frame)
+                if self._listener.shares_memory and not self._offered:
+                    self._offered = True
+                    await self._connection.offer_memory()
+            elif isinstance(frame, Cancel):
+                self._cancel(frame.id)
+            elif isinstance(frame, Taken):
+                self._connection.free(frame)
+            else:
+                self._connection.take_answer(frame)
 
     def _take(self, ask: Ask) -> None:
         listener, spec = self._listener, self._listener.spec
@@ -214,7 +224,9 @@ class AskingPeer:
         frame = EntryFrame(
             id, key.component.value, entry.start, entry.end, key.chain, entry.nbytes, digest
         )
-        sending: Future[None] = self._listener.thread.start(self._connection.write(frame, data))
+        sending: Future[None] = self._listener.thread.start(
+            self._connection.write_entry(frame, data)
+        )
         try:
             sending.result(SEND_SECONDS)
         except (OSError, TimeoutError) as error:

@@ -3,8 +3,11 @@
     decode engine    Hello ▶             Proof ▶                     Ask ▶  Cancel ▶
     prefill engine           ◀ Hello             ◀ Proof | Refusal          ◀ Entry ... ◀ End
 
-A frame is its length (4 bytes) and a message (msgpack); an `EntryFrame` is followed by its payload.
-The length is checked before anything is read, and every field has a limit.
+    on one machine   ◀ Memory    Mapped ▶    ◀ Entry, its payload in that memory    Taken ▶
+
+A frame is its length (4 bytes) and a message (msgpack); an `EntryFrame` is followed by its payload
+unless that is in shared memory. The length is checked before anything is read, and every field has
+a limit.
 """
 
 from __future__ import annotations
@@ -57,8 +60,28 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     id: Name
 
 
+class Memory(msgspec.Struct, tag="memory", frozen=True):
+    """Payloads can pass through it; see `shared_memory.py`."""
+
+    name: Name
+    nbytes: Count
+    token: HashKey
+
+
+class Mapped(msgspec.Struct, tag="mapped", frozen=True):
+    """The answer to a Memory."""
+
+    is_mapped: bool
+
+
+class Taken(msgspec.Struct, tag="taken", frozen=True):
+    """All before this position in the memory."""
+
+    end: Count
+
+
 class EntryFrame(msgspec.Struct, tag="entry", frozen=True):
-    """A payload follows, of `nbytes`."""
+    """A payload of `nbytes` follows, or is in the memory."""
 
     id: Name
     component: Name
@@ -67,6 +90,7 @@ class EntryFrame(msgspec.Struct, tag="entry", frozen=True):
     chain: HashKey
     nbytes: Count
     digest: Digest
+    at: Count | None = None  # position in the memory
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
@@ -75,8 +99,8 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 Opening = Hello | Proof | Refusal
-ToPrefill = Ask | Cancel
-ToDecode = EntryFrame | End
+ToPrefill = Ask | Cancel | Mapped | Taken
+ToDecode = EntryFrame | End | Memory
 Frame = Opening | ToPrefill | ToDecode
 
 
