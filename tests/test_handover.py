@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 
 from builders import Reply, ToyGrammar
-from live_peers import LiveDecode, ask, pair_of
+from live_peers import LiveDecode, ask, ask_all, pair_of
 from pippin.config import EngineConfig, ModelConfig
+from pippin.scheduler.memory import claims
+from pippin.scheduler.planning import admission
 from processes import is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed("torch"), reason="torch is not installed")
@@ -18,6 +21,7 @@ ENGINE = EngineConfig(memory="600MB", max_running=4, prefill_tokens=128)
 PAIRS = [("mlx", "mlx"), ("torch", "torch"), ("torch", "mlx"), ("mlx", "torch")]
 CASES = [("qwen3_5", pair) for pair in PAIRS]  # states and attention in turn
 CASES += [("llama_windows", pair) for pair in PAIRS[1:3]] + [("llama", PAIRS[2])]
+CASES += [("qwen3_5_moe", PAIRS[2]), ("qwen3_moe", PAIRS[1])]
 SAMPLED = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
 PROMPT_LEN = 300
 
@@ -61,6 +65,43 @@ def test_handed_over_equals_local(name: str, pair: tuple[str, str]) -> None:
         assert reply.tokens == local.tokens
         assert decode.client.loop.counters()["metrics"]["computed_tokens"] == 0
         assert decode.handovers["arrived"] == prefill.pushes["sent"] == 3
+
+
+@pytest.mark.parametrize("pair", PAIRS[1:3])
+def test_a_reply_with_drafts_goes_on_behind_what_was_handed_over(pair: tuple[str, str]) -> None:
+    """The head that drafts has seen nothing of the prompt."""
+    name = "qwen3_5_mtp"
+    first, second = (model_of(name, backend) for backend in pair)
+    with pair_of(
+        first,
+        decode_model=second,
+        prefill={"engine": ENGINE},
+        decode={"engine": replace(ENGINE, speculate="mtp")},
+    ) as (prefill, decode):
+        for seed, params in enumerate([{"max_tokens": 16}, SAMPLED]):
+            prompt = make_prompt(seed)
+            reply = ask(prefill, decode, prompt, **params)
+            assert reply.peer_tokens == PROMPT_LEN
+            assert reply.tokens == expected(name, pair[1], prompt, **params).tokens
+        assert decode.client.loop.counters()["metrics"]["drafted_tokens"] > 0
+
+
+def test_what_was_handed_over_is_preempted_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (admission, claims):
+        monkeypatch.setattr(module, "GROWTH_TOKENS", 4)
+    name, pair = "llama", ("torch", "mlx")
+    first, second = (model_of(name, backend) for backend in pair)
+    engine = {"engine": ENGINE}
+    with pair_of(first, decode_model=second, prefill=engine, decode=engine) as (prefill, decode):
+        loop = decode.client.loop
+        loop.scheduler.budget.capacity = 3 * loop.backend.row_bytes(PROMPT_LEN + 20)
+        prompts = [make_prompt(seed) for seed in range(4)]
+        params = {"max_tokens": 80}
+        replies = ask_all(prefill, decode, prompts, **params)
+        assert loop.scheduler.metrics.preemptions > 0
+        assert sum(reply.peer_tokens for reply in replies) >= 2 * PROMPT_LEN
+        for reply, prompt in zip(replies, prompts, strict=True):
+            assert reply.tokens == expected(name, pair[1], prompt, **params).tokens
 
 
 def vocab_of(decode: LiveDecode) -> int:
