@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -21,11 +22,15 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def complete(served: Served, prompt: list[int]) -> str:
+def ask(served: Served, prompt: list[int]) -> dict[str, Any]:
     body = {"model": "stories-hybrid-20m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+    return dict(answer.json())
+
+
+def complete(served: Served, prompt: list[int]) -> str:
+    return str(ask(served, prompt)["choices"][0]["text"])
 
 
 def metric(served: Served, name: str) -> float:
@@ -42,7 +47,10 @@ def test_a_server_decodes_what_another_one_computed_and_outlives_it() -> None:
     ):
         wait_until(lambda: metric(decode, "pippin_handover_peers") == 1)
         prompt = [3 + number % 90 for number in range(1_000)]
-        assert complete(decode, prompt) == complete(alone, prompt)
+        reply = ask(decode, prompt)
+        assert reply["choices"][0]["text"] == complete(alone, prompt)
+        details = {"cached_tokens": 1_000, "peer_cached_tokens": 1_000}
+        assert reply["usage"]["prompt_tokens_details"] == details
         assert metric(decode, "pippin_handover_arrived_total") == 1
         assert metric(prefill, "pippin_handover_pushes_sent_total") == 1
         sent = metric(prefill, "pippin_handover_sent_bytes_total")

@@ -139,6 +139,7 @@ class GeneratedSequence:
         self.cached_tokens = 0
         self.host_tokens = 0  # of these, loaded from the host's memory
         self.disk_tokens = 0  # and from disk
+        self.peer_tokens = 0  # and from a prefill engine
         self.rejected_drafts = 0
         self._accepted_drafts = 0
         self.queued_s: float | None = None
@@ -192,6 +193,7 @@ class GeneratedSequence:
             self.cached_tokens = delta.cached_tokens or 0
             self.host_tokens = delta.host_tokens
             self.disk_tokens = delta.disk_tokens
+            self.peer_tokens = delta.peer_tokens
             self.queued_s = delta.queued_s
             self.prompt_logprobs = delta.prompt_logprobs
             pieces, shown = self._echo()

@@ -19,6 +19,7 @@ FIRST = TokenDelta(
     cached_tokens=7,
     host_tokens=3,
     disk_tokens=2,
+    peer_tokens=1,
     queued_s=0.5,
 )
 SECOND = TokenDelta("a", [2, 3], [TokenLogprobs(-2.0), TokenLogprobs(-3.0)], accepted_drafts=1)
@@ -40,6 +41,7 @@ def test_what_has_arrived_is_one_delta_with_all_tokens_and_logprobs() -> None:
     assert delta.tokens == [1, 2, 3, 4]
     assert [known.logprob for known in delta.logprobs or ()] == [-1.0, -2.0, -3.0, -4.0]
     assert (delta.cached_tokens, delta.host_tokens, delta.disk_tokens) == (7, 3, 2)
+    assert delta.peer_tokens == 1
     assert (delta.queued_s, delta.prompt_logprobs) == (0.5, FIRST.prompt_logprobs)
     assert (delta.accepted_drafts, delta.finish) == (2, "length")
 

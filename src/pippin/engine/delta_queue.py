@@ -60,5 +60,6 @@ def joined_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         cached_tokens=first.cached_tokens,
         host_tokens=first.host_tokens,
         disk_tokens=first.disk_tokens,
+        peer_tokens=first.peer_tokens,
         queued_s=first.queued_s,
     )

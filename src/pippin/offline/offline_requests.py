@@ -55,6 +55,7 @@ class Completion:
     cached_tokens: int = 0
     host_tokens: int = 0  # of these, loaded from the host's memory
     disk_tokens: int = 0  # and from disk
+    peer_tokens: int = 0  # and from a prefill engine
     accepted_drafts: int = 0  # of `tokens`: guessed, and verified in one step with others
     rejected_drafts: int = 0  # guesses that were wrong: not among `tokens`
 
@@ -71,6 +72,7 @@ class Completion:
         self.cached_tokens = sequence.cached_tokens
         self.host_tokens = sequence.host_tokens
         self.disk_tokens = sequence.disk_tokens
+        self.peer_tokens = sequence.peer_tokens
         self.accepted_drafts = sequence.accepted_drafts
         self.rejected_drafts = sequence.rejected_drafts
         self.prompt_logprobs = sequence.prompt_logprobs

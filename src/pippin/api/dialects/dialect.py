@@ -89,6 +89,8 @@ def cached_details(job: Job) -> dict[str, int]:
         details["host_cached_tokens"] = job.host_tokens
     if job.disk_tokens:
         details["disk_cached_tokens"] = job.disk_tokens
+    if job.peer_tokens:
+        details["peer_cached_tokens"] = job.peer_tokens
     return details
 
 

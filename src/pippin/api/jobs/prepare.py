@@ -68,6 +68,7 @@ class Job:
             "cached_tokens": self.cached_tokens,
             "host_tokens": self.host_tokens,
             "disk_tokens": self.disk_tokens,
+            "peer_tokens": self.peer_tokens,
             "completion_tokens": self.completion_tokens,
             "accepted_drafts": self.accepted_drafts,
             "rejected_drafts": self.rejected_drafts,
@@ -104,6 +105,10 @@ class Job:
     @property
     def disk_tokens(self) -> int:
         return self._least_of_each([sequence.disk_tokens for sequence in self.sequences])
+
+    @property
+    def peer_tokens(self) -> int:
+        return self._least_of_each([sequence.peer_tokens for sequence in self.sequences])
 
     def _least_of_each(self, numbers: list[int]) -> int:
         """The least of each prompt's sequences, of all prompts together."""
