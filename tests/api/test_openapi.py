@@ -12,6 +12,7 @@ import httpx
 import jsonschema
 import msgspec
 import pytest
+from repeated_fields import repeated_fields
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, serving
 
 from pippin.api.app import create_app
@@ -185,7 +186,8 @@ def test_values_of_other_types_are_refused_where_the_document_says_so(
     document = DOCUMENTS[path]
     document.validate(REAL[path])  # so of other bodies only what differs is to be looked at
     fields = BODIES[path]["properties"]
-    changes = [(name, value) for name in fields for value in ODD_VALUES]
+    tried = fields.keys() - repeated_fields(path)
+    changes = [(name, value) for name in sorted(tried) for value in ODD_VALUES]
     bodies = [REAL[path] | {name: value} for name, value in changes]
     for (name, value), status in zip(changes, statuses(path, bodies, config), strict=True):
         assert status < 500, (name, value)

@@ -1,0 +1,20 @@
+"""Fields that have no effect and that several bodies have in common: one body shows what all do."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from pippin.api.endpoints import openapi
+from pippin.api.fields.table import Unused
+
+
+def repeated_fields(path: str) -> set[str]:
+    """Those that a body before this one has: one object checks them, and nothing reads them."""
+    table = openapi.BODIES[path]
+    before = takewhile(lambda other: other is not table, openapi.BODIES.values())
+    known = {(name, id(kind)) for other in before for name, kind in other.fields.items()}
+    return {
+        name
+        for name, kind in table.fields.items()
+        if isinstance(kind, Unused) and (name, id(kind)) in known
+    }
