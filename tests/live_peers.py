@@ -93,6 +93,16 @@ class LiveDecode:
             pass
         return str(found["error"])
 
+    def wait_for_refusal(self) -> str:
+        """Why the first prefill engine is never connected; it is an error at once if it is."""
+        for _ in range(int(PATIENCE_SECONDS / PAUSE_SECONDS)):
+            (first, *_) = self.peer["peers"]
+            assert not first["connected"]
+            if first["error"] is not None:
+                return str(first["error"])
+            threading.Event().wait(PAUSE_SECONDS)
+        raise AssertionError("neither connected nor refused")
+
     def wait_for(self, **state: Any) -> dict[str, Any]:
         """Until the first prefill engine is in this state."""
         for _ in range(int(PATIENCE_SECONDS / PAUSE_SECONDS)):

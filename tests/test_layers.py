@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("version", "types", "amounts", "config", "logs", "messages", "metrics", "decode"),
         *("cache", "backends", "scheduler"),
     },
+    "engine.engine_spec": {"config"},
     "engine.model_vocabulary": {"types", "text", "decode"},
     "engine.grammar_zygote": {"decode", "engine.model_vocabulary"},
     "engine.message_pump": {"messages", "engine.events", "scheduler.loop"},
@@ -136,9 +137,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "supervision": {
         "messages",
         "config",
-        "engine.run",
-        "engine.exit_times",
-        "engine.engine_client",
+        *("engine.engine_client", "engine.engine_spec", "engine.exit_times"),
     },
     "bench": {"", "types", "amounts", "config", "metrics"},
     "bench.in_process.ceilings": {"bench", "backends.mlx.cpu.blas"},

@@ -8,8 +8,8 @@ import pytest
 
 from soak import soak
 
-SECONDS = 24.0
-KILL_SECONDS = 8.0
+SECONDS = 16.0
+KILL_SECONDS = 5.0
 HEARTBEAT_TIMEOUT = 4  # other tests run at the same time, and a process may have to wait for them
 MOST_GROWTH_MB = 25.0  # in so short a time; a leak of every reply would be more
 

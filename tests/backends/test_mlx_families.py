@@ -66,6 +66,12 @@ CROWD = (
     Case(17, 12, 72, logprobs=5),
     Case(70, 8, 73),
 )
+# The same in a quarter of the steps, for tails of a quarter of the length.
+SHORT_TAIL = arrays.TAIL // 4
+SHORT_CROWD = tuple(
+    replace(case, max_tokens=-(-case.max_tokens // 4), joins_at=case.joins_at // 4)
+    for case in CROWD
+)
 
 
 def attend_as_a_kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
@@ -161,8 +167,11 @@ def test_in_a_ragged_crowd_everyone_says_what_mlx_lm_says(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(family: str) -> None:
-    check(family, serve(family, CROWD, like_a_gpu=True))
+def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "TAIL", SHORT_TAIL)
+    check(family, serve(family, SHORT_CROWD, like_a_gpu=True))
 
 
 @pytest.mark.parametrize(
@@ -172,13 +181,14 @@ def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(family: st
 )
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 def test_however_layers_attend_everyone_says_what_mlx_lm_says(
-    family: str, kernel: AttendPacked | None, path: Path
+    family: str, kernel: AttendPacked | None, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain layers, windows, sinks; one row that grows alone, then a crowd."""
+    monkeypatch.setattr(arrays, "TAIL", SHORT_TAIL)
     loaded = served(family)
     _, calls = packed_rows(loaded.layout, loaded.forward)
     paths = AttentionPaths(kernel, dict.fromkeys(calls, only_way(path)))
-    for cases in ([Case(65, 80)], CROWD):
+    for cases in ([Case(65, 20)], SHORT_CROWD):
         check(family, serve(family, cases, like_a_gpu=True, attention=paths))
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pippin.cache.disk.segments.segment_log import MAX_SEGMENT_BYTES
 from pippin.engine import build_tiers, run
 from pippin.engine.exit_times import LAST_STEP_SECONDS, SLOWEST_DISK
-from pippin.scheduler import loop
+from pippin.scheduler.scheduler_limits import FLUSH_SECONDS
 from pippin.service.definition import STOP_MARGIN_S
 from pippin.supervision import engine_process
 
 
 def test_an_engine_has_time_to_write_behind_and_to_sync_before_it_exits_by_force() -> None:
     unsynced = MAX_SEGMENT_BYTES + build_tiers.MOST_BATCH_BYTES
-    writing = loop.FLUSH_SECONDS + unsynced / SLOWEST_DISK
+    writing = FLUSH_SECONDS + unsynced / SLOWEST_DISK
     assert writing + LAST_STEP_SECONDS <= run.EXIT_GRACE_SECONDS
 
 

@@ -172,7 +172,7 @@ def test_engines_that_do_not_fit_refuse_each_other_by_name() -> None:
     prefill = LivePrefill(FAKE)
     decode = LiveDecode(FAKE, prefill.address, **strict)
     try:
-        error = decode.wait_for_error()
+        error = decode.wait_for_refusal()
         assert "does not fit: refused by the other end: deterministic differs: no" in error
         prompt = make_prompt(500)
         reply = ask(prefill, decode, prompt)
@@ -184,7 +184,7 @@ def test_engines_that_do_not_fit_refuse_each_other_by_name() -> None:
 
 def refused_with(prefill: LivePrefill, decode: LiveDecode) -> str:
     try:
-        return decode.wait_for_error()
+        return decode.wait_for_refusal()
     finally:
         decode.close()
         prefill.close()

@@ -99,7 +99,7 @@ def test_checkpoints_of_replies_evict_no_cached_prefix() -> None:
 
 def test_checkpoints_are_given_up_before_a_reply_is_preempted() -> None:
     """However little a checkpoint has left free when the other reply needs more."""
-    for left in range(0, 160_000, 16_000):
+    for left in range(16_000, 160_000, 32_000):
         backend = FakeBackend(components=(A, S), num_slots=4, max_len=1 << 14)
         capacity = backend.row_bytes(2000) + backend.row_bytes(1300) + left
         client = make_client(backend=backend, num_slots=2, chunk=512, capacity_bytes=capacity)
@@ -554,14 +554,14 @@ def test_a_chunk_that_finds_no_room_in_the_tree_ends_its_captures() -> None:
 def test_a_request_that_is_preempted_again_and_again_claims_more_each_time() -> None:
     """So it is preempted a few times at most, however long its reply is."""
     backend = FakeBackend(components=(A,), num_slots=32, max_len=1 << 14)
-    capacity = 2 * backend.row_bytes(100 + 4000)
+    capacity = 2 * backend.row_bytes(100 + 2000)
     client = make_client(backend=backend, num_slots=16, chunk=512, capacity_bytes=capacity)
     requests = []
     for number in range(12):
-        client.submit(make_prompt(100, number), max_tokens=4000)
+        client.submit(make_prompt(100, number), max_tokens=2000)
         requests.append(client.loop.scheduler.requests[f"r{number}"])
     while not client.loop.idle:
         client.step()
-    doublings = math.log2(4000 / GROWTH_TOKENS)
+    doublings = math.log2(2000 / GROWTH_TOKENS)
     assert max(request.num_preemptions for request in requests) <= math.ceil(doublings)
     check_idle(client)

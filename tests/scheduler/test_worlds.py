@@ -1,4 +1,4 @@
-"""Simulated worlds: 50,000 steps of clients, faults and short bytes. `make simulate` runs more."""
+"""Simulated worlds: 30,000 steps of clients, faults and short bytes. `make simulate` runs more."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from simulator import simulate
 
 STEPS_PER_WORLD = 400
 WORLDS_PER_BATCH = 5
-NUM_BATCHES = 5
-LEAST_STEPS = 10_000  # of a batch: with those in which all is left to end, 50,000 together
+NUM_BATCHES = 3
+LEAST_STEPS = 10_000  # of a batch: with those in which all is left to end, 30,000 together
 
 
 @pytest.mark.slow

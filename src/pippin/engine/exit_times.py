@@ -12,7 +12,7 @@ engine that has nothing to write exits at once.
 from __future__ import annotations
 
 from pippin.cache.disk.segments.segment_log import MAX_SEGMENT_BYTES
-from pippin.scheduler.loop import FLUSH_SECONDS
+from pippin.scheduler.scheduler_limits import FLUSH_SECONDS
 
 LAST_STEP_SECONDS = 2.0
 SLOWEST_DISK = 128e6  # bytes a second

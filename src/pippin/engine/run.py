@@ -16,16 +16,15 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from pippin.config import Config
 from pippin.engine.build_kv_events import announce
 from pippin.engine.build_loop import build_loop
 from pippin.engine.build_peers import listen
+from pippin.engine.engine_spec import EngineSpec
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.exit_times import EXIT_GRACE_SECONDS
@@ -39,30 +38,6 @@ from pippin.scheduler.loop import Loop
 STDIN = 0
 OWN_INBOX = "inproc://inbox"  # the same, for threads of this process
 BEAT_SECONDS = 0.5  # between signs of life
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What the server sends to a new engine process."""
-
-    config: Config  # resolved: the model is a directory, the backend has a name
-    socket_dir: str
-
-    @property
-    def inbox(self) -> str:
-        return f"ipc://{self.socket_dir}/in"
-
-    @property
-    def outbox(self) -> str:
-        return f"ipc://{self.socket_dir}/out"
-
-    def remove_sockets(self) -> None:
-        """What a server that was killed could not clean up itself."""
-        directory = Path(self.socket_dir)
-        for name in ("in", "out"):
-            (directory / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the server was first
-            directory.rmdir()
 
 
 class Channel:

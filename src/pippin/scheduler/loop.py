@@ -26,11 +26,11 @@ from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.launched import Launched
 from pippin.scheduler.pacing.step_times import StepTimes
 from pippin.scheduler.scheduler import Scheduler
+from pippin.scheduler.scheduler_limits import FLUSH_SECONDS
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
 COMPILING_SECONDS = 0.01  # to wait for a grammar at a time, where nothing else is to be done
-FLUSH_SECONDS = 2.5  # to write what waits to be written, when the engine stops
 MAX_FAILED_STEPS = 3  # in a row: then the device counts as dead
 
 logger = logging.getLogger(__name__)

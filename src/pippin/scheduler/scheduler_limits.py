@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+FLUSH_SECONDS = 2.5  # to write what waits to be written, when the engine stops
+
 
 @dataclass(frozen=True)
 class Limits:

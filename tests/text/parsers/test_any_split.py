@@ -23,7 +23,6 @@ from pippin.text.parsers.formats import TOOL_FORMATS
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, FoldedText, TextPiece, joined
 
 FORMATS = list(TOOL_FORMATS)
-NEAR = 32  # characters: more than a mark has
 NUM_CUT_EVERYWHERE = 3  # of the 200 replies; with all of them this takes minutes
 
 
@@ -42,14 +41,15 @@ def random_parts(text: str, rng: random.Random) -> list[str]:
 
 
 def check_every_cut(format: str, made: list[Example]) -> None:
-    """Once where the same text is before and behind the cut: calls share most of their frame."""
-    assert max(map(len, TOOL_FORMATS[format].parser().marks), default=0) < NEAR
+    """Once where the same text is before and behind the cut, more than a mark has: calls share most
+    of their frame."""
+    size = max(12, 1 + max(map(len, TOOL_FORMATS[format].parser().marks), default=0))
     tried: set[tuple[str, str]] = set()
     for example in made:
         text = example.text
         whole = parse(format, [text])
         for at in range(1, len(text)):
-            near = (text[max(0, at - NEAR) : at], text[at : at + NEAR])
+            near = (text[max(0, at - size) : at], text[at : at + size])
             if near not in tried:
                 tried.add(near)
                 assert parse(format, [text[:at], text[at:]]) == whole, text

@@ -15,13 +15,15 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.schema import Phase, RequestEvent, StepEvent
 from pippin.errors import LoadError
+
+if TYPE_CHECKING:
+    from pippin.engine.events.recorder import Recorder
 
 MAX_BYTES = 200_000_000  # a browser holds several times as much when it has read them
 HOST, DEVICE, QUEUE, FIRST_SLOT = 1, 2, 3, 10  # lanes, in this order
