@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,8 +273,9 @@ def main() -> int:
             f"killed {dict(killed)}; {len(results.replies)} replies, errors {dict(results.errors)}"
         )
         print(f"of the last decode engine: {handovers}")
-    with serve(args.backend, folder / "alone") as alone:
-        wrong = sum(ask(alone.url, body) != (text, None) for body, text in results.replies)
+    with serve(args.backend, folder / "alone") as alone, ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        asked = pool.map(lambda reply: ask(alone.url, reply[0]), results.replies)
+        wrong = sum(said != (text, None) for said, (_, text) in zip(asked, results.replies, strict=True))
     print(f"{wrong} of {len(results.replies)} replies are not what one server computes")
     left = list(Path("/dev/shm").glob("pippin-*")) if Path("/dev/shm").exists() else []
     broken += [f"{path} was left behind" for path in left]
