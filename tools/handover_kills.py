@@ -275,9 +275,12 @@ def main() -> int:
         print(f"of the last decode engine: {handovers}")
     with serve(args.backend, folder / "alone") as alone, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         asked = pool.map(lambda reply: ask(alone.url, reply[0]), results.replies)
-        wrong = sum(said != (text, None) for said, (_, text) in zip(asked, results.replies, strict=True))
+        wrong = sum(
+            said != (text, None) for said, (_, text) in zip(asked, results.replies, strict=True)
+        )
     print(f"{wrong} of {len(results.replies)} replies are not what one server computes")
-    left = list(Path("/dev/shm").glob("pippin-*")) if Path("/dev/shm").exists() else []
+    old = time.time() - 300  # seconds: later ones are removed by the next engine that starts
+    left = [path for path in Path("/dev/shm").glob("pippin-*") if path.stat().st_mtime < old]
     broken += [f"{path} was left behind" for path in left]
     for text in broken:
         print(f"broken: {text}")

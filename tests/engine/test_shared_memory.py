@@ -73,6 +73,15 @@ def test_the_file_is_private_and_its_name_is_gone_afterwards(folder: Path) -> No
     assert not list(folder.iterdir())
 
 
+def test_the_file_of_an_engine_that_was_killed_is_removed_by_the_next_one(folder: Path) -> None:
+    killed, other, (live, _) = OutgoingMemory(64), folder / "pippin-tests-0", both(64)
+    other.touch()
+    for path in (folder / killed.name, other):
+        os.utime(path, (0, 0))
+    later = OutgoingMemory(64)
+    assert {path.name for path in folder.iterdir()} == {live.name, later.name, other.name}
+
+
 def test_a_full_file_system_is_an_error_and_leaves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

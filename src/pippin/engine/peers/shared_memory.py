@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,13 +29,15 @@ from pippin.cache.entries.entry import Bytes
 RING_BYTES = 32 << 20
 MAX_RING_BYTES = 1 << 30  # that is mapped, whatever the other end says
 TOKEN_BYTES = 32
+OLD_SECONDS = 120.0  # of a name: the answer takes far less
 NAME = re.compile(r"pippin-[0-9a-f]{32}")
 FOLDERS = ("/dev/shm", tempfile.gettempdir())  # the second one where the first is not there
 
 
 class OutgoingMemory:
     """Made by the sender. The name of its file is gone as soon as the other end has answered, so
-    nothing is left behind when both have ended.
+    nothing is left behind when both have ended. One that is killed before that leaves its file to
+    the next one to remove.
     """
 
     def __init__(self, nbytes: int = RING_BYTES) -> None:
@@ -43,6 +46,7 @@ class OutgoingMemory:
         self.nbytes = nbytes
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._path = _folder() / self.name
+        _remove_old(self._path.parent)
         self._head = self._tail = 0
         try:
             with open(self._path, "xb+", opener=_open_private) as file:
@@ -117,6 +121,14 @@ class IncomingMemory:
 
 def _folder() -> Path:
     return next(Path(folder) for folder in FOLDERS if os.access(folder, os.W_OK))
+
+
+def _remove_old(folder: Path) -> None:
+    for path in folder.glob("pippin-*"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            is_old = time.time() - path.stat().st_mtime > OLD_SECONDS
+            if is_old and NAME.fullmatch(path.name):
+                path.unlink()
 
 
 def _open_private(path: str, flags: int) -> int:
