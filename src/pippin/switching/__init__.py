@@ -1,0 +1,1 @@
+"""Several models in memory for few: which engines run, and which requests wait. Knows no HTTP."""
