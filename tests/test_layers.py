@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "errors": set(),
     "logs": set(),
     "amounts": set(),
+    "durations": set(),
     "config": {"types", "amounts"},
     "messages": {"types"},
     "metrics": {"types"},
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("types", "text", "messages", "sequences", "embedding", "tasks", "config"),
         *("decode.closed_objects", "decode.expressed_schema", "decode.expressions"),
         *("decode.json_schema", "decode.size"),
-        *("engine.engine_client", "engine.watchers", "hub"),
+        *("engine.engine_client", "engine.watchers", "hub", "durations", "switching"),
     },
     "offline": {
         *("types", "config", "messages", "metrics", "text", "sequences", "embedding", "tasks"),
@@ -134,6 +135,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("backends.host", "backends.nvidia", "backends.mlx", "backends.torch"),
     },
     "service": set(),
+    "switching": {"messages", "engine.engine_client"},
     "supervision": {
         "messages",
         "config",

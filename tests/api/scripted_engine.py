@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pippin.api.app import Application, create_app, create_waiting_app
 from pippin.api.http.limited_connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
+from pippin.api.served_models import ServedModels
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.watchers import WatchEvent
 from pippin.errors import NotReady
@@ -206,6 +207,20 @@ def _switchboard() -> _Switchboard:
     return board
 
 
+def build_app(
+    engine: ScriptedEngine,
+    config: ServerConfig | None = None,
+    limits: LimitsConfig | None = None,
+    *,
+    text: TextBundle = TEXT,
+    model: ModelInfo = MODEL,
+) -> Application:
+    """An app of one model."""
+    config, limits = config or ServerConfig(), limits or LimitsConfig()
+    models = ServedModels.of_one(engine, text, model, config, limits)
+    return create_app(models, config, limits)
+
+
 @contextmanager
 def serving(
     engine: ScriptedEngine,
@@ -217,7 +232,7 @@ def serving(
 ) -> Iterator[str]:
     """The app on a free port of this machine; yields its URL."""
     board = _switchboard()
-    board.app = create_app(engine, text, config or ServerConfig(), model, limits or LimitsConfig())
+    board.app = build_app(engine, config, limits, text=text, model=model)
     try:
         yield board.url
     finally:
@@ -241,7 +256,7 @@ def serving_alone(
 ) -> Iterator[tuple[str, int]]:
     """A server of its own, whose connections keep to `limits` too; yields its address."""
     board = _Switchboard(limits)
-    board.app = create_app(engine, TEXT, config or ServerConfig(), MODEL, limits)
+    board.app = build_app(engine, config, limits)
     try:
         yield board.address
     finally:

@@ -15,10 +15,9 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from scripted_engine import MODEL, TEXT, ScriptedEngine, say, serving
+from scripted_engine import ScriptedEngine, build_app, say, serving
 from test_batches import client_of, finished, line, send, start
 
-from pippin.api.app import create_app
 from pippin.api.batches.file_store import Upload
 from pippin.config import LimitsConfig, ServerConfig
 
@@ -263,7 +262,7 @@ def test_a_directory_in_use_is_refused_by_a_second_server(tmp_path: Path) -> Non
     with client_of(tmp_path) as (client, _):
         send(client, "a")
         config = ServerConfig(batch_dir=str(tmp_path))
-        second = create_app(ScriptedEngine(say("a")), TEXT, config, MODEL, LimitsConfig())
+        second = build_app(ScriptedEngine(say("a")), config)
         second.resume_batches()  # a warning, and it serves all else
         transport = httpx.ASGITransport(second)
 

@@ -43,7 +43,7 @@ def assert_openai_error(response: httpx.Response, status: int, match: str) -> No
         ("POST", "/v1/chat/completions", b'"\\ud83d"', 400, "the request body"),
         ("POST", "/v1/chat/completions", b"[" * 100_000, 400, "levels deep"),
         ("POST", "/v1/chat/completions", b"[]", 400, "must be a JSON object"),
-        ("POST", "/v1/completions", b"{}", 400, "model is required"),
+        ("POST", "/v1/completions", b"{}", 400, "prompt is required"),
         ("GET", "/v1/models/gpt-4", None, 404, "gpt-4"),
     ],
 )

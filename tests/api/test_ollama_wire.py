@@ -84,7 +84,7 @@ def test_a_mistake_is_a_400_with_an_error_that_names_it(
 
 def test_show_takes_the_older_name_of_the_model() -> None:
     assert post("show", name="stories:latest").status_code == 200
-    assert post("show").json() == {"error": "model is required"}
+    assert post("show").json() == post("show", model="stories").json()
 
 
 def test_other_paths_and_methods_have_ollamas_shape_of_errors() -> None:

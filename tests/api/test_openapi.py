@@ -13,9 +13,8 @@ import jsonschema
 import msgspec
 import pytest
 from repeated_fields import repeated_fields
-from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, serving
+from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, build_app, serving
 
-from pippin.api.app import create_app
 from pippin.api.batches.file_store import FileRecord
 from pippin.api.endpoints import openapi
 from pippin.api.model_info import RequestRules
@@ -196,7 +195,7 @@ def test_values_of_other_types_are_refused_where_the_document_says_so(
 
 def statuses(path: str, bodies: Sequence[dict[str, Any]], config: ServerConfig) -> list[int]:
     """Of thousands of replies: by the application alone, without a server and its sockets."""
-    app = create_app(ScriptedEngine(answer_anything), TEXT, config, MODEL, LimitsConfig())
+    app = build_app(ScriptedEngine(answer_anything), config)
 
     async def post() -> list[int]:
         transport = httpx.ASGITransport(app)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from repeated_fields import repeated_fields
-from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything
+from scripted_engine import ScriptedEngine, answer_anything, build_app
 
-from pippin.api.app import create_app
 from pippin.api.endpoints import openapi
-from pippin.config import LimitsConfig, ServerConfig
+from pippin.config import ServerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     files = str(tmp_path_factory.mktemp("files"))
     any_host = ServerConfig(allowed_host=("*",), batch_dir=files)
-    app = create_app(ScriptedEngine(answer_anything), TEXT, any_host, MODEL, LimitsConfig())
+    app = build_app(ScriptedEngine(answer_anything), any_host)
     document = schemathesis.openapi.from_asgi("/openapi.json", app)
     for path in openapi.BODIES:
         body = document.raw_schema["paths"][path]["post"]["requestBody"]["content"]

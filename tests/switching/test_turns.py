@@ -120,7 +120,8 @@ def test_requests_beyond_the_limit_are_refused_with_a_time_to_retry() -> None:
         turns.ask("A", 0.0)
     with pytest.raises(Overloaded, match="2 requests wait for the model A") as refused:
         turns.ask("A", 0.0)
-    assert refused.value.retry_after_s is not None and refused.value.retry_after_s >= TURN
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s >= TURN
     turns.ask("B", 0.0)
 
 

@@ -22,6 +22,7 @@ from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.generation import Generation
 from pippin.api.endpoints.local_pages import is_local_path
 from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint
+from pippin.api.endpoints.model_metrics import ModelMetrics
 from pippin.api.endpoints.ollama.ollama_downloads import OllamaDownloads
 from pippin.api.endpoints.ollama.ollama_models import OllamaModels
 from pippin.api.endpoints.ollama.ollama_replies import OllamaReplies
@@ -31,48 +32,37 @@ from pippin.api.http.http_errors import ERROR_HANDLERS, ErrorShapes, error_respo
 from pippin.api.http.keys import known_keys
 from pippin.api.http.request_log import RequestLog
 from pippin.api.http.unversioned_paths import UnversionedPaths
-from pippin.api.metered_engine import MeteredEngine, ReplyTimes
-from pippin.api.model_info import ModelInfo, RequestRules
+from pippin.api.metered_engine import MeteredEngine
 from pippin.api.page.routes import page_paths, page_routes
+from pippin.api.served_models import ServedModels
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.engine.engine_client import Engine
 from pippin.errors import NotReady, PippinError
-from pippin.text.bundle import TextBundle
 
 log = logging.getLogger(__name__)
 
 
-def create_app(
-    engine: Engine,
-    text: TextBundle,
-    config: ServerConfig,
-    model: ModelInfo,
-    limits: LimitsConfig,
-) -> Application:
+def create_app(models: ServedModels, config: ServerConfig, limits: LimitsConfig) -> Application:
     registry = CollectorRegistry()
-    metered = MeteredEngine(engine, ReplyTimes(registry))
-    rules = RequestRules(
-        model,
-        text.defaults,
+    metrics = ModelMetrics(models)
+    state = AppState(
+        models,
+        config,
         limits,
-        strict_fields=config.strict_fields,
-        refuses_images=config.images == "refuse",
-        normalises_prompts=config.prompt_normalisation,
+        use=lambda model, engine: MeteredEngine(engine, metrics.times(model.info.name)),
     )
-    state = AppState(metered, text, config, rules)
     num_owners = max(1, len(known_keys(config)))
     stored = ResponseStores(config.stored_responses, config.stored_bytes, num_owners)
-    batches = create_batches(engine, state, BatchMetrics(registry))
+    batches = create_batches(state, BatchMetrics(registry))
     app = Starlette(
         routes=[
             *Generation(state, stored).routes(),
-            *FileRoutes(batches, rules).routes(),
+            *FileRoutes(batches, state.rules).routes(),
             *BatchRoutes(state, batches).routes(),
             *OllamaReplies(state).routes(),
             *OllamaModels(state).routes(),
             *OllamaDownloads(state).routes(),
             *ServerInfo(state).routes(),
-            Route("/metrics", MetricsEndpoint(metered, registry).show),
+            Route("/metrics", MetricsEndpoint(models, metrics, registry).show),
             *EventsEndpoint(state).routes(),
             *(page_routes() if config.page else ()),
         ],

@@ -35,6 +35,8 @@ class ModelInfo:
     checkpoint_names: tuple[str, ...] = ()  # its id and the last part of it: accepted, not listed
     checkpoint: CheckpointInfo = CheckpointInfo()
     takes_predictions: bool = False  # drafts are taken from a reply that a client expects
+    other_names: tuple[str, ...] = ()  # of the server's other models
+    on_demand: bool = False  # loaded by requests, and unloaded when none arrives for a while
 
     @property
     def max_prompt_bytes(self) -> int:
@@ -60,11 +62,13 @@ class ModelInfo:
     def check_name(self, given: str) -> None:
         accepted = self.accepted_names
         if accepted is not None and given not in accepted:
-            serves = ", ".join(shown(name) for name in self.names)
-            raise ModelNotFound(
-                f"the model {shown(given)} does not exist; this server serves {serves}",
-                param="model",
-            )
+            raise self.not_found(given)
+
+    def not_found(self, given: str) -> ModelNotFound:
+        serves = ", ".join(shown(name) for name in (*self.names, *self.other_names))
+        return ModelNotFound(
+            f"the model {shown(given)} does not exist; this server serves {serves}", param="model"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,14 @@ class RequestRules:
     def body(self, fields: Any) -> Body:
         """A request's JSON, to be read as leniently as this server reads."""
         leniency = Leniency(strict_fields=self.strict_fields, refuses_images=self.refuses_images)
-        return Body(_spread(fields), leniency=leniency)
+        return Body(spread(fields), leniency=leniency)
 
     @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
 
 
-def _spread(fields: Any) -> Any:
+def spread(fields: Any) -> Any:
     """With the members of `extra_body` as fields: OpenAI's client sends them so, others do not."""
     if not isinstance(fields, dict) or not isinstance(extra := fields.get("extra_body"), dict):
         return fields

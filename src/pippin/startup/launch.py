@@ -24,6 +24,7 @@ from pippin.api.http.access_control import warn_if_open
 from pippin.api.http.freed_memory import return_freed_memory
 from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
 from pippin.api.model_info import ModelInfo
+from pippin.api.served_models import ServedModels
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine.engine_client import EngineClient
 from pippin.engine.events.trace import TraceFile
@@ -156,7 +157,8 @@ async def _open(entrance: Entrance, config: Config, supervised: SupervisedEngine
     ready = await supervised.loaded
     model = _model_info(config, ready)
     server = with_batch_running(config.server, ready.num_slots)
-    entrance.open(create_app(supervised.engine, text, server, model, config.limits))
+    models = ServedModels.of_one(supervised.engine, text, model, server, config.limits)
+    entrance.open(create_app(models, server, config.limits))
 
 
 def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pippin.errors import NotReady, Overloaded
+from pippin.errors import NotReady, Overloaded, PippinError
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0  # after a load that failed
 
@@ -108,10 +108,7 @@ class Turns:
         """
         model = self.models[name]
         if now < model.retry_at:
-            raise _later(
-                NotReady(f"the model {name} could not be loaded: {model.failure}"),
-                model.retry_at - now,
-            )
+            raise self.refusal(name, now)
         if len(model.waiting) >= self._max_waiting:
             raise _later(
                 Overloaded(
@@ -168,6 +165,11 @@ class Turns:
         model.waiting.clear()
         return turned_away
 
+    def refusal(self, name: str, now: float) -> PippinError:
+        model = self.models[name]
+        why = NotReady(f"the model {name} could not be loaded: {model.failure}")
+        return _later(why, model.retry_at - now)
+
     # ---- decisions -------------------------------------------------------------------------
 
     def decide(self, now: float) -> Decision:
@@ -204,9 +206,7 @@ class Turns:
         self._yielding.clear()
         self._claimant = None
 
-    def _make_room(
-        self, missing: int, head: ModelTurn, now: float, decision: Decision
-    ) -> None:
+    def _make_room(self, missing: int, head: ModelTurn, now: float, decision: Decision) -> None:
         """Stop engines without a lease if that is enough; else let others yield, if it is time."""
         missing -= sum(m.nbytes for m in self.models.values() if m.state is State.STOPPING)
         idle = [m for m in self.models.values() if m.is_idle or self._has_yielded(m)]
@@ -253,9 +253,7 @@ class Turns:
         decision.stop.append(model.name)
 
     def _has_yielded(self, model: ModelTurn) -> bool:
-        return (
-            model.state is State.READY and not model.num_open and model.name in self._yielding
-        )
+        return model.state is State.READY and not model.num_open and model.name in self._yielding
 
     def _claimants(self) -> list[ModelTurn]:
         found = [m for m in self.models.values() if m.state is State.STOPPED and m.waiting]
@@ -265,6 +263,6 @@ class Turns:
         return next(iter(self._claimants()), None)
 
 
-def _later(error: NotReady | Overloaded, seconds: float) -> NotReady | Overloaded:
+def _later(error: PippinError, seconds: float) -> PippinError:
     error.retry_after_s = max(1, math.ceil(seconds))
     return error

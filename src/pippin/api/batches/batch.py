@@ -37,7 +37,7 @@ class Batch(msgspec.Struct):
     endpoint: str
     input_file_id: str
     completion_window: str
-    model: str
+    model: str  # empty: its lines name several
     created_at: int
     metadata: dict[str, str | None] | None = None
     output_expires_s: int | None = None
@@ -73,7 +73,7 @@ class Batch(msgspec.Struct):
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
-            "model": self.model,
+            "model": self.model or None,
             "errors": {"object": "list", "data": errors} if errors else None,
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,

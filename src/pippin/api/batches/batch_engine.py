@@ -20,9 +20,9 @@ LOWEST_PRIORITY = -MAX_PRIORITY - 1  # below what any client may ask for
 
 
 class BatchEngine(WrappedEngine):
-    def __init__(self, engine: Engine, num_places: int) -> None:
+    def __init__(self, engine: Engine, places: asyncio.Semaphore) -> None:
         super().__init__(engine)
-        self._places = asyncio.Semaphore(num_places)
+        self._places = places  # of all lines
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         async with self._places:

@@ -17,13 +17,13 @@ from pippin.api.endpoints.app_state import AppState
 from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import Forbidden, JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
+from pippin.engine.engine_client import Engine
 from pippin.errors import NotFound
 
 
 class EventsEndpoint:
     def __init__(self, state: AppState) -> None:
         self._state = state
-        self._engine = state.engine
 
     def routes(self) -> list[Route]:
         return [
@@ -34,7 +34,7 @@ class EventsEndpoint:
     async def events(self, request: Request) -> Response:
         self._state.admins.check(request.scope)
         return StreamResponse(
-            self._stream(),
+            self._stream(self._state.engine_of(request)),
             encode_error=lambda error: b"event: error\n" + data_event(error_body(error)),
             timeout_s=None,
         )
@@ -44,20 +44,21 @@ class EventsEndpoint:
         if not shows_prompts(self._state.config):
             raise Forbidden("this server does not show prompts to clients (--show-prompts)")
         id = request.path_params["id"]
-        found = await self._engine.node(id)
+        found = await self._state.engine_of(request).node(id)
         if not found:
             raise NotFound(f"no node {id} in the tree, or no client reads /events")
+        served = await self._state.model_of(request).served_text()
         return JSONResponse(
             {
                 "id": id,
                 "start": found["start"],
                 "tokens": found["num_tokens"],
                 "shown": len(found["tokens"]),
-                "text": self._state.text.tokenizer.decode_with_special(found["tokens"]),
+                "text": served.text.tokenizer.decode_with_special(found["tokens"]),
             }
         )
 
-    async def _stream(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._engine.watch()) as events:
+    async def _stream(self, engine: Engine) -> AsyncGenerator[bytes, None]:
+        async with aclosing(engine.watch()) as events:
             async for name, json in events:
                 yield b"event: %b\ndata: %b\n\n" % (name.encode(), json)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from pippin.api.dialects.messages.message_request import parse_message_request
 from pippin.api.dialects.responses import response_request
 from pippin.api.dialects.responses.response_reply import ResponsesDialect
 from pippin.api.dialects.responses.response_store import ResponseStores, StoredTurn
-from pippin.api.endpoints.app_state import AppState
+from pippin.api.endpoints.app_state import AppState, Prepared, Runnable
 from pippin.api.endpoints.embeddings import parse_embeddings, whole_embeddings
 from pippin.api.endpoints.scoring import parse_rerank, parse_score, whole_rerank, whole_score
 from pippin.api.endpoints.stored_responses import StoredResponses
@@ -30,20 +30,21 @@ from pippin.api.http.keys import owner_of
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import EVENTS, HEARTBEAT, StreamResponse, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
-from pippin.api.model_info import RequestRules
+from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.served_models import ServedText
 from pippin.engine.engine_client import Engine
 from pippin.text.bundle import TextBundle
 
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")  # Jina's, Cohere's, vLLM's
 SCORE_PATHS = ("/v1/score", "/score")
+S = TypeVar("S", bound=Runnable)
 
 
 class Generation:
     def __init__(self, state: AppState, stored: ResponseStores) -> None:
         self._state = state
         self._stored = stored
-        self._text, self._rules = state.text, state.rules
 
     def routes(self) -> list[Route]:
         posts = {
@@ -61,34 +62,34 @@ class Generation:
             "/detokenize": self._answering(detokenize),
         }
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
-        return [*routes, *StoredResponses(self._stored, self._rules).routes()]
+        return [*routes, *StoredResponses(self._stored, self._state.rules).routes()]
 
     async def _chat_completions(self, request: Request) -> Response:
-        job = await self._prepare_chat(request, parse_chat, "chatcmpl-")
-        return self._answer(job, ChatDialect(job, self._text.tokenizer))
+        found = await self._prepare_chat(request, parse_chat, "chatcmpl-")
+        return answer(found, ChatDialect(found.job, found.text.tokenizer))
 
     async def _messages(self, request: Request) -> Response:
-        job = await self._prepare_chat(request, parse_message_request, "msg_")
-        dialect = MessagesDialect(job)
-        return self._answer(job, dialect, heartbeat=dialect.ping)
+        found = await self._prepare_chat(request, parse_message_request, "msg_")
+        dialect = MessagesDialect(found.job)
+        return answer(found, dialect, heartbeat=dialect.ping)
 
     async def _completions(self, request: Request) -> Response:
-        def prepare(fields: Any) -> Job:
-            completion = parse_completion(fields, self._rules)
-            return prepare_completion(completion, self._text, self._rules.model)
+        def prepare(fields: Any, served: ServedText) -> Job:
+            completion = parse_completion(fields, served.rules)
+            return prepare_completion(completion, served.text, served.model)
 
-        job = await self._state.prepare(request, prepare)
-        return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
+        found = await self._state.prepare(request, prepare)
+        return answer(found, CompletionsDialect(found.job, found.text.tokenizer))
 
     async def _infill(self, request: Request) -> Response:
         read: list[InfillRequest] = []
 
-        def prepare(fields: Any) -> Job:
-            read.append(parse_infill(fields, self._rules))
-            return prepare_completion(read[0].completion, self._text, self._rules.model)
+        def prepare(fields: Any, served: ServedText) -> Job:
+            read.append(parse_infill(fields, served.rules))
+            return prepare_completion(read[-1].completion, served.text, served.model)
 
-        job = await self._state.prepare(request, prepare)
-        return self._answer(job, InfillDialect(job, read[0], self._rules.model.max_len))
+        found = await self._state.prepare(request, prepare)
+        return answer(found, InfillDialect(found.job, read[-1], found.model.max_len))
 
     async def _responses(self, request: Request) -> Response:
         stored = self._stored.of(owner_of(request.scope))
@@ -96,7 +97,7 @@ class Generation:
 
         def parse(fields: Any, rules: RequestRules) -> ChatRequest:
             read.append(response_request.parse_responses_request(fields, rules, stored))
-            return read[0].chat
+            return read[-1].chat
 
         def keep(response: dict[str, Any]) -> bool:
             if not asked.store:
@@ -104,9 +105,9 @@ class Generation:
             turn = StoredTurn.of(asked.items, response["output"], asked.previous)
             return stored.put(response, turn)
 
-        job = await self._prepare_chat(request, parse, "resp_")
-        (asked,) = read
-        return self._answer(job, ResponsesDialect(job, asked.echo, keep, asked.reasoning))
+        found = await self._prepare_chat(request, parse, "resp_")
+        asked = read[-1]
+        return answer(found, ResponsesDialect(found.job, asked.echo, keep, asked.reasoning))
 
     async def _count_tokens(self, request: Request) -> Response:
         parse = partial(parse_message_request, counts_only=True)
@@ -124,43 +125,41 @@ class Generation:
     async def _count(
         self, request: Request, parse: Callable[[Any, RequestRules], ChatRequest]
     ) -> int:
-        rules = self._rules_of(request)
-
-        def count(fields: Any) -> int:
-            chat, max_bytes = parse(fields, rules), rules.model.max_counted_bytes
-            num_tokens = len(render_prompt(chat, self._text, max_bytes).tokens)
+        def count(fields: Any, served: ServedText) -> int:
+            chat = parse(fields, _owned(served.rules, request))
+            max_bytes = served.model.max_counted_bytes
+            num_tokens = len(render_prompt(chat, served.text, max_bytes).tokens)
             record_of(request.scope).ignored = chat.leniency.header()
             return num_tokens
 
         return await self._state.read(request, count)
 
     async def _embeddings(self, request: Request) -> Response:
-        job = await self._state.prepare(
+        found = await self._state.prepare(
             request,
-            lambda fields: parse_embeddings(self._rules.body(fields), self._text, self._rules),
+            lambda fields, served: parse_embeddings(
+                served.rules.body(fields), served.text, served.rules
+            ),
         )
-        engine, model = self._state.engine, self._rules.model
-        return WholeResponse(lambda: whole_embeddings(job, engine, model), job.timeout_s)
+        return _whole(found, whole_embeddings)
 
     async def _rerank(self, request: Request) -> Response:
-        job = await self._state.prepare(
-            request, lambda fields: parse_rerank(fields, self._text, self._rules)
+        found = await self._state.prepare(
+            request, lambda fields, served: parse_rerank(fields, served.text, served.rules)
         )
-        engine, model = self._state.engine, self._rules.model
-        return WholeResponse(lambda: whole_rerank(job, engine, model), job.timeout_s)
+        return _whole(found, whole_rerank)
 
     async def _score(self, request: Request) -> Response:
-        job = await self._state.prepare(
-            request, lambda fields: parse_score(fields, self._text, self._rules)
+        found = await self._state.prepare(
+            request, lambda fields, served: parse_score(fields, served.text, served.rules)
         )
-        engine, model = self._state.engine, self._rules.model
-        return WholeResponse(lambda: whole_score(job, engine, model), job.timeout_s)
+        return _whole(found, whole_score)
 
     def _answering(self, work: Callable[[Any, TextBundle, RequestRules], dict[str, Any]]) -> Any:
         async def endpoint(request: Request) -> Response:
             return JSONResponse(
                 await self._state.read(
-                    request, lambda fields: work(fields, self._text, self._rules)
+                    request, lambda fields, served: work(fields, served.text, served.rules)
                 )
             )
 
@@ -168,33 +167,34 @@ class Generation:
 
     async def _prepare_chat(
         self, request: Request, parse: Callable[[Any, RequestRules], ChatRequest], prefix: str
-    ) -> Job:
-        rules = self._rules_of(request)
-
-        def prepare(fields: Any) -> Job:
-            chat = parse(fields, rules)
-            return prepare_chat(chat, self._text, rules.model, prefix=prefix)
+    ) -> Prepared[Job]:
+        def prepare(fields: Any, served: ServedText) -> Job:
+            chat = parse(fields, _owned(served.rules, request))
+            return prepare_chat(chat, served.text, served.model, prefix=prefix)
 
         return await self._state.prepare(request, prepare)
 
-    def _rules_of(self, request: Request) -> RequestRules:
-        return replace(self._rules, owner=owner_of(request.scope))
 
-    def _answer(
-        self, job: Job, dialect: Dialect, *, heartbeat: Callable[[], bytes] = lambda: HEARTBEAT
-    ) -> Response:
-        return answer(job, dialect, self._state.engine, heartbeat=heartbeat)
+def _owned(rules: RequestRules, request: Request) -> RequestRules:
+    return replace(rules, owner=owner_of(request.scope))
+
+
+def _whole(
+    found: Prepared[S], reply: Callable[[S, Engine, ModelInfo], Awaitable[dict[str, Any]]]
+) -> Response:
+    job = found.job
+    return WholeResponse(lambda: reply(job, found.engine, found.model), job.timeout_s)
 
 
 def answer(
-    job: Job,
+    found: Prepared[Job],
     dialect: Dialect,
-    engine: Engine,
     *,
     media_type: str = EVENTS,
     heartbeat: Callable[[], bytes] = lambda: HEARTBEAT,
 ) -> Response:
     """The reply, whole or as a stream."""
+    job, engine = found.job, found.engine
     if not job.stream:
         return WholeResponse(lambda: whole_reply(job, dialect, engine), job.timeout_s)
     return StreamResponse(

@@ -19,16 +19,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pippin.api.endpoints.deprecated_metrics import WithOldNames
+from pippin.api.endpoints.model_metrics import ModelMetrics
 from pippin.api.engine_families import engine_families
-from pippin.engine.engine_client import Engine
+from pippin.api.served_models import ServedModel, ServedModels
 from pippin.errors import PippinError
 
 PATIENCE_SECONDS = 1.0  # for the engine's answer; scrapes often time out after ten
 
 
 class EngineCounters(Collector):
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
         self._known: dict[str, Any] | None = None
         self._known_at = 0.0
         self._asking: asyncio.Task[None] | None = None
@@ -43,18 +44,15 @@ class EngineCounters(Collector):
 
     async def _ask(self) -> None:
         try:
-            self._known = await self._engine.counters()
+            engine = self._model.engine
+            self._known = None if engine is None else await engine.counters()
             self._known_at = monotonic()
         except PippinError:  # `pippin_engine_up` is 0; numbers of a lost engine mean nothing
             self._known = None
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(
-            "pippin_server_cpu_seconds",
-            "CPU seconds of the server process, which reads requests and writes replies.",
-            value=process_time(),
-        )
-        up = self._engine.healthy
+        engine = self._model.engine
+        up = engine is not None and engine.healthy
         yield GaugeMetricFamily(
             "pippin_engine_up", "1 if the engine is running, 0 if it is not.", value=up
         )
@@ -68,14 +66,29 @@ class EngineCounters(Collector):
         yield from engine_families(self._known)
 
 
+class ServerTime(Collector):
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "pippin_server_cpu_seconds",
+            "CPU seconds of the server process, which reads requests and writes replies.",
+            value=process_time(),
+        )
+
+
 class MetricsEndpoint:
-    def __init__(self, engine: Engine, registry: CollectorRegistry) -> None:
-        self._counters = EngineCounters(engine)
-        registry.register(self._counters)
+    def __init__(
+        self, models: ServedModels, metrics: ModelMetrics, registry: CollectorRegistry
+    ) -> None:
+        """`registry`: of what concerns no single model."""
+        self._counters = {model.info.name: EngineCounters(model) for model in models}
+        for name, counters in self._counters.items():
+            metrics.add(name, counters)
+        registry.register(ServerTime())
+        registry.register(metrics)
         self._exported = CollectorRegistry()
         self._exported.register(WithOldNames(registry))
 
     async def show(self, request: Request) -> Response:
-        await self._counters.refresh()
+        await asyncio.gather(*(counters.refresh() for counters in self._counters.values()))
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._exported), media_type=media_type)

@@ -5,6 +5,7 @@ Knows no field of any request.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,6 +17,8 @@ from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import JSONResponse, speaks_anthropic
+from pippin.api.model_info import ModelInfo
+from pippin.api.served_models import ServedModel
 from pippin.config.server import event_address
 from pippin.errors import NotReady
 from pippin.types import GRID
@@ -24,7 +27,7 @@ from pippin.types import GRID
 class ServerInfo:
     def __init__(self, state: AppState) -> None:
         self._state = state
-        self._engine, self._model = state.engine, state.model
+        self._served = state.models
 
     def routes(self) -> list[Route]:
         return [
@@ -42,30 +45,31 @@ class ServerInfo:
         ]
 
     async def _models(self, request: Request) -> Response:
-        names = self._model.names
+        listed = [(name, model.info) for model in self._served for name in model.info.names]
         if speaks_anthropic(request.scope):
-            models = [self._anthropic_model(name) for name in names]
-            page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+            models = [_anthropic_model(name, info) for name, info in listed]
+            page = {"has_more": False, "first_id": listed[0][0], "last_id": listed[-1][0]}
             return JSONResponse({"data": models, **page})
-        return JSONResponse({"object": "list", "data": [*map(self._describe_model, names)]})
+        data = [_openai_model(name, info) for name, info in listed]
+        return JSONResponse({"object": "list", "data": data})
 
     async def _one_model(self, request: Request) -> Response:
         id = request.path_params["id"]
-        self._model.check_name(id)
-        anthropic = speaks_anthropic(request.scope)
-        return JSONResponse((self._anthropic_model if anthropic else self._describe_model)(id))
+        describe = _anthropic_model if speaks_anthropic(request.scope) else _openai_model
+        return JSONResponse(describe(id, self._served.get(id).info))
 
     async def _model_info(self, request: Request) -> Response:
         """Names, not paths: clients have no use for the server's paths."""
+        model = self._state.model_of(request).info
         return JSONResponse(
             {
-                "model_path": self._model.name,
-                "tokenizer_path": self._model.name,
-                "served_model_name": self._model.name,
+                "model_path": model.name,
+                "tokenizer_path": model.name,
+                "served_model_name": model.name,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "max_model_len": self._model.max_len,
-                "vocab_size": self._model.vocab_size,
+                "max_model_len": model.max_len,
+                "vocab_size": model.vocab_size,
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
             }
@@ -73,15 +77,16 @@ class ServerInfo:
 
     async def _server_info(self, request: Request) -> Response:
         """What SGLang's routers read when they add this server."""
+        model = self._state.model_of(request).info
         return JSONResponse(
             {
-                "model_path": self._model.name,
-                "served_model_name": self._model.name,
+                "model_path": model.name,
+                "served_model_name": model.name,
                 "tp_size": 1,
                 "dp_size": 1,
                 "disaggregation_mode": "null",  # a word of SGLang's
                 "speculative_algorithm": None,  # blocks are hashed token by token
-                "max_total_tokens": self._model.max_len,
+                "max_total_tokens": model.max_len,
                 "kv_events": self._kv_events(),
             }
         )
@@ -101,16 +106,21 @@ class ServerInfo:
         }
 
     async def _health(self, request: Request) -> Response:
-        if not self._engine.healthy:
-            raise NotReady(self._engine.reason or "the engine is not running")
+        """Healthy: some model is served, or would be loaded for a request."""
+        engines = [model.engine for model in self._served]
+        lost = [engine for engine in engines if engine is not None and not engine.healthy]
+        if lost and len(lost) == len(engines):
+            raise NotReady(lost[0].reason or "the engine is not running")
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        self._engine.check_ready()
+        self._served.check_ready()
         return JSONResponse({"status": "ready"})
 
     async def _status(self, request: Request) -> Response:
-        status = await self._engine.status()
+        if self._served.default.info.on_demand and "model" not in request.query_params:
+            return JSONResponse({"models": [_residency(model) for model in self._served]})
+        status = await self._state.engine_of(request).status()
         if (cache := status.get("cache")) is None:
             return JSONResponse(status)
         if not self._state.admins.admit(request.scope):
@@ -122,30 +132,36 @@ class ServerInfo:
 
     async def _flush_cache(self, request: Request) -> Response:
         self._state.admins.check(request.scope)
-        return JSONResponse(await self._engine.flush_cache())
+        return JSONResponse(await self._state.engine_of(request).flush_cache())
 
     async def _openapi(self, request: Request) -> Response:
         needs_key = bool(self._state.config.api_key)
         routes, rules = request.app.routes, self._state.rules
         return JSONResponse(openapi_document(routes, rules, needs_key=needs_key))
 
-    def _describe_model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._model.created_s,
-            "owned_by": "pippin",
-            "max_model_len": self._model.max_len,
-        }
 
-    def _anthropic_model(self, name: str) -> dict[str, Any]:
-        created = datetime.fromtimestamp(self._model.created_s, UTC)
-        return {
-            "type": "model",
-            "id": name,
-            "display_name": name,
-            "created_at": created.isoformat().replace("+00:00", "Z"),
-            "lifecycle": "active",
-            "max_input_tokens": self._model.max_len,
-            "max_tokens": self._model.max_len,
-        }
+def _openai_model(name: str, model: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "pippin",
+        "max_model_len": model.max_len,
+    }
+
+
+def _anthropic_model(name: str, model: ModelInfo) -> dict[str, Any]:
+    created = datetime.fromtimestamp(model.created_s, UTC)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_len,
+        "max_tokens": model.max_len,
+    }
+
+
+def _residency(model: ServedModel) -> dict[str, Any]:
+    return {"name": model.info.name, **asdict(model.residency)}

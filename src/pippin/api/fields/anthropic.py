@@ -67,6 +67,6 @@ MESSAGES = FieldTable(
         "compaction": refused_field("ask for a summary in messages"),
         "thread": refused_field("conversations are not stored; use /v1/responses"),
     },
-    required=("model", "messages", "max_tokens"),
+    required=("messages", "max_tokens"),
 )
-COUNT_TOKENS = FieldTable(MESSAGES.fields, required=("model", "messages"))
+COUNT_TOKENS = FieldTable(MESSAGES.fields, required=("messages",))

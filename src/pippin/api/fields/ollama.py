@@ -14,6 +14,7 @@ from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES
 from pippin.api.requests.token_ids import are_token_ids, token_ids_in_words
+from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import cut
 
 MAX_HUB_ID_CHARS = 256
@@ -26,9 +27,9 @@ class OllamaModelName(kinds.ModelName):
     """A name in `/api/tags`; its tag may be left out."""
 
     def schema(self, rules: RequestRules) -> Schema:
-        names = rules.model.accepted_names
-        if names is None:
+        if rules.model.accepted_names is None:
             return {"type": "string"}
+        names = (*rules.model.accepted_names, *rules.model.other_names)
         return {"type": "string", "enum": [*names, *(f"{name}{LATEST}" for name in names)]}
 
     def check(self, body: Body, field: str, rules: RequestRules) -> None:
@@ -36,7 +37,7 @@ class OllamaModelName(kinds.ModelName):
         try:
             rules.model.check_name(given.removesuffix(LATEST))
         except ModelNotFound as error:
-            serves = ", ".join(rules.model.names)
+            serves = ", ".join((*rules.model.names, *rules.model.other_names))
             raise ModelNotFound(
                 f"model '{cut(given)}' not found; this server serves {serves}", param=field
             ) from error
@@ -57,7 +58,21 @@ class TokenIds(ValueKind):
 
 
 MODEL: Fields = {"model": OllamaModelName("a name in `/api/tags`, with or without `:latest`")}
-_KEEP_ALIVE: Fields = {"keep_alive": ignored_field("the model stays loaded")}
+
+
+class KeepAlive(ValueKind):
+    """How long a model stays loaded after its last request, where models are unloaded at all."""
+
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+        if not rules.model.on_demand:
+            body.ignore(field, "the model stays loaded")
+        elif parse_duration(body.get(field)) is None:
+            raise body.wrong(field, IN_WORDS)
+
+
+_KEEP_ALIVE: Fields = {
+    "keep_alive": KeepAlive(IN_WORDS, {"type": ["string", "number"], "description": IN_WORDS})
+}
 _LOADING = (  # how Ollama loads a model: it is loaded here already
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
@@ -115,7 +130,6 @@ CHAT = FieldTable(
         ),
         **TOOLS,
     },
-    required=("model",),
     ignores_unknown=True,
 )
 GENERATE = FieldTable(
@@ -134,7 +148,6 @@ GENERATE = FieldTable(
         "template": refused_field("the model's own template is used", ""),
         **dict.fromkeys(("width", "height", "steps"), refused_field(_TEXT_ONLY, 0)),
     },
-    required=("model",),
     ignores_unknown=True,
 )
 EMBED = FieldTable(
@@ -144,11 +157,11 @@ EMBED = FieldTable(
         "truncate": kinds.BOOLEAN,
         "dimensions": kinds.integer_from(1),
     },
-    required=("model", "input"),
+    required=("input",),
     ignores_unknown=True,
 )
 EMBEDDINGS = FieldTable(
-    {**_EVERY, "prompt": kinds.STRING}, required=("model", "prompt"), ignores_unknown=True
+    {**_EVERY, "prompt": kinds.STRING}, required=("prompt",), ignores_unknown=True
 )
 _SHOWN_OTHERWISE = ("verbose", "system", "template", "options")
 SHOW = FieldTable(

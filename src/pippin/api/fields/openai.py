@@ -80,7 +80,7 @@ CHAT = FieldTable(
         "web_search_options": ignored_field("there is no web search"),
         **_IGNORED,
     },
-    required=("model", "messages"),
+    required=("messages",),
 )
 COMPLETION = FieldTable(
     {
@@ -94,7 +94,7 @@ COMPLETION = FieldTable(
         **extensions.PROMPT,
         **extensions.GENERATION,
     },
-    required=("model", "prompt"),
+    required=("prompt",),
 )
 RESPONSES = FieldTable(
     {
@@ -135,7 +135,7 @@ RESPONSES = FieldTable(
         "truncation": ignored_field("a conversation is never shortened", "disabled"),
         **_IGNORED,
     },
-    required=("model", "input"),
+    required=("input",),
 )
 INPUT_TOKENS = FieldTable(
     {
@@ -164,5 +164,5 @@ EMBEDDINGS = FieldTable(
         **shared.USER,
         **shared.SERVING,
     },
-    required=("model", "input"),
+    required=("input",),
 )

@@ -132,7 +132,9 @@ class Labels(ValueKind):
 class ModelName(ValueKind):
     def schema(self, rules: RequestRules) -> Schema:
         names = rules.model.accepted_names
-        return {"type": "string"} if names is None else {"type": "string", "enum": list(names)}
+        if names is None:
+            return {"type": "string"}
+        return {"type": "string", "enum": [*names, *rules.model.other_names]}
 
     def check(self, body: Body, field: str, rules: RequestRules) -> None:
         rules.model.check_name(body.required_string(field))

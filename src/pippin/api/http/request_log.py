@@ -37,6 +37,8 @@ class RequestRecord:
     ignored: str = ""  # fields that were, for a header
     facts: Callable[[], dict[str, Any]] = dict  # what it was about, read at its end
     quiet: bool = False  # logged only if it fails
+    headers: dict[str, str] = field(default_factory=dict)  # further ones of the response
+    at_end: list[Callable[[], None]] = field(default_factory=list)  # called when it was answered
 
     def fields(self) -> dict[str, Any]:
         fields = {
@@ -74,6 +76,7 @@ class RequestLog:
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = record.id
+                headers.update(record.headers)
                 if record.ignored:
                     headers[IGNORED_HEADER] = record.ignored
             await send(message)
@@ -84,6 +87,8 @@ class RequestLog:
             record.error = "internal_error"
             log.exception("request %s failed", record.id)
         finally:
+            for release in record.at_end:
+                release()
             if record.ignored:
                 log.debug("request %s: ignored %s", record.id, record.ignored)
             quiet = record.quiet or record.path in ASKED_BY_MACHINES

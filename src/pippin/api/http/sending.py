@@ -41,12 +41,12 @@ class WholeResponse(Response):
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await _unless_disconnected(receive, self._run())
+        response = await unless_disconnected(receive, self._run())
         await (response or Response(status_code=CLIENT_CLOSED_REQUEST))(scope, receive, send)
 
     async def _run(self) -> Response:
         try:
-            return JSONResponse(await _in_time(self._work(), self._timeout_s))
+            return JSONResponse(await in_time(self._work(), self._timeout_s))
         except PippinError as error:
             return error_response(error)
 
@@ -79,7 +79,7 @@ class StreamResponse(Response):
         self._send_message = send
         self._writer = ChunkWriter.of(scope)
         try:
-            await _unless_disconnected(receive, self._run(scope, receive, send))
+            await unless_disconnected(receive, self._run(scope, receive, send))
         finally:
             await self._events.aclose()  # if the client disconnected before the start
 
@@ -89,7 +89,7 @@ class StreamResponse(Response):
         grace = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._start_soon)
         failure: Exception | None = None
         try:
-            await _in_time(self._send_events(), self._timeout_s)
+            await in_time(self._send_events(), self._timeout_s)
         except Exception as error:
             failure = error
         finally:
@@ -157,7 +157,7 @@ class StreamResponse(Response):
         await self._send_message(message)
 
 
-async def _in_time(work: Awaitable[T], timeout_s: float | None) -> T:
+async def in_time(work: Awaitable[T], timeout_s: float | None) -> T:
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -170,7 +170,7 @@ async def _in_time(work: Awaitable[T], timeout_s: float | None) -> T:
         ) from error
 
 
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """The work's result; None if the client disconnected first; then the work is cancelled."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))

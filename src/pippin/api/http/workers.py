@@ -13,6 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 LARGE_BYTES = 256_000
+SMALL_BYTES = 8_000  # decoded faster than a thread is reached
 
 
 class Workers:

@@ -44,9 +44,10 @@ def nanoseconds(seconds: float) -> int:
 class OllamaStream:
     """The part that chats and generated texts have in common."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, tokenizer: Tokenizer, load_s: float = 0.0) -> None:
         self._job = job
         self._tokenizer = tokenizer
+        self._load_s = load_s  # that it waited for its model
         self._open_calls: dict[int, FoldedCall] = {}
         self._finish: str | None = None
         self._tokens: list[int] = []  # of the reply
@@ -118,8 +119,8 @@ class OllamaStream:
         last = now if times.last is None else times.last
         return {
             "done_reason": finish,
-            "total_duration": nanoseconds(now - submitted),
-            "load_duration": 0,
+            "total_duration": nanoseconds(self._load_s + now - submitted),
+            "load_duration": nanoseconds(self._load_s),
             "prompt_eval_count": self._job.prompt_tokens,
             "prompt_eval_duration": nanoseconds(first - submitted),
             "eval_count": self._job.completion_tokens,

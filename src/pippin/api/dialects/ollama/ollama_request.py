@@ -1,6 +1,6 @@
 """Ollama's requests as neutral ones. Knows no replies.
 
-A request without messages or a prompt loads a model in Ollama: here one is always loaded.
+A request without messages or a prompt loads its model, or unloads it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pippin.api.requests.content.chat_messages import Message, function_call, me
 from pippin.api.requests.content.omitted_parts import text_in_place_of
 from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
+from pippin.durations import parse_duration
 from pippin.text.tokenizer import Tokenizer
 
 _SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop", "speculate", "ignore_eos")
@@ -35,6 +36,7 @@ class LoadRequest:
 
     done_reason: str
     leniency: Leniency
+    timeout_s: float | None = None
 
     def keep_apart(self, owner_salt: bytes) -> None:
         """It has no prefixes."""
@@ -105,7 +107,7 @@ def parse_embed(fields: Any, rules: RequestRules, table: FieldTable) -> tuple[Bo
 
 
 def _load(body: Body) -> LoadRequest:
-    is_unload = body.get("keep_alive") in (0, "0", "0s")
+    is_unload = parse_duration(body.get("keep_alive")) == 0
     return LoadRequest("unload" if is_unload else "load", body.leniency)
 
 

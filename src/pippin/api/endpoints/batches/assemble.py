@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,22 +20,25 @@ from pippin.api.endpoints.generation import Generation
 from pippin.api.http.access_control import separates_owners
 from pippin.api.http.http_errors import ERROR_HANDLERS
 from pippin.api.http.keys import known_keys
-from pippin.engine.engine_client import Engine
 
 NOT_STORED = ResponseStores(0, 0)  # thousands of lines would evict what live requests stored
 
 
-def create_batches(engine: Engine, state: AppState, metrics: BatchMetrics) -> Batches:
-    """`engine`: without the times of replies, which are those of live requests."""
-    config, rules = state.config, state.rules
+def create_batches(state: AppState, metrics: BatchMetrics) -> Batches:
+    """Their replies are not timed: those times are of live requests."""
+    config = state.config
     num_lines = config.batch_running or 1
-    # A line waits for live requests: only its own timeout ends it, or that of the batch.
-    lines_rules = replace(rules, limits=replace(rules.limits, request_timeout=None))
-    lines = replace(state, engine=BatchEngine(engine, num_lines), rules=lines_rules)
+    places = asyncio.Semaphore(num_lines)
+    lines = replace(
+        state,
+        # A line waits for live requests: only its own timeout ends it, or that of the batch.
+        limits=replace(state.limits, request_timeout=None),
+        use=lambda _, engine: BatchEngine(engine, places),
+    )
     app = Starlette(
         routes=Generation(lines, NOT_STORED).routes(), exception_handlers=ERROR_HANDLERS
     )
-    line_rules = LineRules(rules.limits.max_body_bytes, rules.model.check_name)
+    line_rules = LineRules(state.limits.max_body_bytes, state.models.check_name)
     runner = BatchRunner(LineClient(app), line_rules, num_lines, metrics)
     directory = config.batch_dir if config.batch_bytes else None
     storage = Storage(

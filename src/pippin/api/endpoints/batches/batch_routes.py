@@ -46,7 +46,7 @@ class BatchRoutes:
             fields.BATCH.check(body, self._rules)
             return self._batch(body, owner)
 
-        batch = await self._state.read(request, read)
+        batch = await self._state.read_json(request, read)
         await self._batches.create(owner, batch)
         return JSONResponse(batch.wire())
 
@@ -80,7 +80,7 @@ class BatchRoutes:
             endpoint=body.get("endpoint"),
             input_file_id=input.id,
             completion_window=body.get("completion_window"),
-            model=self._rules.model.name,
+            model="" if self._state.models.are_several else self._rules.model.name,
             created_at=int(time.time()),
             metadata=body.get("metadata"),
             output_expires_s=None if expiry is None else expiry.get("seconds"),

@@ -74,7 +74,7 @@ class OllamaDownloads:
             field = "model" if body.has("model") else "name"  # the older name of it
             return body.required_string(field), body
 
-        name, body = await self._state.read(request, read)
+        name, body = await self._state.read_json(request, read)
         record_of(request.scope).ignored = body.leniency.header()
         return name, body
 
@@ -109,9 +109,11 @@ class OllamaDownloads:
 
     def _serves(self, name: str) -> bool:
         """Clients pull a model that they do not find in `/api/tags`."""
-        names = self._state.model.accepted_names
         plain = name.removesuffix(LATEST)
-        return not HUB_ID.fullmatch(plain) if names is None else plain in names
+        accepted = [model.info.accepted_names for model in self._state.models]
+        if any(names is not None and plain in names for names in accepted):
+            return True
+        return None in accepted and not HUB_ID.fullmatch(plain)
 
 
 def _hub_id(name: str) -> tuple[str, str | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from time import time
 from typing import Any
 
 from starlette.requests import Request
@@ -13,8 +15,9 @@ from pippin.api.endpoints.app_state import AppState
 from pippin.api.fields.ollama import COPY, LATEST, SHOW
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
+from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import shown
-from pippin.api.requests.leniency import Leniency
+from pippin.api.served_models import ServedModel, ServedText
 
 # Of Ollama. Clients refuse servers that are older than what they use: VS Code's Copilot asks for
 # 0.6.4, `codex --oss` for 0.13.4 (Responses), agents that speak Messages for 0.14.2. All of that is
@@ -27,7 +30,6 @@ GREETING = "Ollama is running"
 class OllamaModels:
     def __init__(self, state: AppState) -> None:
         self._state = state
-        self._model = state.model
 
     def routes(self) -> list[Route]:
         routes = [
@@ -48,87 +50,102 @@ class OllamaModels:
         return JSONResponse({"version": API_VERSION})
 
     async def _tags(self, request: Request) -> Response:
-        modified = {"modified_at": rfc3339(self._model.created_s)}
-        return JSONResponse({"models": [each | modified for each in self._models()]})
+        models = [
+            each | {"modified_at": rfc3339(model.info.created_s)}
+            for model in self._state.models
+            for each in _listed(model.info)
+        ]
+        return JSONResponse({"models": models})
 
     async def _ps(self, request: Request) -> Response:
-        loaded = {
-            "expires_at": NEVER,
-            "size_vram": self._model.checkpoint.nbytes,
-            "context_length": self._model.max_len,
-        }
-        return JSONResponse({"models": [each | loaded for each in self._models()]})
+        models = [
+            each | _loaded(model)
+            for model in self._state.models
+            if model.residency.is_loaded
+            for each in _listed(model.info)
+        ]
+        return JSONResponse({"models": models})
 
     async def _show(self, request: Request) -> Response:
-        def check(fields: Any) -> Leniency:
-            body = self._state.rules.body(fields)
-            SHOW.check(body, self._state.rules)
-            if not body.has("name"):  # the older name of it
-                body.require("model")
-            return body.leniency
+        def show(fields: Any, served: ServedText) -> dict[str, Any]:
+            body = served.rules.body(fields)
+            SHOW.check(body, served.rules)
+            record_of(request.scope).ignored = body.leniency.header()
+            return _shown(served)
 
-        record_of(request.scope).ignored = (await self._state.read(request, check)).header()
-        return JSONResponse(self._shown())
+        return JSONResponse(await self._state.read(request, show))
 
     async def _copy(self, request: Request) -> Response:
         """A copy is another name, and names are set at start: one that is known is made already."""
 
         def check(fields: Any) -> None:
-            body = self._state.rules.body(fields)
-            COPY.check(body, self._state.rules)
-            name = body.required_string("destination").removesuffix(LATEST)
-            accepted = self._model.accepted_names
-            if accepted is not None and name not in accepted:
+            rules, models = self._state.rules, self._state.models
+            body = rules.body(fields)
+            source = models.find(body.string("source", "")) or models.default
+            COPY.check(body, replace(rules, model=source.info))
+            name = body.required_string("destination")
+            if models.find(name) is None:
                 what = "is a new name, and names are set when the server starts: use --alias"
-                raise body.error("destination", f"{shown(name)} {what}")
+                raise body.error("destination", f"{shown(name.removesuffix(LATEST))} {what}")
 
-        await self._state.read(request, check)
+        await self._state.read_json(request, check)
         return Response()
 
-    def _shown(self) -> dict[str, Any]:
-        text, family = self._state.text, self._model.checkpoint.family
-        capabilities = {
-            "completion": True,
-            "tools": text.formats.tools is not None,
-            "insert": text.fill_in_middle is not None,
-            "thinking": text.formats.reasoning is not None,
-        }
-        return {
-            "modelfile": f"FROM {self._model.name}\n",
-            "parameters": "",
-            "template": "" if text.chat is None else text.chat.source,
-            "details": self._details(),
-            "model_info": {
-                "general.architecture": family,
-                "general.basename": self._model.name,
-                f"{family}.context_length": self._model.max_len,
-                f"{family}.vocab_size": self._model.vocab_size,
-            },
-            "capabilities": [name for name, has_it in capabilities.items() if has_it],
-            "modified_at": rfc3339(self._model.created_s),
-        }
 
-    def _models(self) -> list[dict[str, Any]]:
-        checkpoint = self._model.checkpoint
-        names = [name if ":" in name else name + LATEST for name in self._model.names]
-        return [
-            {
-                "name": name,
-                "model": name,
-                "size": checkpoint.nbytes,
-                "digest": checkpoint.digest,
-                "details": self._details(),
-            }
-            for name in names
-        ]
+def _shown(served: ServedText) -> dict[str, Any]:
+    text, model = served.text, served.model
+    family = model.checkpoint.family
+    capabilities = {
+        "completion": True,
+        "tools": text.formats.tools is not None,
+        "insert": text.fill_in_middle is not None,
+        "thinking": text.formats.reasoning is not None,
+    }
+    return {
+        "modelfile": f"FROM {model.name}\n",
+        "parameters": "",
+        "template": "" if text.chat is None else text.chat.source,
+        "details": _details(model),
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": model.name,
+            f"{family}.context_length": model.max_len,
+            f"{family}.vocab_size": model.vocab_size,
+        },
+        "capabilities": [name for name, has_it in capabilities.items() if has_it],
+        "modified_at": rfc3339(model.created_s),
+    }
 
-    def _details(self) -> dict[str, Any]:
-        checkpoint = self._model.checkpoint
-        return {
-            "parent_model": "",
-            "format": "safetensors",
-            "family": checkpoint.family,
-            "families": [checkpoint.family],
-            "parameter_size": "",
-            "quantization_level": checkpoint.quantization,
+
+def _listed(model: ModelInfo) -> list[dict[str, Any]]:
+    names = [name if ":" in name else name + LATEST for name in model.names]
+    return [
+        {
+            "name": name,
+            "model": name,
+            "size": model.checkpoint.nbytes,
+            "digest": model.checkpoint.digest,
+            "details": _details(model),
         }
+        for name in names
+    ]
+
+
+def _loaded(model: ServedModel) -> dict[str, Any]:
+    left, info = model.residency.seconds_left, model.info
+    return {
+        "expires_at": NEVER if left is None else rfc3339(time() + left),
+        "size_vram": model.residency.nbytes or info.checkpoint.nbytes,
+        "context_length": info.max_len,
+    }
+
+
+def _details(model: ModelInfo) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": model.checkpoint.family,
+        "families": [model.checkpoint.family],
+        "parameter_size": "",
+        "quantization_level": model.checkpoint.quantization,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,24 +24,35 @@ from pippin.api.dialects.ollama.ollama_request import (
     parse_generate,
     parse_ollama_chat,
 )
-from pippin.api.endpoints.app_state import AppState
+from pippin.api.endpoints.app_state import AppState, Prepared, Runnable
 from pippin.api.endpoints.embeddings import EmbeddingJob, embed, parse_embeddings
 from pippin.api.endpoints.generation import answer
 from pippin.api.fields.ollama import EMBED, EMBEDDINGS
 from pippin.api.fields.table import FieldTable
 from pippin.api.http.http_errors import JSONResponse
+from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import JSON_LINES, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
-from pippin.api.model_info import RequestRules
+from pippin.api.model_info import RequestRules, spread
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
+from pippin.api.served_models import ServedText
+from pippin.durations import FOR_EVER, parse_duration
+from pippin.text.tokenizer import Tokenizer
 
 Asked = ChatRequest | CompletionRequest | LoadRequest
+R = TypeVar("R", bound=Runnable)
+
+
+class _Unload(Exception):
+    """A request that needs no engine: its model is not loaded to be unloaded."""
+
+    def __init__(self, load: LoadRequest, name: str) -> None:
+        self.load, self.name = load, name
 
 
 class OllamaReplies:
     def __init__(self, state: AppState) -> None:
         self._state = state
-        self._text, self._rules = state.text, state.rules
 
     def routes(self) -> list[Route]:
         posts = {
@@ -53,67 +64,97 @@ class OllamaReplies:
         return [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
 
     async def _chat(self, request: Request) -> Response:
-        job = await self._prepare(request, parse_ollama_chat)
-        if isinstance(job, LoadRequest):
-            return self._loaded(job, {"message": {"role": "assistant", "content": ""}})
-        return self._answer(job, OllamaChat(job, self._text.tokenizer))
+        return await self._reply(
+            request,
+            parse_ollama_chat,
+            OllamaChat,
+            {"message": {"role": "assistant", "content": ""}},
+        )
 
     async def _generate(self, request: Request) -> Response:
-        job = await self._prepare(request, parse_generate)
-        if isinstance(job, LoadRequest):
-            return self._loaded(job, {"response": ""})
-        return self._answer(job, OllamaGenerate(job, self._text.tokenizer))
+        return await self._reply(request, parse_generate, OllamaGenerate, {"response": ""})
+
+    async def _reply(
+        self,
+        request: Request,
+        parse: Callable[[Any, RequestRules], Asked],
+        dialect: Callable[[Job, Tokenizer, float], OllamaStream],
+        empty: dict[str, Any],
+    ) -> Response:
+        def prepare(fields: Any, served: ServedText) -> Job | LoadRequest:
+            match parse(fields, served.rules):
+                case ChatRequest() as chat:
+                    return prepare_chat(chat, served.text, served.model)
+                case CompletionRequest() as completion:
+                    return prepare_completion(completion, served.text, served.model)
+                case LoadRequest(done_reason="unload") as load if served.model.on_demand:
+                    raise _Unload(load, served.model.name)
+                case LoadRequest() as load:
+                    return load
+
+        try:
+            found = await self._prepare(request, prepare)
+        except _Unload as unload:
+            self._state.models.get(unload.name).keep_alive(0.0)
+            record_of(request.scope).ignored = unload.load.leniency.header()
+            return _without_text(unload.name, unload.load, empty)
+        if isinstance(found.job, LoadRequest):
+            return _without_text(found.model.name, found.job, empty)
+        stream = dialect(found.job, found.text.tokenizer, found.waited_s)
+        return answer(
+            found.with_job(found.job), stream, media_type=JSON_LINES, heartbeat=lambda: HEARTBEAT
+        )
 
     async def _embed(self, request: Request) -> Response:
-        job, started = await self._prepare_embeddings(request, EMBED), perf_counter()
+        started = perf_counter()
+        found = await self._prepare_embeddings(request, EMBED)
+        job = found.job
 
         async def reply() -> dict[str, Any]:
-            vectors = await embed(job, self._state.engine)
+            vectors = await embed(job, found.engine)
             return {
-                "model": self._rules.model.name,
+                "model": found.model.name,
                 "embeddings": [vector.tolist() for vector in vectors],
                 "total_duration": nanoseconds(perf_counter() - started),
-                "load_duration": 0,
+                "load_duration": nanoseconds(found.waited_s),
                 "prompt_eval_count": job.prompt_tokens,
             }
 
         return WholeResponse(reply, job.timeout_s)
 
     async def _embeddings(self, request: Request) -> Response:
-        job = await self._prepare_embeddings(request, EMBEDDINGS)
+        found = await self._prepare_embeddings(request, EMBEDDINGS)
 
         async def reply() -> dict[str, Any]:
-            (vector,) = await embed(job, self._state.engine)
+            (vector,) = await embed(found.job, found.engine)
             return {"embedding": vector.tolist()}
 
-        return WholeResponse(reply, job.timeout_s)
+        return WholeResponse(reply, found.job.timeout_s)
 
-    async def _prepare(
-        self, request: Request, parse: Callable[[Any, RequestRules], Asked]
-    ) -> Job | LoadRequest:
-        def prepare(fields: Any) -> Job | LoadRequest:
-            model = self._rules.model
-            match parse(fields, self._rules):
-                case ChatRequest() as chat:
-                    return prepare_chat(chat, self._text, model)
-                case CompletionRequest() as completion:
-                    return prepare_completion(completion, self._text, model)
-                case LoadRequest() as load:
-                    return load
+    async def _prepare_embeddings(
+        self, request: Request, table: FieldTable
+    ) -> Prepared[EmbeddingJob]:
+        def prepare(fields: Any, served: ServedText) -> EmbeddingJob:
+            renamed, truncate = parse_embed(fields, served.rules, table)
+            return parse_embeddings(renamed, served.text, served.rules, truncate=truncate)
 
-        return await self._state.prepare(request, prepare)
+        return await self._prepare(request, prepare)
 
-    async def _prepare_embeddings(self, request: Request, table: FieldTable) -> EmbeddingJob:
-        def prepare(fields: Any) -> EmbeddingJob:
-            renamed, truncate = parse_embed(fields, self._rules, table)
-            return parse_embeddings(renamed, self._text, self._rules, truncate=truncate)
+    async def _prepare(self, request: Request, work: Callable[[Any, ServedText], R]) -> Prepared[R]:
+        """`keep_alive` counts from the end of this request."""
+        given: list[Any] = []
 
-        return await self._state.prepare(request, prepare)
+        def noting(fields: Any, served: ServedText) -> R:
+            job = work(fields, served)
+            given[:] = [spread(fields).get("keep_alive")]
+            return job
 
-    def _answer(self, job: Job, dialect: OllamaStream) -> Response:
-        engine = self._state.engine
-        return answer(job, dialect, engine, media_type=JSON_LINES, heartbeat=lambda: HEARTBEAT)
+        found = await self._state.prepare(request, noting)
+        if (seconds := parse_duration(given[0])) is not None:
+            found.entry.keep_alive(None if seconds == FOR_EVER else seconds)
+        return found
 
-    def _loaded(self, load: LoadRequest, said: dict[str, Any]) -> Response:
-        head = {"model": self._rules.model.name, "created_at": rfc3339()}
-        return JSONResponse({**head, **said, "done": True, "done_reason": load.done_reason})
+
+def _without_text(name: str, load: LoadRequest, empty: dict[str, Any]) -> Response:
+    head = {"model": name, "created_at": rfc3339()}
+    return JSONResponse({**head, **empty, "done": True, "done_reason": load.done_reason})
