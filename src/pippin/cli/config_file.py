@@ -20,6 +20,7 @@ from platformdirs import user_config_path
 from pippin.errors import ConfigError
 
 NAME = "pippin.toml"
+MODELS = "models"  # the only table: see `model_table.py`
 SECRETS = {"api-key", "admin-key"}  # never printed, nor read from a file that other users can read
 
 
@@ -63,6 +64,9 @@ def read_config_file(path: Path, known: Mapping[str, str]) -> list[Setting]:
     for key, value in table.items():
         spelt = key.replace("_", "-")
         place = f"{path}:{_line_of(key, text)}"
+        if spelt == MODELS and isinstance(value, dict):
+            settings[MODELS] = Setting(MODELS, value, place)
+            continue
         if spelt not in known:
             raise ConfigError(f"{place}: {_unknown(spelt, value, known)}")
         name = known[spelt]

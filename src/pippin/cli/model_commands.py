@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from pippin.cli.model_table import configs_of
 from pippin.cli.options import takes_config
 from pippin.cli.settings import OPTION, SETTINGS
 from pippin.config import Config
@@ -16,11 +17,19 @@ CLIENT = Group("Client", sort_key=-1)
 
 
 @takes_config("model", "engine", "server", "limits", "peers")
-def serve(config: Config) -> None:
-    """Serve a model over HTTP with the APIs of OpenAI and Anthropic, until Ctrl-C."""
+def serve(config: Config, *models: str) -> None:
+    """Serve a model over HTTP with the APIs of OpenAI and Anthropic, until Ctrl-C.
+
+    Parameters
+    ----------
+    models
+        Further models. Each is loaded when a request names it, and unloaded when it is not used:
+        see --keep-alive. Names in the [models] table of pippin.toml have the options there.
+    """
     from pippin.startup.launch import run_server
 
-    run_server(config)
+    named = [config.model.model, *models] if "model" in SETTINGS.origins else []
+    run_server(config, configs_of(config, named, SETTINGS.models))
 
 
 @takes_config("model", "engine")

@@ -31,6 +31,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
         "served_name alias tool_parser reasoning_parser page",
         "strict_fields images stored_responses stored_bytes",
     ),
+    "Several models": ("keep_alive", "model_turn"),
     "Files and batches": ("batch_dir", "batch_bytes batch_file_bytes batch_running"),
     "Network and access control": (
         "host port api_key api_key_file admin_key admin_key_file cors_origin allowed_host "

@@ -16,7 +16,7 @@ from pathlib import Path
 from cyclopts import App, Argument, ArgumentCollection, Token
 from cyclopts.config import Dict, Env
 
-from pippin.cli.config_file import Setting, find_config_file, read_config_file
+from pippin.cli.config_file import MODELS, Setting, find_config_file, read_config_file
 from pippin.cli.option_groups import ALIASES
 from pippin.cli.options import CONFIG_FILE, SECTIONS, SERVED_MODEL_NAME, option_name
 from pippin.errors import ConfigError
@@ -39,6 +39,7 @@ class Settings:
     def __init__(self) -> None:
         self.file: Path | None = None
         self.origins: dict[str, str] = {}  # by option, of those that are not defaults
+        self.models: Setting | None = None  # the table of several models
 
     def place_of(self, option: str) -> str | None:
         """The variable, or the file and line, that set an option which the command line did not."""
@@ -46,7 +47,7 @@ class Settings:
         return None if origin == OPTION else origin
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        self.file, self.origins = None, {}
+        self.file, self.origins, self.models = None, {}, None
         fields = ArgumentCollection(a for a in arguments if _is_field(a))
         if not fields:
             return
@@ -55,6 +56,9 @@ class Settings:
         ENVIRONMENT(app, commands, fields)
         self.file = find_config_file(_named_file(arguments))
         for setting in read_config_file(self.file, KEYS) if self.file is not None else ():
+            if setting.name == MODELS:
+                self.models = setting
+                continue
             _add(setting, app, commands, fields)
         self.origins = {
             argument.name.removeprefix("--"): _origin(argument.tokens[0])

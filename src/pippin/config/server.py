@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pippin.config.checks import check_at_least
+from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import ConfigError
 
 # A site, or every origin of a scheme that no web site has.
@@ -154,6 +155,16 @@ class ServerConfig:
     kv_events_form: Literal["vllm", "sglang"] = "vllm"
     """Encoding of KV events: maps, as vLLM publishes them, or arrays, as SGLang does."""
 
+    keep_alive: str | None = None
+    """How long a model stays loaded after its last request, where several are served: a duration
+    such as 5m, or a negative number for ever. With one model: it is loaded by the first request,
+    and unloaded after that time. Default: 5m with several models; one model stays loaded."""
+
+    model_turn: float = 10.0
+    """Seconds that a loaded model serves before it has to yield to a model that waits for memory.
+    It then accepts no new requests until its replies have ended and the other model had its turn.
+    Replies are never cut."""
+
     engine_restarts: int = 5
     """Maximum number of engine restarts in a row without a finished request between them. After one
     more failure the server exits with status 1."""
@@ -167,6 +178,10 @@ class ServerConfig:
         check_at_least(self, engine_restarts=0, drain_timeout=0)
         check_at_least(self, stored_responses=0, stored_bytes=0)
         check_at_least(self, batch_bytes=0, batch_file_bytes=1, batch_running=1)
+        if self.keep_alive is not None and parse_duration(self.keep_alive) is None:
+            raise ConfigError(f"keep_alive is {self.keep_alive!r}: use {IN_WORDS}")
+        if not 0 <= self.model_turn <= 3600:
+            raise ConfigError(f"model_turn must be 0 to 3,600 seconds, got {self.model_turn}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         if not all(key.strip() for key in self.api_key):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.api.model_info import CheckpointInfo
-from pippin.text.tokenizer import read_json
+from pippin.text.tokenizer import Tokenizer, read_json
 
 
 def describe_checkpoint(path: Path) -> CheckpointInfo:
@@ -35,3 +35,20 @@ def _quantization(config: dict[str, Any]) -> str:
     names = (config.get(n) or of_text.get(n) for n in ("dtype", "torch_dtype"))
     name = next(filter(None, names), "")
     return {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(str(name), str(name))
+
+
+def context_length(path: Path) -> int:
+    """In tokens, as config.json has it."""
+    return _number(path, ("max_position_embeddings", "seq_length"), 4096)
+
+
+def vocabulary_size(path: Path) -> int:
+    return _number(path, ("vocab_size",), 0) or len(Tokenizer.load(path).vocabulary)
+
+
+def _number(path: Path, names: tuple[str, ...], default: int) -> int:
+    config = read_json(path / "config.json")
+    text = config.get("text_config")
+    options = {**config, **(text if isinstance(text, dict) else {})}
+    found = (options.get(name) for name in names)
+    return next((n for n in found if isinstance(n, int) and n > 0), default)

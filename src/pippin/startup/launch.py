@@ -11,9 +11,10 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import uvicorn
 from rich.console import Console
@@ -26,7 +27,6 @@ from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
 from pippin.api.model_info import ModelInfo
 from pippin.api.served_models import ServedModels
 from pippin.config import Config, LimitsConfig, ServerConfig
-from pippin.engine.engine_client import EngineClient
 from pippin.engine.events.trace import TraceFile
 from pippin.errors import LoadError
 from pippin.logs import configure_logging
@@ -34,6 +34,12 @@ from pippin.messages import Ready
 from pippin.startup.describe_checkpoint import describe_checkpoint
 from pippin.startup.find_checkpoint import checkpoint_names
 from pippin.startup.memory_remedy import with_remedy
+from pippin.startup.on_demand_models import (
+    BATCH_RUNNING,
+    OnDemandModels,
+    check_several,
+    is_on_demand,
+)
 from pippin.startup.port import listen
 from pippin.startup.resolve import resolve
 from pippin.startup.server_file import announced
@@ -42,20 +48,27 @@ from pippin.text.bundle import TextBundle
 from pippin.text.parsers.formats import ReplyFormats
 
 
-def run_server(config: Config) -> None:
-    """Load a model and serve it until SIGINT or SIGTERM."""
-    ReplyFormats.choose(  # names are checked before a download that may take an hour
-        "", tools=config.server.tool_parser, reasoning=config.server.reasoning_parser
-    )
+def run_server(config: Config, models: Sequence[Config] = ()) -> None:
+    """Load a model and serve it until SIGINT or SIGTERM; or several, as requests need them.
+
+    `models`: a config for each, if there are several. `config` has what they share.
+    """
+    for each in (config, *models):  # names are checked before a download that may take an hour
+        ReplyFormats.choose(
+            "", tools=each.server.tool_parser, reasoning=each.server.reasoning_parser
+        )
+    configs = list(models) or [config]
+    if is_on_demand(configs):
+        check_several(config, len(configs))
     configure_logging(config.server.log_format)
     return_freed_memory()
     with listen(config.server) as listener:  # likewise
         if config.server.trace is not None:
             TraceFile.begin(Path(config.server.trace))
-        config = resolve(config)
-        warn_if_open(config.server)
+        configs = [resolve(each) for each in configs]
+        warn_if_open(configs[0].server)
         allow_open_files(config.limits)
-        asyncio.run(_serve(config, listener))
+        asyncio.run(_serve(configs, config, listener))
 
 
 class Entrance:
@@ -78,10 +91,23 @@ class Entrance:
             await self.loaded.close()
 
 
+class Drainable(Protocol):
+    """One engine, or those of several models."""
+
+    @property
+    def num_open(self) -> int: ...
+
+    def drain(self) -> None: ...
+
+    async def drained(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Server(uvicorn.Server):
     """uvicorn, but signals are handled outside and running streams end before it waits for them."""
 
-    def __init__(self, app: ASGIApp, engine: EngineClient, limits: LimitsConfig) -> None:
+    def __init__(self, app: ASGIApp, engine: Drainable, limits: LimitsConfig) -> None:
         super().__init__(uvicorn_config(app, limits, lifespan="off", timeout_graceful_shutdown=3))
         self._engine = engine
 
@@ -111,24 +137,33 @@ class StopSignals:
                 return
 
 
-async def _serve(config: Config, listener: socket.socket) -> None:
+async def _serve(configs: Sequence[Config], shared: Config, listener: socket.socket) -> None:
+    config = configs[0]
     stop = StopSignals()
     entrance = Entrance(config.server)
     console = Console()
     with console.status(f"loading {config.server.served_name}") as progress:
-        supervised = SupervisedEngine(config, on_loading=progress.update)
-        engine = supervised.engine
+        source: OnDemandModels | SupervisedEngine
+        if is_on_demand(configs):
+            source = OnDemandModels(configs, shared)
+            work = _open_on_demand(entrance, source)
+        else:
+            source = SupervisedEngine(config, on_loading=progress.update)
+            work = _open(entrance, config, source)
+        engine = source.engine
         server = Server(entrance, engine, config.limits)
-        supervising = asyncio.create_task(supervised.run())
+        supervising = asyncio.create_task(source.run())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        opening = asyncio.create_task(_open(entrance, config, supervised))
+        opening = asyncio.create_task(work)
         await _first_of(opening, supervising, serving, stop.first)
     try:
         if opening.done():
             opening.result()
             url = _url_of(listener)
             with announced(url, str(config.server.served_name), config.model.model):
-                console.print(_banner(config.server, url), highlight=False, soft_wrap=True)
+                names = [str(each.server.served_name) for each in configs]
+                text = _banner(config.server, url, ", ".join(names))
+                console.print(text, highlight=False, soft_wrap=True)
                 await _first_of(supervising, serving, stop.first)
         await entrance.close_batches()
         if stop.first.done():
@@ -161,6 +196,11 @@ async def _open(entrance: Entrance, config: Config, supervised: SupervisedEngine
     entrance.open(create_app(models, server, config.limits))
 
 
+async def _open_on_demand(entrance: Entrance, source: OnDemandModels) -> None:
+    server = with_batch_running(source.config.server, 4 * BATCH_RUNNING)
+    entrance.open(create_app(source.models, server, source.config.limits))
+
+
 def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:
     """A quarter of what runs at the same time, unless it is given."""
     return replace(config, batch_running=config.batch_running or max(1, num_slots // 4))
@@ -168,7 +208,7 @@ def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:
 
 async def _drain(
     config: ServerConfig,
-    engine: EngineClient,
+    engine: Drainable,
     ends: tuple[asyncio.Future[None], ...],
     console: Console,
 ) -> None:
@@ -209,7 +249,7 @@ def _url_of(listener: socket.socket) -> str:
     return f"http://{shown}:{port}"
 
 
-def _banner(config: ServerConfig, url: str) -> str:
+def _banner(config: ServerConfig, url: str, names: str) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
     body = (
         f'{{"model": "{config.served_name}", "stream": true, '
@@ -217,6 +257,6 @@ def _banner(config: ServerConfig, url: str) -> str:
     )
     invitation = "Open that in a browser, or try" if config.page else "Try"
     return (
-        f"Serving {config.served_name} at {url} (Ctrl-C stops it). {invitation}:\n\n"
+        f"Serving {names} at {url} (Ctrl-C stops it). {invitation}:\n\n"
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
     )

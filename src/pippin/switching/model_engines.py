@@ -92,6 +92,14 @@ class ModelEngines:
         if self.draining:
             raise NotReady(SHUTTING_DOWN)
 
+    def lease_now(self, name: str) -> Lease | None:
+        """None: the request has to wait, or is refused."""
+        ticket = None if self.draining else self._turns.take(name, self._clock())
+        if ticket is None:
+            return None
+        self._none_open.clear()
+        return Lease(self._loaded[name], ticket, 0.0)
+
     async def lease(self, name: str) -> Lease:
         """When the model is loaded. Overloaded or NotReady if the request is turned away."""
         self.check_ready()

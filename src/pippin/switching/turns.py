@@ -123,6 +123,15 @@ class Turns:
         model.waiting[ticket.id] = ticket
         return ticket
 
+    def take(self, name: str, now: float) -> Ticket | None:
+        """A lease at once; None: the model is not ready, or yields."""
+        model = self.models[name]
+        if model.state is not State.READY or name in self._yielding:
+            return None
+        model.num_open += 1
+        model.used_at = now
+        return Ticket(next(self._ids), name, 0, now)
+
     def cancel(self, ticket: Ticket) -> None:
         """Its client disconnected. A ticket that was granted has a lease to release instead."""
         self.models[ticket.name].waiting.pop(ticket.id, None)
