@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "logs": set(),
     "amounts": set(),
     "durations": set(),
-    "config": {"types", "amounts"},
+    "config": {"types", "amounts", "durations"},
     "messages": {"types"},
     "metrics": {"types"},
     "cache": {"types"},
@@ -95,6 +95,14 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "startup": set(),
     "startup.find_checkpoint": {"config", "text", "hub.download"},
     "startup.describe_checkpoint": {"text", "api.model_info"},
+    "startup.memory_shares": {
+        *("amounts", "config", "text", "backends.host", "backends.nvidia"),
+    },
+    "startup.on_demand_models": {
+        *("amounts", "config", "durations", "text", "api", "switching"),
+        *("startup.describe_checkpoint", "startup.find_checkpoint", "startup.memory_remedy"),
+        *("startup.memory_shares", "startup.supervised_engine"),
+    },
     "startup.draft_model": {"config", "text", "startup.find_checkpoint"},
     "startup.resolve": {
         *("config", "startup.draft_model", "startup.find_checkpoint", "api.http.keys"),
@@ -113,6 +121,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("engine.engine_client", "startup.supervised_engine"),
         *("startup.memory_remedy", "startup.port", "startup.resolve"),
         *("startup.describe_checkpoint", "startup.find_checkpoint", "startup.server_file"),
+        "startup.on_demand_models",
     },
     "hub": {"amounts", "startup.server_file"},
     "terminal": set(),

@@ -192,12 +192,13 @@ class ModelEngines:
 
     async def _run(self, name: str, stop: asyncio.Event) -> None:
         """One engine, from its start until its process has exited."""
-        reason: str | None = "it was stopped while it was loaded"
+        reason: str | None = None
         try:
             reason = await self._serve(name, self._start(name), stop)
         except PippinError as error:
             reason = error.message
         except Exception as error:  # a fault of the server's: it exits
+            reason = f"internal error: {error!r}"
             if not self._fault.done():
                 self._fault.set_exception(error)
         finally:

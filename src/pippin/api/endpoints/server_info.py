@@ -146,6 +146,7 @@ def _openai_model(name: str, model: ModelInfo) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "pippin",
+        "root": model.name,  # vLLM's: of an alias, the name of its model
         "max_model_len": model.max_len,
     }
 

@@ -5,6 +5,7 @@ import { Engine } from "./engine/view.js";
 import { getJson } from "./lib/api.js";
 import { byId } from "./lib/dom.js";
 import { count } from "./lib/format.js";
+import { allModels, setModels } from "./lib/models.js";
 import { startTheme } from "./lib/theme.js";
 
 const RETRY_MS = 1500;
@@ -35,9 +36,11 @@ async function findModel() {
   for (;;) {
     try {
       const { data } = await getJson("v1/models");
-      views.chat.model = data[0];
-      place.textContent = data[0].id;
-      place.title = `${data[0].id}, ${count(data[0].max_model_len)} tokens of context`;
+      setModels(data);
+      views.chat.hasModels();
+      const [model, ...others] = allModels();
+      place.textContent = others.length ? `${1 + others.length} models` : model.id;
+      place.title = allModels().map(({ id, max_model_len: most }) => `${id}, ${count(most)} tokens of context`).join("\n");
       place.classList.remove("trouble");
       return;
     } catch (error) {

@@ -5,10 +5,12 @@ import { announce, byId, h } from "../lib/dom.js";
 import { count } from "../lib/format.js";
 import { icon } from "../lib/icons.js";
 import { currentKey } from "../lib/key.js";
+import { allModels, chooseModel } from "../lib/models.js";
 import { composer } from "./composer.js";
 import { add, choose, messagesUpTo, newConversation, parentOf, path, siblings, titleOf } from "./conversation.js";
 import { editor } from "./editor.js";
 import { messageElement } from "./message.js";
+import { modelPicker } from "./model_picker.js";
 import { requestBody } from "./reply.js";
 import { Replies } from "./replies.js";
 import { settingsPanel } from "./settings.js";
@@ -52,16 +54,22 @@ export class Chat {
       h("button", { type: "button", class: "quiet icon", id: `toggle-${name}`, "aria-label": label,
         "aria-controls": name, "aria-expanded": "false", onclick: () => this.#toggle(name) }, icon(glyph));
     const title = h("h2", { class: "title" });
+    const picker = modelPicker((id) => {
+      this.#current.settings.model = id;
+      store.rememberSettings(this.#current.settings);
+      this.#save(this.#current);
+      this.#show();
+    });
     root.append(
       list,
       h("div", { class: "middle" },
         h("div", { class: "bar-top" }, toggle("sidebar", "menu", "Conversations"), title,
-          toggle("settings", "sliders", "Settings")),
+          picker, toggle("settings", "sliders", "Settings")),
         scroll, notice, write),
       settings,
       h("div", { class: "shade", onclick: () => this.#closePanels() }),
     );
-    this.#parts = { root, thread, scroll, notice, write, list, settings, title };
+    this.#parts = { root, thread, scroll, notice, write, list, settings, title, picker };
     root.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       if (this.#isNarrow() && this.#closePanels()) return;
@@ -72,9 +80,8 @@ export class Chat {
     this.#show();
   }
 
-  // The model, once the server has one.
-  set model(model) {
-    this.#model = model;
+  // Once the server has one.
+  hasModels() {
     this.#show();
   }
 
@@ -109,7 +116,7 @@ export class Chat {
   // Ask for an answer to `question`; one more than it has, if it has any.
   #reply(question) {
     const conversation = this.#current;
-    const node = add(conversation, question, { role: "assistant", content: "" });
+    const node = add(conversation, question, { role: "assistant", content: "", model: this.#model.id });
     if (!this.#conversations.includes(conversation)) this.#conversations.unshift(conversation);
     this.#replies.start(conversation, node, this.#bodyFor(node));
     this.#save(conversation);
@@ -173,7 +180,9 @@ export class Chat {
   // ---- what is shown ------------------------------------------------------------------------
 
   #show() {
-    const { thread, list, settings, title, write } = this.#parts;
+    const { thread, list, settings, title, write, picker } = this.#parts;
+    this.#model = chooseModel(this.#current.settings.model);
+    picker.show(allModels(), this.#model?.id);
     const shown = path(this.#current);
     const focus = this.#focusInThread();
     const actions = {
@@ -188,7 +197,7 @@ export class Chat {
       const all = siblings(this.#current, node);
       return messageElement(node, {
         place: { index: all.indexOf(node), of: all.length }, actions,
-        model: this.#model?.id ?? "Model", running: this.#replies.isRunning(node),
+        model: node.model ?? this.#model?.id ?? "Model", running: this.#replies.isRunning(node),
       });
     }));
     if (!shown.length) thread.append(welcome(this.#model, (text) => write.write(text)));

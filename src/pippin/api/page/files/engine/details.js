@@ -4,6 +4,7 @@ import { getJson } from "../lib/api.js";
 import { announce, columns, h, scrollTable } from "../lib/dom.js";
 import { bytes, count, percent, plural, seconds } from "../lib/format.js";
 import { icon } from "../lib/icons.js";
+import { ofChosen } from "../lib/models.js";
 import { describeStep } from "./timeline.js";
 import { acceptedDrafts, promptTokens, verifiedDrafts } from "./timeline_layout.js";
 
@@ -84,7 +85,7 @@ export class Details {
   async #fetchText(node, place) {
     const key = `${node.id}:${node.start}:${node.tokens}`;
     try {
-      if (!this.#texts.has(key)) this.#texts.set(key, await getJson(`events/node/${node.id}`));
+      if (!this.#texts.has(key)) this.#texts.set(key, await getJson(ofChosen(`events/node/${node.id}`)));
       const { text, shown, tokens } = this.#texts.get(key);
       place.textContent = shown < tokens ? `${text} …` : text;
     } catch (error) {

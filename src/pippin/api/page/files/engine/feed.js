@@ -1,6 +1,7 @@
 // The stream of /events: open while the view is visible, and opened again when it ends.
 
 import { request } from "../lib/api.js";
+import { ofChosen } from "../lib/models.js";
 import { events } from "../lib/sse.js";
 
 const RETRY_MS = [500, 1000, 2000, 4000];
@@ -19,7 +20,7 @@ export class Feed {
     const controller = (this.#controller = new AbortController());
     for (let failures = 0; !controller.signal.aborted; failures += 1) {
       try {
-        const response = await request("events", { signal: controller.signal });
+        const response = await request(ofChosen("events"), { signal: controller.signal });
         for await (const { event, data } of events(response.body)) {
           failures = 0;
           this.#handlers.trouble(null);

@@ -1,0 +1,21 @@
+// The models of the server, and the one that is chosen. Knows no elements.
+
+let models = []; // { id, max_model_len }
+let chosen = null;
+
+// Other names of a model are left out: `root` is the name that it has here.
+export function setModels(listed) {
+  models = listed.filter(({ id, root }) => root === undefined || root === id);
+  chosen = models[0];
+}
+
+export const allModels = () => models;
+
+// The model of that name, or the first; null before the server has one.
+export function chooseModel(id) {
+  chosen = models.find((model) => model.id === id) ?? models[0] ?? null;
+  return chosen;
+}
+
+// A path about the engine of the chosen model.
+export const ofChosen = (path) => (models.length > 1 ? `${path}?model=${encodeURIComponent(chosen.id)}` : path);

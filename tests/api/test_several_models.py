@@ -1,0 +1,261 @@
+"""Several models behind one API: which engine answers, what waits, what is unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from scripted_engine import ScriptedEngine, say, serving
+from several_models import World, serving_several
+
+Play = Callable[[World], Awaitable[None]]
+
+
+def play(scenario: Play, **options: Any) -> None:
+    async def run() -> None:
+        async with serving_several(**options) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def test_a_requests_model_answers_it_and_the_first_one_if_it_names_none() -> None:
+    async def scenario(world: World) -> None:
+        assert text_of(await world.chat("beta", max_tokens=50)) == "I am beta."
+        assert text_of(await world.chat("gamma-alias", max_tokens=50)) == "I am gamma."
+        assert text_of(await world.chat(max_tokens=50)) == "I am alpha."
+        reply = await world.client.post("/v1/completions", json={"prompt": "Hi.", "max_tokens": 2})
+        assert reply.json()["model"] == "alpha"
+        ollama = {"model": "beta:latest", "prompt": "Hi.", "stream": False}
+        assert (await world.client.post("/api/generate", json=ollama)).json()["model"] == "beta"
+
+    play(scenario, room=3)
+
+
+def test_an_unknown_model_is_a_404_that_names_all_and_loads_none() -> None:
+    async def scenario(world: World) -> None:
+        for path in ("/v1/chat/completions", "/v1/completions", "/api/chat", "/v1/messages"):
+            messages = [{"role": "user", "content": "Hi."}]
+            body = {"model": "delta", "messages": messages, "prompt": "Hi.", "max_tokens": 1}
+            body.pop("prompt" if "completions" not in path or "chat" in path else "messages")
+            reply = await world.client.post(path, json=body)
+            assert reply.status_code == 404
+            assert all(name in reply.text for name in ("alpha", "beta", "gamma"))
+        assert world.started == []
+
+    play(scenario)
+
+
+def test_a_request_that_is_wrong_loads_nothing() -> None:
+    async def scenario(world: World) -> None:
+        assert (await world.chat("beta", temperature="hot")).status_code == 400
+        assert (await world.client.post("/tokenize", json={"model": "beta", "prompt": "a"})).json()
+        assert world.started == []
+
+    play(scenario)
+
+
+def test_models_are_listed_whether_they_are_loaded_or_not() -> None:
+    async def scenario(world: World) -> None:
+        listed = (await world.client.get("/v1/models")).json()["data"]
+        names = [entry["id"] for entry in listed if entry["id"] == entry["root"]]
+        assert names == ["alpha", "beta", "gamma"]
+        assert (await world.client.get("/v1/models/gamma")).json()["id"] == "gamma"
+        tags = (await world.client.get("/api/tags")).json()["models"]
+        assert {"alpha:latest", "beta:latest", "gamma:latest"} <= {tag["name"] for tag in tags}
+        assert (await world.client.get("/api/ps")).json() == {"models": []}
+        await world.chat("beta")
+        loaded = (await world.client.get("/api/ps")).json()["models"]
+        assert {model["name"] for model in loaded} == {"beta:latest", "beta-alias:latest"}
+        assert loaded[0]["expires_at"] < "2100", "in five minutes"
+        assert loaded[0]["context_length"] == 4096, "as the engine says"
+        assert (await world.client.get("/health")).status_code == 200
+        states = (await world.client.get("/status")).json()["models"]
+        assert [state["state"] for state in states] == ["stopped", "ready", "stopped"]
+        assert (await world.client.get("/status?model=beta")).json() == {"running": 0}
+        assert (await world.client.get("/status?model=alpha")).status_code == 503
+
+    play(scenario)
+
+
+def test_another_model_takes_the_place_of_one_without_a_request() -> None:
+    async def scenario(world: World) -> None:
+        assert (await world.chat("alpha")).headers["x-pippin-load-place"] == "1"
+        assert "x-pippin-load-place" not in (await world.chat("alpha")).headers
+        await world.chat("beta")
+        assert world.started == ["alpha", "beta"]
+        assert world.hosts[0][1].engine.is_closed
+        assert (world.state("alpha"), world.state("beta")) == ("stopped", "ready")
+
+    play(scenario)
+
+
+def test_a_stream_is_not_cut_by_a_request_for_another_model() -> None:
+    async def scenario(world: World) -> None:
+        await world.chat("alpha")
+        engine = world.hosts[0][1].engine
+        engine.gate.clear()
+        stream = asyncio.create_task(world.chat("alpha", stream=True))
+        await world.settle()
+        other = asyncio.create_task(world.chat("beta"))
+        await world.settle()
+        world.now[0] += 100.0
+        late = asyncio.create_task(world.chat("alpha", max_tokens=50))  # alpha has had its turn
+        await world.settle()
+        assert world.started == ["alpha"]
+        assert not engine.is_closed
+        assert not other.done()
+        assert not late.done()
+        engine.gate.set()
+        assert "[DONE]" in (await stream).text
+        assert "error" not in (await stream).text
+        assert (await other).status_code == 200
+        world.now[0] += 100.0
+        assert text_of(await late) == "I am alpha."
+        assert world.started == ["alpha", "beta", "alpha"]
+
+    play(scenario)
+
+
+def test_keep_alive_is_honoured_and_zero_unloads() -> None:
+    async def scenario(world: World) -> None:
+        async def generate(**fields: object) -> httpx.Response:
+            body = {"model": "alpha", "stream": False, **fields}
+            return await world.client.post("/api/generate", json=body)
+
+        await generate(prompt="Hi.", keep_alive="10m")
+        assert world.engines.seconds_left("alpha") == 600.0
+        await generate(prompt="Hi.", keep_alive=-1)
+        assert world.engines.seconds_left("alpha") is None
+        assert (await generate(prompt="Hi.", keep_alive="soon")).status_code == 400
+        reply = await generate(keep_alive=0)
+        assert reply.json()["done_reason"] == "unload"
+        await world.settle()
+        assert world.state("alpha") == "stopped"
+        await generate(keep_alive=0)
+        assert world.started == ["alpha"], "what is not loaded is not loaded to be unloaded"
+        assert (await generate()).json()["done_reason"] == "load"
+        assert world.started == ["alpha", "alpha"]
+
+    play(scenario)
+
+
+def test_an_idle_model_is_unloaded_after_its_keep_alive() -> None:
+    async def scenario(world: World) -> None:
+        await world.chat("alpha")
+        world.now[0] += 301.0
+        await world.chat("beta")
+        await world.settle()
+        assert world.state("alpha") == "stopped"
+
+    play(scenario, room=2)
+
+
+def test_the_time_that_a_request_waited_is_its_load_duration() -> None:
+    async def scenario(world: World) -> None:
+        world.loads.clear()
+        body = {"model": "alpha", "prompt": "Hi.", "stream": False}
+        waiting = asyncio.create_task(world.client.post("/api/generate", json=body))
+        await world.settle()
+        await asyncio.sleep(0.05)  # the threads that read it
+        await world.settle()
+        world.now[0] += 7.0
+        world.loads.set()
+        assert (await waiting).json()["load_duration"] == 7_000_000_000
+
+    play(scenario)
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_and_others_are_served() -> None:
+    async def scenario(world: World) -> None:
+        world.failures["alpha"] = "no such weights"
+        for _ in range(2):
+            refused = await world.chat("alpha")
+            assert refused.status_code == 503
+            assert "no such weights" in refused.json()["error"]["message"]
+            assert int(refused.headers["retry-after"]) == 5
+        assert world.started == ["alpha"], "the second one did not try again"
+        assert (await world.chat("beta")).status_code == 200
+        del world.failures["alpha"]
+        world.now[0] += 100.0
+        assert (await world.chat("alpha")).status_code == 200
+
+    play(scenario)
+
+
+def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
+    async def scenario(world: World) -> None:
+        world.loads.clear()
+        waiting = [asyncio.create_task(world.chat("alpha")) for _ in range(2)]
+        while len(world.engines.turn("alpha").waiting) < 2:
+            await asyncio.sleep(0.001)
+        refused = await world.chat("alpha")
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        world.loads.set()
+        places = {(await each).headers["x-pippin-load-place"] for each in waiting}
+        assert places == {"1", "2"}
+
+    play(scenario, max_waiting=2)
+
+
+def test_a_client_that_disconnects_gives_up_its_place() -> None:
+    async def scenario(world: World) -> None:
+        world.loads.clear()
+        waiting = asyncio.create_task(world.engines.lease("alpha"))
+        await world.settle()
+        waiting.cancel()
+        await world.settle()
+        assert not world.engines.turn("alpha").waiting
+        world.loads.set()
+        await world.settle()
+        assert world.engines.turn("alpha").num_open == 0
+
+    play(scenario)
+
+
+def test_requests_that_wait_are_refused_when_the_server_drains() -> None:
+    async def scenario(world: World) -> None:
+        world.loads.clear()
+        waiting = asyncio.create_task(world.chat("alpha"))
+        while not world.engines.turn("alpha").waiting:
+            await asyncio.sleep(0.001)
+        world.engines.drain()
+        assert (await waiting).status_code == 503
+        await world.engines.drained()
+
+    play(scenario)
+
+
+def test_metrics_have_the_models_name_where_there_are_several() -> None:
+    async def scenario(world: World) -> None:
+        await world.chat("beta")
+        found = (await world.client.get("/metrics")).text
+        assert 'pippin_engine_up{model_name="alpha"} 0.0' in found
+        assert 'pippin_engine_up{model_name="beta"} 1.0' in found
+        assert 'pippin_model_loads_total{model_name="beta"} 1.0' in found
+        assert 'pippin_requests_total{finished_reason="stop",model_name="beta"}' in found
+        assert found.count("# TYPE pippin_engine_up ") == 1
+
+    play(scenario)
+    with serving(ScriptedEngine(say("a"))) as url:
+        alone = httpx.get(f"{url}/metrics").text
+    assert "model_name" not in alone
+    assert "pippin_engine_up 1.0" in alone
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+def test_other_routes_find_their_model_too(path: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.client.post(path, json={"model": "gamma", "input": "Hi.", "timeout": 0.01})
+        assert world.started == ["gamma"]
+
+    play(scenario)
