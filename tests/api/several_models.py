@@ -86,6 +86,15 @@ class World:
         body = {**named, "messages": messages, "max_tokens": 4, **fields}
         return await self.client.post("/v1/chat/completions", json=body)
 
+    def wait(self, seconds: float) -> None:
+        self.now[0] += seconds
+        self.engines.advance()
+
+    async def until_waiting(self, name: str, number: int = 1) -> None:
+        """So many requests for the model wait: threads have read them."""
+        while len(self.engines.turn(name).waiting) < number:
+            await asyncio.sleep(0.001)
+
     async def settle(self) -> None:
         """Until nothing happens any more without time or a client."""
         for _ in range(50):

@@ -104,12 +104,13 @@ def test_a_stream_is_not_cut_by_a_request_for_another_model() -> None:
         engine = world.hosts[0][1].engine
         engine.gate.clear()
         stream = asyncio.create_task(world.chat("alpha", stream=True))
-        await world.settle()
+        while not engine.submits[1:]:
+            await asyncio.sleep(0.001)
         other = asyncio.create_task(world.chat("beta"))
-        await world.settle()
-        world.now[0] += 100.0
-        late = asyncio.create_task(world.chat("alpha", max_tokens=50))  # alpha has had its turn
-        await world.settle()
+        await world.until_waiting("beta")
+        world.wait(100.0)  # alpha has had its turn
+        late = asyncio.create_task(world.chat("alpha", max_tokens=50))
+        await world.until_waiting("alpha")
         assert world.started == ["alpha"]
         assert not engine.is_closed
         assert not other.done()
@@ -118,7 +119,6 @@ def test_a_stream_is_not_cut_by_a_request_for_another_model() -> None:
         assert "[DONE]" in (await stream).text
         assert "error" not in (await stream).text
         assert (await other).status_code == 200
-        world.now[0] += 100.0
         assert text_of(await late) == "I am alpha."
         assert world.started == ["alpha", "beta", "alpha"]
 
@@ -151,8 +151,7 @@ def test_keep_alive_is_honoured_and_zero_unloads() -> None:
 def test_an_idle_model_is_unloaded_after_its_keep_alive() -> None:
     async def scenario(world: World) -> None:
         await world.chat("alpha")
-        world.now[0] += 301.0
-        await world.chat("beta")
+        world.wait(301.0)
         await world.settle()
         assert world.state("alpha") == "stopped"
 
@@ -164,9 +163,7 @@ def test_the_time_that_a_request_waited_is_its_load_duration() -> None:
         world.loads.clear()
         body = {"model": "alpha", "prompt": "Hi.", "stream": False}
         waiting = asyncio.create_task(world.client.post("/api/generate", json=body))
-        await world.settle()
-        await asyncio.sleep(0.05)  # the threads that read it
-        await world.settle()
+        await world.until_waiting("alpha")
         world.now[0] += 7.0
         world.loads.set()
         assert (await waiting).json()["load_duration"] == 7_000_000_000
@@ -185,7 +182,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_others_are_served() -> Non
         assert world.started == ["alpha"], "the second one did not try again"
         assert (await world.chat("beta")).status_code == 200
         del world.failures["alpha"]
-        world.now[0] += 100.0
+        world.wait(100.0)
         assert (await world.chat("alpha")).status_code == 200
 
     play(scenario)
@@ -195,8 +192,7 @@ def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     async def scenario(world: World) -> None:
         world.loads.clear()
         waiting = [asyncio.create_task(world.chat("alpha")) for _ in range(2)]
-        while len(world.engines.turn("alpha").waiting) < 2:
-            await asyncio.sleep(0.001)
+        await world.until_waiting("alpha", 2)
         refused = await world.chat("alpha")
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
@@ -226,8 +222,7 @@ def test_requests_that_wait_are_refused_when_the_server_drains() -> None:
     async def scenario(world: World) -> None:
         world.loads.clear()
         waiting = asyncio.create_task(world.chat("alpha"))
-        while not world.engines.turn("alpha").waiting:
-            await asyncio.sleep(0.001)
+        await world.until_waiting("alpha")
         world.engines.drain()
         assert (await waiting).status_code == 503
         await world.engines.drained()

@@ -106,7 +106,7 @@ class ModelEngines:
         asked_at = self._clock()
         ticket = self._turns.ask(name, asked_at)
         granted = self._waiting[ticket.id] = asyncio.get_running_loop().create_future()
-        self._advance()
+        self.advance()
         try:
             await granted
         except BaseException:
@@ -114,7 +114,7 @@ class ModelEngines:
                 self._turns.cancel(ticket)
             else:  # granted at the moment in which its client disconnected
                 self._turns.release(name, self._clock())
-            self._advance()
+            self.advance()
             raise
         finally:
             del self._waiting[ticket.id]
@@ -122,12 +122,12 @@ class ModelEngines:
 
     def release(self, lease: Lease) -> None:
         self._turns.release(lease.ticket.name, self._clock())
-        self._advance()
+        self.advance()
 
     def keep_alive(self, name: str, seconds: float | None) -> None:
         """From its last request on; 0 unloads it when its last reply ends. None: it stays."""
         self.turn(name).keep_alive = seconds
-        self._advance()
+        self.advance()
 
     # ---- the server ------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class ModelEngines:
 
     # ----------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Do what is decided now, and look again when time alone changes it."""
         now = self._clock()
         decision = self._turns.decide(now)
@@ -188,7 +188,7 @@ class ModelEngines:
             self._timer = None
         if (wakes_at := self._turns.next_time(now)) is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, wakes_at - now) + 0.001, self._advance)
+            self._timer = loop.call_later(max(0.0, wakes_at - now) + 0.001, self.advance)
 
     async def _run(self, name: str, stop: asyncio.Event) -> None:
         """One engine, from its start until its process has exited."""
@@ -219,7 +219,7 @@ class ModelEngines:
                 logger.info(
                     "the model %s was loaded in %.1f s", name, self._turns.models[name].load_s
                 )
-                self._advance()
+                self.advance()
                 await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 running.result()
@@ -242,4 +242,4 @@ class ModelEngines:
                 if not (granted := self._waiting[ticket.id]).done():
                     granted.set_exception(self._turns.refusal(name, now))
         if not self.draining:
-            self._advance()
+            self.advance()
