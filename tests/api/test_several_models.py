@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import ScriptedEngine, say, serving
-from several_models import World, serving_several
+from scripted_engine import say, serving
+from several_models import FakeEngine, World, serving_several
 
 Play = Callable[[World], Awaitable[None]]
 
@@ -241,7 +241,7 @@ def test_metrics_have_the_models_name_where_there_are_several() -> None:
         assert found.count("# TYPE pippin_engine_up ") == 1
 
     play(scenario)
-    with serving(ScriptedEngine(say("a"))) as url:
+    with serving(FakeEngine(say("a"))) as url:
         alone = httpx.get(f"{url}/metrics").text
     assert "model_name" not in alone
     assert "pippin_engine_up 1.0" in alone
