@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 VOCABULARY = 1_234_567_890
 RULES = RequestRules(ModelInfo("", 0, VOCABULARY, 0), SamplingDefaults(), LimitsConfig())
 TABLES = {
-    "shared": FieldTable(shared.GENERATION, ("model",)),
+    "shared": FieldTable(shared.GENERATION),
     "chat": openai.CHAT,
     "completions": openai.COMPLETION,
     "infill": infill.INFILL,
