@@ -10,8 +10,17 @@ from pippin.config import Config
 
 def served_with(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Config:
     """The Config that `pippin serve ARGV` starts the server with."""
-    seen: list[Config] = []
-    monkeypatch.setattr("pippin.startup.launch.run_server", seen.append)
+    config, models = served_models(monkeypatch, *argv)
+    assert models == []
+    return config
+
+
+def served_models(monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[Config, list[Config]]:
+    """The same, and those of several models."""
+    seen: list[tuple[Config, list[Config]]] = []
+    monkeypatch.setattr(
+        "pippin.startup.launch.run_server", lambda config, models: seen.append((config, models))
+    )
     with pytest.raises(SystemExit) as exited:
         cli.main(["serve", *argv])
     assert exited.value.code == 0
