@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pippin.api.app import Application, create_app, create_waiting_app
 from pippin.api.http.limited_connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
-from pippin.api.served_models import ServedModels
+from pippin.api.served_models import FixedModel, ServedModels, ServedText, rules_of
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.watchers import WatchEvent
 from pippin.errors import NotReady
@@ -233,6 +234,22 @@ def serving(
     """The app on a free port of this machine; yields its URL."""
     board = _switchboard()
     board.app = build_app(engine, config, limits, text=text, model=model)
+    try:
+        yield board.url
+    finally:
+        board.close_app()
+
+
+@contextmanager
+def serving_each(**engines: ScriptedEngine) -> Iterator[str]:
+    """An app of several models, which are all loaded."""
+    config, limits, board = ServerConfig(), LimitsConfig(), _switchboard()
+    models = []
+    for name, engine in engines.items():
+        others = tuple(other for other in engines if other != name)
+        info = replace(MODEL, name=name, aliases=(f"{name}-alias",), other_names=others)
+        models.append(FixedModel(engine, ServedText(TEXT, rules_of(info, TEXT, config, limits))))
+    board.app = create_app(ServedModels(models), config, limits)
     try:
         yield board.url
     finally:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from browser import Visit, needs_browser, open_browser, visiting
 from qwen35_server import CALL, THOUGHT, WEATHER, prompt_text, says, serving_qwen
-from scripted_engine import TOKENIZER, ScriptedEngine, fail, hang, say, serving, waiting
+from scripted_engine import (
+    TOKENIZER,
+    ScriptedEngine,
+    fail,
+    hang,
+    say,
+    serving,
+    serving_each,
+    waiting,
+)
 
 from pippin.config import ServerConfig
 from pippin.messages import Submit
@@ -108,6 +117,28 @@ def test_a_reply_that_is_stopped_is_stopped_on_the_server_too(browser: Browser) 
         last_reply(visit).get_by_text("Once upon a time").wait_for()
         visit.page.keyboard.press("Escape")
         wait_until(lambda: len(engine.aborted) == 2)
+
+
+def test_a_conversation_keeps_the_model_that_was_picked(browser: Browser) -> None:
+    one, two = ScriptedEngine(say("I am one.")), ScriptedEngine(say("I am two."))
+    with serving_each(one=one, two=two) as url, visiting(browser, url) as visit:
+        picker = visit.page.get_by_label("Model", exact=True)
+        picker.wait_for()
+        assert picker.locator("option").all_inner_texts() == ["one", "two"]
+        ask(visit, "Who?")
+        wait_for_reply(visit).get_by_text("I am one.").wait_for()
+        picker.select_option("two")
+        ask(visit, "And now?")
+        reply = wait_for_reply(visit, 2)
+        reply.get_by_text("I am two.").wait_for()
+        assert reply.locator(".who").inner_text() == "two"
+        assert visit.page.locator(".message.assistant .who").first.inner_text() == "one"
+        visit.page.reload()
+        visit.page.locator(".message").first.wait_for()
+        assert picker.input_value() == "two"
+    with serving(one) as url, visiting(browser, url) as visit:
+        visit.page.locator("button[aria-label=Send]:enabled").wait_for()
+        assert not visit.page.get_by_label("Model", exact=True).is_visible()
 
 
 def test_versions_of_a_message_are_kept_side_by_side(browser: Browser) -> None:
