@@ -140,7 +140,7 @@ def _ask(
 
 def _loads(url: str) -> dict[str, int]:
     status = httpx.get(f"{url}/status", timeout=60).json()
-    return {model["name"]: model["num_loads"] for model in status["models"]}
+    return {name: model["num_loads"] for name, model in status["models"].items()}
 
 
 def _print(tallies: dict[str, Tally], loads: dict[str, int], seconds: float) -> None:

@@ -79,7 +79,7 @@ def test_models_are_listed_whether_they_are_loaded_or_not() -> None:
         assert loaded[0]["context_length"] == 4096, "as the engine says"
         assert (await world.client.get("/health")).status_code == 200
         states = (await world.client.get("/status")).json()["models"]
-        assert [state["state"] for state in states] == ["stopped", "ready", "stopped"]
+        assert [state["state"] for state in states.values()] == ["stopped", "ready", "stopped"]
         assert (await world.client.get("/status?model=beta")).json() == {"running": 0}
         assert (await world.client.get("/status?model=alpha")).status_code == 503
 

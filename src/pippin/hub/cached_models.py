@@ -26,7 +26,10 @@ class CachedModel:
     def server(self) -> RunningServer | None:
         """A server of this user that serves it."""
         servers = running_servers()
-        return next((s for s in servers if self.path in Path(s.checkpoint).parents), None)
+        return next((s for s in servers if any(map(self._contains, s.checkpoints))), None)
+
+    def _contains(self, checkpoint: str) -> bool:
+        return self.path in Path(checkpoint).parents
 
 
 def cached_models() -> list[CachedModel]:

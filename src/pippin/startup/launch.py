@@ -160,7 +160,8 @@ async def _serve(configs: Sequence[Config], shared: Config, listener: socket.soc
         if opening.done():
             opening.result()
             url = _url_of(listener)
-            with announced(url, str(config.server.served_name), config.model.model):
+            others = tuple(each.model.model for each in configs[1:])
+            with announced(url, str(config.server.served_name), config.model.model, others):
                 names = [str(each.server.served_name) for each in configs]
                 text = _banner(config.server, url, ", ".join(names))
                 console.print(text, highlight=False, soft_wrap=True)

@@ -30,6 +30,11 @@ class RunningServer:
     pid: int
     started_s: float  # since the epoch
     checkpoint: str = ""  # the directory of the model's files
+    others: tuple[str, ...] = ()  # those of its other models
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        return (self.checkpoint, *self.others)
 
 
 def runtime_directory() -> Path:
@@ -48,9 +53,11 @@ def make_runtime_directory() -> Path:
 
 
 @contextlib.contextmanager
-def announced(url: str, model: str, checkpoint: str = "") -> Iterator[None]:
+def announced(
+    url: str, model: str, checkpoint: str = "", others: tuple[str, ...] = ()
+) -> Iterator[None]:
     """Let commands of this user find the server at `url` meanwhile."""
-    server = RunningServer(url, model, os.getpid(), time.time(), checkpoint)
+    server = RunningServer(url, model, os.getpid(), time.time(), checkpoint, others)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(_locked_file(server))

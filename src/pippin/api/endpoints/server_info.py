@@ -18,7 +18,6 @@ from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import JSONResponse, speaks_anthropic
 from pippin.api.model_info import ModelInfo
-from pippin.api.served_models import ServedModel
 from pippin.config.server import event_address
 from pippin.errors import NotReady
 from pippin.types import GRID
@@ -119,7 +118,8 @@ class ServerInfo:
 
     async def _status(self, request: Request) -> Response:
         if self._served.default.info.on_demand and "model" not in request.query_params:
-            return JSONResponse({"models": [_residency(model) for model in self._served]})
+            states = {model.info.name: asdict(model.residency) for model in self._served}
+            return JSONResponse({"models": states})
         status = await self._state.engine_of(request).status()
         if (cache := status.get("cache")) is None:
             return JSONResponse(status)
@@ -162,7 +162,3 @@ def _anthropic_model(name: str, model: ModelInfo) -> dict[str, Any]:
         "max_input_tokens": model.max_len,
         "max_tokens": model.max_len,
     }
-
-
-def _residency(model: ServedModel) -> dict[str, Any]:
-    return {"name": model.info.name, **asdict(model.residency)}
