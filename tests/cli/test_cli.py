@@ -241,7 +241,7 @@ def test_a_mistake_is_named_with_status_2(
 def test_a_model_that_cannot_be_served_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(config: Config) -> None:
+    def fail(config: Config, models: list[Config]) -> None:
         raise LoadError("no such model")
 
     monkeypatch.setattr("pippin.startup.launch.run_server", fail)

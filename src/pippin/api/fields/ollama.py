@@ -63,6 +63,11 @@ MODEL: Fields = {"model": OllamaModelName("a name in `/api/tags`, with or withou
 class KeepAlive(ValueKind):
     """How long a model stays loaded after its last request, where models are unloaded at all."""
 
+    def schema(self, rules: RequestRules) -> Schema:
+        if not rules.model.on_demand:
+            return {"description": "ignored: the model stays loaded"}
+        return {"type": ["string", "number"], "description": IN_WORDS}
+
     def check(self, body: Body, field: str, rules: RequestRules) -> None:
         if not rules.model.on_demand:
             body.ignore(field, "the model stays loaded")
@@ -70,9 +75,7 @@ class KeepAlive(ValueKind):
             raise body.wrong(field, IN_WORDS)
 
 
-_KEEP_ALIVE: Fields = {
-    "keep_alive": KeepAlive(IN_WORDS, {"type": ["string", "number"], "description": IN_WORDS})
-}
+_KEEP_ALIVE: Fields = {"keep_alive": KeepAlive(IN_WORDS)}
 _LOADING = (  # how Ollama loads a model: it is loaded here already
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
