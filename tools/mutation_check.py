@@ -82,7 +82,7 @@ def copy_project(target: Path) -> None:
     shutil.copytree(
         ROOT / "src", target / "src", ignore=shutil.ignore_patterns("__pycache__", "models")
     )
-    for tests in ("cache", "engine", "events", "scheduler"):
+    for tests in ("cache", "engine", "events", "scheduler", "switching"):
         shutil.copytree(ROOT / "tests" / tests, target / "tests" / tests)
     for helper in HELPERS:
         shutil.copy(ROOT / "tests" / f"{helper}.py", target / "tests")
