@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -74,7 +74,10 @@ def make_backend(
             mtp=name.endswith("_mtp"),
             draft=draft or None,
         )
-    loaded = model or served(name)
+    own, _, draft = name.partition(DRAFTED_BY)
+    loaded = model or served(own)
+    if draft:
+        loaded = replace(loaded, draft=served(draft))
     return MLXBackend(loaded, num_slots=num_slots, max_depth=max_depth, debug=True)
 
 

@@ -27,10 +27,9 @@ from pippin.backends.base import (
     StepResult,
 )
 from pippin.backends.fake import FakeBackend
-from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import Component, Payload
 from processes import is_installed
-from serving import BUNDLED, DRAFTED_BY, served
+from serving import BUNDLED, DRAFTED_BY, make_backend
 from test_contract import Expected, Steps, admit, alone, make_tokens, prefill, restore
 
 NUM_SLOTS = 6
@@ -39,6 +38,7 @@ NUM_TOKENS = 40  # of an expected reply
 LENGTHS = ((5, 20), (20, 64))  # of prompts at random: of greedy replies, and of sampled ones
 MakeBackend = Callable[..., Backend]
 OWN_DRAFTS = f"qwen3{DRAFTED_BY}qwen3"
+MLX_OWN_DRAFTS = f"mlx, llama{DRAFTED_BY}llama"
 
 
 def make_fake(max_depth: int = MAX_DEPTH) -> Backend:
@@ -46,15 +46,18 @@ def make_fake(max_depth: int = MAX_DEPTH) -> Backend:
 
 
 def make_mlx(name: str, max_depth: int = MAX_DEPTH) -> Backend:
-    loaded = served(name)
-    return MLXBackend(loaded, num_slots=NUM_SLOTS, max_depth=max_depth, debug=True)
+    backend: Backend = make_backend(name, NUM_SLOTS, max_depth=max_depth)
+    return backend
 
 
 BACKENDS: dict[str, MakeBackend] = {"fake": make_fake} | {
     f"mlx, {name}": partial(make_mlx, name) for name in ("qwen3_5", "llama", "gpt_oss")
 }
-BACKENDS |= {f"mlx, {BUNDLED}": partial(make_mlx, BUNDLED)}
-DRAFTING_THEMSELVES = ("fake", f"mlx, {BUNDLED}")
+BACKENDS |= {
+    name: partial(make_mlx, name.removeprefix("mlx, "))
+    for name in (f"mlx, {BUNDLED}", MLX_OWN_DRAFTS)
+}
+DRAFTING_THEMSELVES = ("fake", f"mlx, {BUNDLED}", MLX_OWN_DRAFTS)
 if is_installed("torch"):
     from torch_serving import make_torch_backend
 
@@ -479,7 +482,7 @@ def _random_row(random: Random, backend: Backend, reply: Reply, errors: Sequence
     [
         (name, seed)
         for name in BACKENDS
-        if name != f"torch, {BUNDLED}"
+        if name not in (f"torch, {BUNDLED}", MLX_OWN_DRAFTS)
         for seed in range(2 if BUNDLED in name else 4)
     ],
 )

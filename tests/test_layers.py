@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.masks": set(),
     "backends.mtp_weights": set(),
     "backends.draft_limits": set(),
+    "backends.draft_texts": {"backends.base", "backends.step_outputs"},
     "backends.fingerprint_reads": {"backends.base"},
     "backends.step_outputs": {"types", "backends.base", "backends.fingerprint_reads"},
     "backends.fake": {
@@ -50,12 +51,14 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("backends.chunking", "backends.masks", "backends.sampling"),
         *("backends.fingerprint_reads", "backends.step_outputs", "backends.mtp_weights"),
         "backends.draft_limits",
+        "backends.draft_texts",
     },
     "backends.torch": {
         *("types", "amounts", "cache.entries", "backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
         *("backends.fingerprint_reads", "backends.step_outputs", "backends.mtp_weights"),
         "backends.draft_limits",
+        "backends.draft_texts",
     },
     "scheduler": {
         *("types", "cache", "decode", "messages", "metrics"),

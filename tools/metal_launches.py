@@ -1,6 +1,6 @@
-"""Counts the kernels that Metal launches for a decode step and for a chunk, where there is none.
+"""Counts the kernels that Metal launches for a step, with drafts or without, and for a chunk.
 
-    python tools/metal_launches.py                  # a table of model families
+    python tools/metal_launches.py                  # without Metal: a table of model families
     python tools/metal_launches.py --show qwen3_5   # and what one family's layers launch
 
 mlx builds the graph of a step as on Metal: fused by `mx.compile`, with its fast operations,
@@ -77,8 +77,10 @@ mx.device_info = lambda _: METAL  # type: ignore[assignment]
 from mlx.utils import tree_flatten  # noqa: E402
 
 from families import CONFIGS, Config, build_from  # noqa: E402
+from pippin.backends.base import DecodeRow  # noqa: E402
 from pippin.backends.mlx import load  # noqa: E402
 from pippin.backends.mlx.attention.paths import AttentionPaths  # noqa: E402
+from pippin.backends.mlx.drafts.draft_rows import DraftRows, find_draft_layers  # noqa: E402
 from pippin.backends.mlx.gpu import packed_attention  # noqa: E402
 from pippin.backends.mlx.load import LoadedModel  # noqa: E402
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState  # noqa: E402
@@ -86,6 +88,7 @@ from pippin.backends.mlx.recurrent.choices import Choice, Times  # noqa: E402
 from pippin.backends.mlx.recurrent.state_taps import StateTaps  # noqa: E402
 from pippin.backends.mlx.rows.decode_forward import DecodeForward  # noqa: E402
 from pippin.backends.mlx.rows.decode_rows import DecodeRows  # noqa: E402
+from pippin.backends.mlx.step.future_map import FutureMap  # noqa: E402
 
 # Another view of the same memory.
 NO_LAUNCH = {
@@ -95,7 +98,7 @@ NO_LAUNCH = {
 COPIES_FIRST = {"SliceUpdate", "DynamicSliceUpdate", "Scatter", "ScatterAxis"}
 DIMS = {"head_dim": 64, "global_head_dim": 64, "linear_key_head_dim": 64}
 DIMS |= {"linear_value_head_dim": 64, "query_pre_attn_scalar": 64}
-TOKENS, PREFIX, ROWS = 256, 192, 4
+TOKENS, PREFIX, ROWS, DEPTH = 256, 192, 4, 3
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,28 @@ def decode_step(loaded: LoadedModel) -> Counter[str]:
     return launches([array for _, array in tree_flatten(results)])
 
 
+def verify_step(loaded: LoadedModel) -> Counter[str]:
+    """Rows that verify `DEPTH` drafts each, behind a step that did."""
+    layers = find_draft_layers(loaded.model, loaded.layout, deterministic=False)
+    if isinstance(layers, str):
+        return Counter()
+    future = FutureMap(ROWS, max_depth=DEPTH)
+    rows = DraftRows(loaded.layout, layers, future, DEPTH, loaded.attention)
+    slots = range(1, ROWS + 1)
+    rows.join([(slot, prompt(loaded, PREFIX)) for slot in slots])
+    forward = DecodeForward(loaded.layout, loaded.forward, compiled=True)
+    results: list[Any] = []
+
+    def run(shape: Any, tree: Any) -> Any:
+        mx.eval(tree)
+        results.append(forward(shape, tree))
+        return results[-1]
+
+    with fast_operations_as_nodes():
+        rows.verify([DecodeRow(slot, PREFIX, depth=DEPTH) for slot in slots], run)
+    return launches([array for _, array in tree_flatten(results)])
+
+
 def chunk(loaded: LoadedModel, *, taps: bool) -> Counter[str]:
     batch = ChunkBatch(
         loaded.layout, [np.zeros(TOKENS, dtype=np.int32)], [state := prompt(loaded, PREFIX)]
@@ -256,6 +281,7 @@ def count(family: Family) -> dict[str, dict[str, Any]]:
     found = {}
     for name, work in (
         ("decode", decode_step),
+        ("verify", verify_step),
         ("chunk", lambda loaded: chunk(loaded, taps=loaded.state_taps)),
     ):
         one, other = work(few), work(many)
@@ -279,10 +305,11 @@ def main() -> None:
     if args.json:
         print(json.dumps(counted))
         return
-    heads = ("decode: a layer", "the rest", "chunk: a layer", "the rest")
+    works = ("decode", "verify", "chunk")
+    heads = [head for work in works for head in (f"{work}: a layer", "the rest")]
     print(f"{'family':<14}", *(f"{head:>16}" for head in heads), sep="")
     for name, found in counted.items():
-        numbers = [found[work][part] for work in ("decode", "chunk") for part in ("layer", "rest")]
+        numbers = [found[work][part] for work in works for part in ("layer", "rest")]
         print(f"{name:<14}", *(f"{number:>16g}" for number in numbers), sep="")
         if args.show:
             for work, own in found.items():

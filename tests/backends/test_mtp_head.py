@@ -139,6 +139,6 @@ def test_rings_are_counted_in_a_rows_bytes() -> None:
     row = PrefillRow(1, 0, prompt, samples=True, num_drafts=2)
     steps.run(admit=(admit(1, prompt),), prefill=(row,))
     assert backend._decodes.drafter is not None
-    held = sum(array.nbytes for array in backend._decodes.drafter.arrays())
+    held = sum(array.nbytes for array in backend._decodes.drafter.rings.arrays())
     assert 0 < held <= backend._decodes.drafter.row_bytes
     assert backend.row_bytes(64) > backend._footprint.row_bytes(64)

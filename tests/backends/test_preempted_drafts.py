@@ -16,7 +16,7 @@ from processes import is_installed
 from serving import BUNDLED, DRAFTED_BY, TORCH, make_backend, make_client, make_prompt
 
 MAX_DEPTH, NUM_REQUESTS, NUM_ROWS = 3, 5, 2
-MODELS = [(BUNDLED, True)]  # and whether steps overlap
+MODELS = [(BUNDLED, True), (f"llama{DRAFTED_BY}llama", True)]  # and whether steps overlap
 if is_installed("torch"):
     MODELS += [(f"{TORCH}qwen3_5_mtp", overlap) for overlap in (True, False)]
     MODELS += [(f"{TORCH}qwen3{DRAFTED_BY}qwen3", True)]

@@ -1,6 +1,6 @@
 """Gated DeltaNet on Metal as we run it: mlx-lm's kernels, in slices where states are tapped.
 
-Against mlx-lm's plain operations, token by token.
+Against mlx-lm's plain operations, token by token; and a layer that verifies drafts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import gated_delta
+from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
 from metal.emulator import FORWARD, needs_clang, use_emulator
 from pippin.backends.mlx import substitutions
+from pippin.backends.mlx.layout import LayerCache
+from pippin.backends.mlx.recurrent import replay
 from pippin.backends.mlx.recurrent.calls import Call
+from pippin.backends.mlx.recurrent.draft_states import DraftStates, Replay, kept_shapes
 from pippin.backends.mlx.recurrent.taps import tap_block_states
+from pippin.types import Component
 
 pytestmark = [needs_clang, pytest.mark.slow]
 
@@ -117,3 +123,51 @@ def test_a_chunk_gives_its_states_at_every_64_tokens(rows: int, dtype: mx.Dtype)
         assert worst(tapped, expected_state) < TOLERANCES[F32]
     keep = (mx.arange(150) < lengths[:, None])[..., None, None]
     assert worst(mx.where(keep, y, 0), mx.where(keep, expected, 0)) < TOLERANCES[dtype]
+
+
+def token_by_token(layer: Any, inputs: mx.array) -> tuple[mx.array, list[mx.array]]:
+    """What mlx-lm's own layer makes of one row [1, n, hidden] in plain operations, and its state
+    entries after all but the last token."""
+    cache: Any = ArraysCache(size=2)
+    layer.train()  # without a kernel
+    outs, entries = [], list[mx.array]()
+    for token in range(inputs.shape[1]):
+        entries = list(cache.cache)
+        outs.append(GatedDeltaNet.__call__(layer, inputs[:, token : token + 1], cache=cache))
+    layer.eval()
+    return mx.concatenate(outs, axis=1), entries
+
+
+@pytest.mark.parametrize("metal", [True, False], ids=["kernel", "plain operations"])
+def test_a_layer_that_verifies_drafts_replays_those_that_were_accepted(
+    metal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of three drafts; the first accepted all of one row, none and one of the others."""
+    monkeypatch.setattr(replay, "on_metal", lambda: metal)
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
+    mx.random.seed(1)
+    layer: Any = GatedDeltaNet(
+        TextModelArgs(hidden_size=24, linear_value_head_dim=16, linear_conv_kernel_dim=4, **sizes)
+    )
+    layer.eval()
+    layer.__class__ = replay.ReplayedDeltaNet
+    depth, accepted = 3, [3, 0, 1]
+    inputs = mx.random.normal((3, 1 + depth, 24))
+    later = mx.random.normal((3, 1 + depth, 24))
+    shapes = ((3, layer.conv_dim), (2, 16, 32))
+    own = LayerCache(0, Component.STATE, shapes=shapes, dtypes=(F32, F32))
+    blanks = [mx.zeros((3, *shape)) for shape in (*shapes, *kept_shapes(own, 4))]
+    first = DraftStates(own, blanks, Replay(mx.zeros((3,), mx.int32), 4, 1 + depth))
+    seen = layer(inputs, cache=first)
+    counts = mx.array(accepted, mx.int32)
+    second = DraftStates(own, first.entries(), Replay(counts, 4, 1 + depth))
+    found = layer(later, cache=second)
+    folded = layer.folded(first.entries(), counts)
+    for row, count in enumerate(accepted):
+        text = mx.concatenate([inputs[row, : 1 + count], later[row]])[None]
+        expected, _ = token_by_token(layer, text)
+        assert worst(seen[row, : 1 + count], expected[0, : 1 + count]) < TOLERANCES[F32]
+        assert worst(found[row], expected[0, 1 + count :]) < TOLERANCES[F32]
+        _, held = token_by_token(layer, text[:, : 2 + count])
+        for ours, theirs in zip(folded, held, strict=True):
+            assert worst(ours[row], theirs[0]) < TOLERANCES[F32]

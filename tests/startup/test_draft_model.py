@@ -83,5 +83,5 @@ def test_deterministic_engines_have_no_draft_model(tmp_path: Path) -> None:
 
 def test_a_backend_without_draft_models_refuses_it(tmp_path: Path) -> None:
     engine = EngineConfig(draft_model=make_draft(tmp_path))
-    with pytest.raises(LoadError, match="draft_model is an option of torch, and this is fake"):
+    with pytest.raises(LoadError, match="an option of mlx and torch, and this is fake"):
         LLM(config=Config(model=ModelConfig(backend="fake"), engine=engine))

@@ -171,10 +171,10 @@ def rows_on(config: EngineConfig, device: DeviceInfo) -> RunningRows:
 
 def load_backend(config: Config, progress: Progress) -> Backend:
     draft = None if config.engine.draft_model is None else Path(config.engine.draft_model)
-    if draft is not None and config.model.backend != "torch":
+    if draft is not None and config.model.backend == "fake":
         raise LoadError(
-            f"draft_model is an option of torch, and this is {config.model.backend}: use "
-            "--backend torch, or remove --draft-model"
+            "draft_model is an option of mlx and torch, and this is fake: use another --backend, "
+            "or remove --draft-model"
         )
     if config.model.backend == "fake":
         from pippin.backends.fake import FakeBackend, fake_device
@@ -211,6 +211,7 @@ def load_backend(config: Config, progress: Progress) -> Backend:
         Path(config.model.model),
         num_slots=rows_on(config.engine, device_info()).number,
         wired=config.engine.wired,
+        draft=draft,
         **options,
     )
 

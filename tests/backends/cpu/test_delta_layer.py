@@ -11,6 +11,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from delta_layers import HIDDEN, K_HEADS, TAPS, V_HEADS, layer_of
 from pippin.backends.mlx.cpu.operations.delta_layer import OneOperationDeltaNet, use_one_operation
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
+from pippin.backends.mlx.recurrent.replay import use_replay
 from pippin.backends.mlx.recurrent.taps import tap_block_states, tap_conv_inputs
 
 K_DIM, V_DIM = 24, 40
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("ours")
 def made_over() -> GatedDeltaNet:
     layer = layer_of(K_DIM, V_DIM)
     use_shift_conv1d(layer.conv1d, cpu=True)
+    use_replay(layer)
     use_one_operation(layer)
     assert type(layer) is OneOperationDeltaNet
     return layer
@@ -107,5 +109,6 @@ def test_layers_of_other_numbers_are_left_alone() -> None:
     layer = layer_of(K_DIM, V_DIM)
     layer.set_dtype(mx.float16)
     use_shift_conv1d(layer.conv1d, cpu=True)
+    use_replay(layer)
     use_one_operation(layer)
-    assert type(layer) is GatedDeltaNet
+    assert not isinstance(layer, OneOperationDeltaNet)

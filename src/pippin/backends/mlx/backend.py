@@ -8,6 +8,7 @@ the engine's one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from pippin.backends.mlx.device import (
     wire,
 )
 from pippin.backends.mlx.drafts.draft_memory import depth_within
+from pippin.backends.mlx.drafts.draft_model import load_draft_model
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
@@ -84,8 +86,8 @@ class MLXBackend:
         where this model's rows can verify some."""
         self._loaded = loaded
         self._wired = wired
-        heads = [] if loaded.mtp_head is None else [loaded.mtp_head]
-        parts = [part.parameters() for part in (loaded.model, *heads)]
+        own = (loaded.model, loaded.mtp_head, None if loaded.draft is None else loaded.draft.model)
+        parts = [part.parameters() for part in own if part is not None]
         self._num_weights = len(tree_flatten(parts))
         self._packer = packer = Packer(loaded.layout)
         self._captures = Captures(loaded.layout, packer)
@@ -156,10 +158,11 @@ class MLXBackend:
         fingerprints: bool = False,
         max_depth: int = 0,
         mtp: bool = False,
+        draft: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
         """`wired`: the weights' memory, on Metal. `mtp`: the checkpoint's head drafts, where it has
-        one."""
+        one. `draft`: the checkpoint of a draft model."""
         if wired and not on_metal():
             raise LoadError(f"wired: only Metal wires memory, this is {device_info().kind}")
         loaded = load(
@@ -170,6 +173,9 @@ class MLXBackend:
             mtp=mtp,
             progress=progress,
         )
+        if draft is not None and max_depth and not deterministic:
+            progress("loading the draft model")
+            loaded = replace(loaded, draft=load_draft_model(draft, dtype, safe=safe))
         return cls(
             loaded,
             num_slots=num_slots,
@@ -200,6 +206,9 @@ class MLXBackend:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admit(admit)
+        drafter = self._decodes.drafter
+        if drafter is not None:
+            drafter.begin(plan)
         for chunk in plan.prefill:
             if chunk.slot in self._decodes.rows:
                 self._leave_rows(chunk)
@@ -213,6 +222,8 @@ class MLXBackend:
             self._decodes.draft_first(step, self._prompts.take_to_draft())
             if not (plan.decode and self.holds_prompts_back):  # else `dispatch` hands them over
                 step.launch()
+        if drafter is not None:
+            drafter.note_sampled(step)
         self._transfer(step, plan)
         return step
 

@@ -59,6 +59,7 @@ class LoadedModel:
     attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
     safe: bool = False  # plain operations of mlx alone
     mtp_head: MTPHead | None = None
+    draft: LoadedModel | None = None  # a smaller model of the same tokenizer
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""

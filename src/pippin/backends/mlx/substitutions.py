@@ -11,7 +11,8 @@
     Linear                         GPU: those of one input as one product;
                                    CPU: one operation (cpu/operations)
     rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
-    GatedDeltaNet (CPU)            likewise, between its products
+    GatedDeltaNet                  runs drafts, and those that were accepted (recurrent/replay.py);
+                                   CPU: one operation between its products
     Llama 4, MiniMax M3            code that has a position for each row (families/)
     the language-model head        computed only for the positions that are asked for (head.py)
 
@@ -51,6 +52,7 @@ from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.recurrent.calls import Call, Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update, normalize_qk
+from pippin.backends.mlx.recurrent.replay import use_replay
 from pippin.backends.mlx.recurrent.slices import run_in_slices
 from pippin.backends.mlx.recurrent.ssm import ssm_update
 
@@ -171,6 +173,7 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
             if getattr(module, name, None) is _ORIGINALS[name]:
                 setattr(module, name, _DISPATCHERS[name])
     use_rows_code(model)
+    use_replay(model)
     for _, part in model.named_modules():
         if type(part) is Conv1d and is_depthwise(part):
             use_shift_conv1d(part, cpu=cpu)

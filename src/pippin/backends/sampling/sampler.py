@@ -29,6 +29,7 @@ from pippin.backends.sampling.noise import noise_keys
 from pippin.backends.sampling.rules import PADDING, SlotSampling
 
 MAX_TOP_LOGPROBS = 20
+ANY_NUMBER = 1 << 40  # of a token of a reply: beyond every min_tokens
 _CACHED_BATCHES = 16  # the sets of slots that a few steps alternate between
 
 

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.split_attention import shared_mask
 from pippin.backends.mlx.layout import LayerCache, Layout
@@ -68,11 +69,20 @@ class CohortsShape(MainsShape):
 
 
 @dataclass(frozen=True)
+class DraftsShape:
+    """Of a step that may verify drafts: rows' tails are of different lengths."""
+
+    num_tokens: int  # of each row
+    keeps: bool = True  # drafts are verified, or were in the step before
+
+
+@dataclass(frozen=True)
 class StepShape:
     """What the host knows of a step and its graph depends on."""
 
     width: int
     mains: MainsShape
+    drafts: DraftsShape | None = None
 
 
 class DecodeStep:
@@ -96,6 +106,9 @@ class DecodeStep:
     places   int32 [width, segments, 2] by window class: where a row's columns begin in a segment,
              and how many of them it sees
     visible  bool [width, TAIL] by window class
+
+    With drafts tokens are [width, n] and cursors [width]. `places` are then those of a row that is
+    as short as it may be, and what a token sees of them depends on its cursor.
     """
 
     def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
@@ -109,6 +122,22 @@ class DecodeStep:
         self._tail_masks: dict[object, mx.array] = {}
         self._main_masks: dict[object, mx.array | None] = {}
         self._windows: dict[int, tuple[mx.array, int | None]] = {}  # by id of a concatenated mask
+        self._packed: dict[int, tuple[mx.array, mx.array]] = {}  # by window class
+
+    def packed(self, number: int) -> tuple[mx.array, mx.array]:
+        """Of a window class, what each token sees: places in mains, and of the tail."""
+        if self.shape.drafts is None:
+            return self.tree["places"][number], self.tree["visible"][number]
+        if number not in self._packed:
+            tail_len = self.tree["tails"][0][0].shape[2]
+            window, num_tokens = self.layout.window_classes[number], self.shape.drafts.num_tokens
+            places = self.tree["places"][number]
+            own = self.tree["cursor"][:, None] + mx.arange(num_tokens)
+            self._packed[number] = (
+                places_of_tokens(places, own, window),
+                visible_to_tokens(own, window, tail_len),
+            )
+        return self._packed[number]
 
     def lender(self, keys: mx.array) -> Lender | None:
         """The view whose keys these are: of the layer that attends, or of another one."""

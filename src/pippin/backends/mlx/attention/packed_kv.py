@@ -36,22 +36,22 @@ class PackedRowKV(RowKV):
     ) -> mx.array:
         assert self._new is not None
         assert window == self.layer_cache.window, "packed rows see what their layer keeps"
-        shape, tree = self.step.shape.mains, self.step.tree
+        shape = self.step.shape.mains
         assert isinstance(shape, PackedShape)
         call = PackedCall(
             queries,
             *self._new,
             (self.tail[0], self.tail[1]),
             self._segments,
-            tree["places"][self._class],
-            tree["visible"][self._class],
-            tree["cursor"],
+            *self.step.packed(self._class),
+            self.step.tree["cursor"],
             scale,
             sinks,
             shape.longest[self._class],
         )
-        joins = shape.paths.of_packed(call) is Path.JOINED
-        attend = attend_joined if joins else shape.paths.kernel
-        assert attend is not None, "rows are packed only for a kernel"
-        out, *self.tail = attend(call)
+        kernel = shape.paths.kernel
+        if kernel is None or shape.paths.of_packed(call) is Path.JOINED:
+            out, *self.tail = attend_joined(call)
+        else:
+            out, *self.tail = kernel(call)
         return out

@@ -29,20 +29,21 @@ MOST_JOINED_BYTES = 128 << 20  # of one layer's copy
 class PackedCall:
     """What a layer asks of packed rows in one step."""
 
-    q: mx.array  # [rows, query heads, 1, D]
-    k: mx.array  # [rows, heads, 1, D]: this step's
-    v: mx.array  # [rows, heads, 1, Dv]
+    q: mx.array  # [rows, query heads, tokens, D]
+    k: mx.array  # [rows, heads, tokens, D]: this step's
+    v: mx.array  # [rows, heads, tokens, Dv]
     tail: KV  # [rows, heads, TAIL, D or Dv]
     mains: Sequence[KV]  # by segment: [heads, columns, D or Dv]
-    places: mx.array  # int32 [rows, segments, 2]: where a row's columns begin, and how many it sees
-    visible_tail: mx.array  # bool [rows, TAIL]
-    cursor: mx.array  # int32 [1]: the tail column of this step
+    # Of each row, and of each of its tokens where there are several:
+    places: mx.array  # int32 [.., segments, 2]: where its columns begin, and how many it sees
+    visible_tail: mx.array  # bool [.., TAIL]
+    cursor: mx.array  # int32 [1] or [rows]: the tail column of the first token
     scale: float
     sinks: mx.array | None
     num_columns: int  # of the longest row, or more
 
 
-# What the rows attend to, [rows, query heads, 1, Dv], and the new tails.
+# What the rows attend to, [rows, query heads, tokens, Dv], and the new tails.
 AttendPacked = Callable[[PackedCall], tuple[mx.array, mx.array, mx.array]]
 
 

@@ -23,7 +23,8 @@ def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         mx.concatenate([_gathered(list(parts), at), late], axis=2)
         for parts, late in zip(zip(*call.mains, strict=True), new_tail, strict=True)
     )
-    mask = mx.concatenate([visible, call.visible_tail], axis=1)[:, None, None]
+    tail = call.visible_tail.reshape(*visible.shape[:2], -1)
+    mask = mx.concatenate([visible, tail], axis=-1)[:, None]
     out = mx.fast.scaled_dot_product_attention(
         call.q, keys, values, scale=call.scale, mask=mask, sinks=call.sinks
     )
@@ -32,19 +33,22 @@ def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
 
 def _columns_of_rows(call: PackedCall) -> tuple[mx.array, mx.array]:
     """int32 [rows, columns]: where each column of a row is among those of all segments; bool
-    likewise: whether it has so many."""
+    [rows, tokens, columns]: whether a token sees it. The first token sees all that others see."""
     sizes = [keys.shape[1] for keys, _ in call.mains]
     offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-    starts, counts = call.places[..., 0], call.places[..., 1]
+    num_rows, num_tokens = call.q.shape[0], call.q.shape[2]
+    places = call.places.reshape(num_rows, num_tokens, -1, 2)
+    starts, counts = places[:, 0, :, 0], places[:, 0, :, 1]
     column = mx.arange(call.num_columns)[None]
-    at = before = mx.zeros((call.q.shape[0], 1), mx.int32)
+    at = before = mx.zeros((num_rows, 1), mx.int32)
     for number, offset in enumerate(offsets):
         start, count = starts[:, number : number + 1], counts[:, number : number + 1]
         # Past its columns a row reads its last one again, also where a window has passed them all.
         own = mx.minimum(column - before, count - 1) + start + offset
         at = mx.where((column >= before) & (start + count > 0), own, at)
         before = before + count
-    return at, column < before
+    passed = before - places[..., 1].sum(axis=-1)  # by a later token's window
+    return at, (column < before)[:, None] & (column[None] >= passed[..., None])
 
 
 def _gathered(parts: list[mx.array], at: mx.array) -> mx.array:
@@ -80,8 +84,18 @@ def _in_float32(call: PackedCall) -> PackedCall:
 
 
 def _new_tail(call: PackedCall) -> KV:
+    if call.cursor.size == 1 and call.k.shape[2] == 1:
+        keys, values = (
+            mx.slice_update(old, new, call.cursor, (2,))
+            for old, new in zip(call.tail, (call.k, call.v), strict=True)
+        )
+        return keys, values
+    tail_len, last = call.tail[0].shape[2], call.k.shape[2] - 1
+    age = mx.arange(tail_len)[None] - call.cursor[:, None]
+    is_new, at = (age >= 0) & (age <= last), mx.clip(age, 0, last)
+    is_new, at = (array[:, None, :, None] for array in (is_new, at))
     keys, values = (
-        mx.slice_update(old, new, call.cursor, (2,))
+        mx.where(is_new, mx.take_along_axis(new, at, axis=2), old)
         for old, new in zip(call.tail, (call.k, call.v), strict=True)
     )
     return keys, values

@@ -24,14 +24,6 @@ class TableShape(MainsShape):
     """One for all: where rows lie is in the KV table."""
 
 
-@dataclass(frozen=True)
-class DraftsShape(MainsShape):
-    """Likewise, in a step that may verify drafts: rows' tails are of different lengths."""
-
-    num_tokens: int  # of each row
-    keeps: bool = True  # drafts are verified, or were in the step before
-
-
 def table_operations(layout: Layout) -> Operations | None:
     """None where the operation does not take what layers keep, or there is none."""
     return operations(*TABLE_OPERATIONS) if layout.fits_table else None

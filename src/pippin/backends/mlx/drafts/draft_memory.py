@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pippin.backends.draft_limits import affordable_depth
 from pippin.backends.mlx.drafts.draft_rows import find_draft_layers
-from pippin.backends.mlx.drafts.mtp_drafter import ring_bytes
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.rows.footprint import Footprint
 
@@ -12,7 +11,8 @@ from pippin.backends.mlx.rows.footprint import Footprint
 def draft_bytes(loaded: LoadedModel, max_depth: int) -> int:
     """Of a row that may have so many."""
     without, own = (Footprint(loaded.layout, depth).line_bytes for depth in (0, max_depth))
-    return own - without + (0 if loaded.mtp_head is None else ring_bytes(loaded.mtp_head))
+    head = loaded.mtp_head
+    return own - without + (0 if head is None else head.ring_shape(max_depth).nbytes)
 
 
 def depth_within(loaded: LoadedModel, max_depth: int, *, deterministic: bool) -> int:

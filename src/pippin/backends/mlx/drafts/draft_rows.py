@@ -8,7 +8,8 @@ ends, by the length that the device has of it (FutureMap). The host's `Row.lengt
 until the step has been waited for. To move tails into mains exact lengths are needed: then, every
 few dozen steps, the step in flight is waited for.
 
-For rows with a KV table (attention/table_kv.py), which are the ones with a place of their own.
+Mains lie in a KV table (attention/table_kv.py) where operations of ours read one, and packed
+elsewhere: a kernel or plain operations attend to these.
 """
 
 from __future__ import annotations
@@ -22,23 +23,19 @@ from mlx.nn.layers.base import Module
 
 from pippin.backends.base import DecodeRow, Proposal
 from pippin.backends.draft_limits import NOT_DETERMINISTIC
-from pippin.backends.mlx.attention.decode_step import StepShape, Tree
-from pippin.backends.mlx.attention.table_kv import (
-    TABLE_OPERATIONS,
-    DraftsShape,
-    table_operations,
-)
+from pippin.backends.mlx.attention.decode_step import DraftsShape, StepShape, Tree
+from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.attention.table_kv import TABLE_OPERATIONS, table_operations
 from pippin.backends.mlx.cpu.operations.bindings import operations
-from pippin.backends.mlx.cpu.operations.delta_layer import (
-    OneOperationDeltaNet,
-    delta_layers,
-)
 from pippin.backends.mlx.drafts.acceptance import NONE, Proposals
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
+from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, delta_layers
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.rows.mains import Mains
+from pippin.backends.mlx.rows.packed_mains import PackedMains
 from pippin.backends.mlx.step.future_map import FutureMap
 
 DRAFT_OPERATIONS = (*TABLE_OPERATIONS, "delta_layer", "draft_layer")
@@ -85,15 +82,22 @@ class DraftRows(DecodeRows):
     def __init__(
         self,
         layout: Layout,
-        layers: Sequence[OneOperationDeltaNet],
+        layers: Sequence[ReplayedDeltaNet],
         future_map: FutureMap,
         max_depth: int,
+        paths: AttentionPaths,
     ) -> None:
-        """`layers`: of the states, in the layout's order."""
+        """`layers`: of the states, in the layout's order; `paths`: of rows that lie packed."""
         self._layers = layers
         self._future_map = future_map
         self._bounds: dict[int, Bound] = {}  # by slot
-        super().__init__(layout, max_depth=max_depth)
+        self._has_table = _has_table(layout)
+        super().__init__(layout, paths, max_depth=max_depth)
+
+    def _make_mains(self) -> Mains:
+        if self._has_table:
+            return super()._make_mains()
+        return PackedMains(self.layout, self.spare, self._paths)
 
     @property
     def states(self) -> dict[int, list[mx.array]]:
@@ -130,6 +134,10 @@ class DraftRows(DecodeRows):
         written_at = future.lengths[slot : slot + 1] - future.counts[slot : slot + 1]
         layers = zip(self._layers, held.items(), strict=True)
         return {index: layer.folded(kept, length - written_at) for layer, (index, kept) in layers}
+
+    def num_unsure(self, slot: int) -> int:
+        """Tokens by which the row may be shorter than the host knows."""
+        return self._bounds[slot].num_unsure
 
     # ---- lengths ---------------------------------------------------------------------------
 
@@ -209,8 +217,11 @@ class DraftRows(DecodeRows):
         }
         if keeps:
             tree["counts"] = self._known(unsure_slots, counts, self._future_map.counts)
-        tree["written"] = tree["cursor"]
-        logits, hidden = self._run(tree, forward)
+        if self._has_table:
+            tree["written"] = tree["cursor"]
+        else:  # a line of no row has a tail like others'
+            tree["cursor"] = mx.maximum(tree["cursor"], 0)
+        logits, hidden = self._run(tree, least, forward)
         plain = not unsure and not num_unsure
         found = VerifyStep(plain, slots, depths, least, num_unsure, lengths, drafts, logits, hidden)
         return found, unsure
@@ -250,14 +261,15 @@ class DraftRows(DecodeRows):
         return mx.where(places < mx.array(depths)[:, None], drafts, NONE)
 
     def _run(
-        self, tree: Tree, forward: Callable[[StepShape, Tree], StepResult]
+        self, tree: Tree, least: np.ndarray, forward: Callable[[StepShape, Tree], StepResult]
     ) -> tuple[mx.array, list[mx.array]]:
-        _, mains = self.mains.view(np.zeros(self.width, np.int32), self._per_row.written)
+        mains_shape, mains = self.mains.view(least, self._per_row.written)
         tree |= mains
         tree["tails"] = [list(self._per_row.tails[cache]) for cache in self.layout.kv_indices]
         keeps, before = "counts" in tree, self._per_row.states if "counts" in tree else self.states
         tree["states"] = [before[cache] for cache in self.layout.state_indices]
-        shape = StepShape(self.width, DraftsShape(tree["tokens"].shape[1], keeps))
+        drafts = DraftsShape(tree["tokens"].shape[1], keeps)
+        shape = StepShape(self.width, mains_shape, drafts)
         logits, tails, states, hidden = forward(shape, tree)
         if not keeps:  # a step like any other: what is kept has no meaning, but its place
             held = zip(self.layout.state_indices, states, strict=True)
@@ -268,12 +280,16 @@ class DraftRows(DecodeRows):
 
 def find_draft_layers(
     model: Module, layout: Layout, *, deterministic: bool
-) -> list[OneOperationDeltaNet] | str:
+) -> list[ReplayedDeltaNet] | str:
     """Of the states, in the layout's order; or why rows of this model can verify no drafts here."""
     if deterministic:
         return NOT_DETERMINISTIC
-    if operations(*DRAFT_OPERATIONS) is None or table_operations(layout) is None:
-        return "that takes CPU operations of ours, and float32"
+    if not layout.packs:
+        return "an attention layer keeps latents, attends in its own way, or has a window in chunks"
     states = [layout.caches[index].layer for index in layout.state_indices]
     layers = delta_layers(model, states)
     return "a recurrent layer is not as Qwen3.5 has it" if layers is None else layers
+
+
+def _has_table(layout: Layout) -> bool:
+    return operations(*DRAFT_OPERATIONS) is not None and table_operations(layout) is not None

@@ -6,7 +6,7 @@ What it computes is in backends/mtp_weights.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 
+from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.cpu.operations.bindings import LinearLayers, LinearWeights, operations
 from pippin.backends.mlx.cpu.operations.linear import PackedEmbedding, PackedLinear
+from pippin.backends.mlx.drafts.rings import RingKV, RingLayer, RingShape
 from pippin.backends.mtp_weights import LAYER, PREFIX, STORED_LESS_ONE, find_mtp_weights
 
 # Ids that drafts are chosen among: the first. Tokenizers number frequent tokens first, and a wrong
 # draft costs time alone.
 MAX_DRAFT_VOCAB = 1 << 11
+RING = 32  # tokens of a row whose keys are kept
 
 
 class MTPHead(Module):
@@ -60,10 +63,25 @@ class MTPHead(Module):
         )
         return joined
 
-    def __call__(self, hidden: mx.array, tokens: mx.array, cache: Any, mask: mx.array) -> mx.array:
-        """The hidden vectors behind `tokens` [rows, n], of those before them [rows, n, hidden]."""
-        out: mx.array = self.norm(self.layers[0](self.inputs(hidden, tokens), mask, cache))
-        return out
+    def ring_shape(self, max_depth: int) -> RingShape:
+        sides = self.kv_shape
+        layer = RingLayer(sides, sides, self.norm.weight.dtype)
+        return RingShape((layer,), RING, num_first=0, num_wrong=max_depth)
+
+    def read(
+        self,
+        hidden: mx.array | None,
+        tokens: mx.array,
+        caches: Sequence[RingKV],
+        at: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        assert hidden is not None
+        (cache,) = caches
+        with substitutions.active():
+            entered = self.inputs(hidden, tokens)
+            out = self.norm(self.layers[0](entered, cache.make_mask(tokens.shape[1]), cache))
+            last = mx.take_along_axis(out, at[:, None, None], axis=1)
+            return self.logits(last)[:, 0], last
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Of the first ids, as many as drafts are chosen among."""

@@ -1,4 +1,4 @@
-"""Attention of one token per row over keys that lie packed, as one or two kernels.
+"""Attention of a token of each row, or of several, over packed keys: one or two kernels.
 
     a segment of mains:   [ row 0's columns | row 3's columns | row 1's columns | ... ]
     one row's keys:       [ its columns of segment 0 | of segment 1 | ... | its line of the tails ]
@@ -7,6 +7,7 @@ Plain operations take a dozen launches for it, and with many layers a decode ste
 launches. Here a block of threads takes a stretch of one row's columns for the queries of one key
 head, and the one with the last stretch also writes the row's new tail. Where a row has several
 stretches, a second kernel adds them up. Lengths and places are data: kernels know no shapes.
+Drafts that are verified are tokens of a row too, each with what it sees.
 """
 
 from __future__ import annotations
@@ -137,15 +138,16 @@ def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
 
 def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     q, v, tail, sinks = call.q, call.v, call.tail, call.sinks
-    num_rows, num_query_heads, _, dim = q.shape
+    num_rows, num_query_heads, num_tokens, dim = q.shape
     num_heads, v_dim = v.shape[1], v.shape[3]
     form = Form.of(num_query_heads, num_heads, (dim, v_dim), q.dtype.size)
-    num_splits, threads = cut(num_rows * num_heads * form.shares, call.num_columns, form)
+    num_blocks = num_rows * num_tokens * num_heads * form.shares
+    num_splits, threads = cut(num_blocks, call.num_columns, form)
     whole = num_splits == 1
     attend, add_up = _kernels()
     sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
     some_sinks = _number(0.0) if sinks is None else sinks
-    parts = (num_rows, num_query_heads, num_splits)
+    parts = (num_rows, num_query_heads, num_tokens)
     mains = [side for pair in call.mains for side in pair]
     mains += _no_columns(num_heads, dim, v_dim, q.dtype) * (MOST_SEGMENTS - len(call.mains))
     out, weights, tail_k, tail_v = attend(
@@ -159,19 +161,21 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
             ("D", dim),
             *sizes,
             ("Threads", threads),
-            ("Tail", call.visible_tail.shape[1]),
+            ("Tail", call.visible_tail.shape[-1]),
             ("Queries", form.queries),
             ("Shares", form.shares),
             ("Lanes", form.lanes),
             ("Vec", form.vec),
             ("Ahead", AHEAD),
             ("Whole", whole),
+            ("Tokens", num_tokens),
+            ("Cursors", call.cursor.size > 1),
         ],
-        grid=(threads * num_splits, num_heads * form.shares, num_rows),
+        grid=(threads * num_splits, num_heads * form.shares, num_rows * num_tokens),
         threadgroup=(threads, 1, 1),
         output_shapes=[
-            (num_rows, num_query_heads, 1, v_dim) if whole else (*parts, v_dim),
-            (1,) if whole else (*parts, 2),
+            (*parts, v_dim) if whole else (*parts, num_splits, v_dim),
+            (1,) if whole else (*parts, num_splits, 2),
             tail[0].shape,
             tail[1].shape,
         ],
@@ -181,9 +185,9 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         (out,) = add_up(
             inputs=[out, weights, some_sinks],
             template=[("T", q.dtype), *sizes, ("Threads", FEWEST_THREADS)],
-            grid=(FEWEST_THREADS * num_query_heads, num_rows, 1),
+            grid=(FEWEST_THREADS * num_rows * num_query_heads * num_tokens, 1, 1),
             threadgroup=(FEWEST_THREADS, 1, 1),
-            output_shapes=[(num_rows, num_query_heads, 1, v_dim)],
+            output_shapes=[(*parts, v_dim)],
             output_dtypes=[q.dtype],
         )
     return out, tail_k, tail_v

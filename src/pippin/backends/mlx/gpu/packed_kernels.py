@@ -20,13 +20,15 @@ ATTEND = """
     const int num_splits = threadgroups_per_grid.x;
     const int head = threadgroup_position_in_grid.y / Shares;             // of the keys
     const int first_query = threadgroup_position_in_grid.y * Queries;     // head of the queries
-    const int row = threadgroup_position_in_grid.z;
+    const int line = threadgroup_position_in_grid.z;  // a token of a row
+    const int row = line / Tokens;
+    const int token = line % Tokens;
     const int num_query_heads = q_shape[1];
     const int num_heads = k_shape[1];
 
     // This row's columns in each segment: counted through all of them, one ends where the next
     // begins; `from`: what is added to such a number to find the column in its segment.
-    const device int* own = places + 8 * row;
+    const device int* own = places + 8 * line;
     const int from0 = own[0], end0 = own[1];
     const int from1 = own[2] - end0, end1 = end0 + own[3];
     const int from2 = own[4] - end1, end2 = end1 + own[5];
@@ -35,7 +37,7 @@ ATTEND = """
     const int per_split = (num_columns + num_splits - 1) / num_splits;
     const int begin = split * per_split;
     const int end = begin + per_split < num_columns ? begin + per_split : num_columns;
-    const int now = cursor[0];
+    const int now = cursor[Cursors ? row : 0];  // of the row's first new column
 
     const device T* new_key = k + row * k_strides[0] + head * k_strides[1];
     const device T* new_value = v + row * v_strides[0] + head * v_strides[1];
@@ -51,7 +53,8 @@ ATTEND = """
     float top[Queries], total[Queries];
     _Pragma("unroll")
     for (int n = 0; n < Queries; ++n) {
-      const device T* own = q + row * q_strides[0] + (first_query + n) * q_strides[1];
+      const device T* own = q + row * q_strides[0] + (first_query + n) * q_strides[1]
+          + token * q_strides[2];
       _Pragma("unroll")
       for (int i = 0; i < PER_LANE; ++i)
         query[n][i] = static_cast<float>(own[(i / Vec) * Vec * Lanes + lane * Vec + i % Vec])
@@ -70,14 +73,14 @@ ATTEND = """
       for (int a = 0; a < Ahead; ++a) {
         const int column = from + a * GROUPS + group;
         visible[a] = column < end
-            && (column < num_main || visible_tail[row * Tail + column - num_main]);
+            && (column < num_main || visible_tail[line * Tail + column - num_main]);
         const int safe = visible[a] ? column : begin;
         const int in_tail = safe - num_main;
         const device T* key;
         const device T* value;
-        if (in_tail == now) {
-          key = new_key;
-          value = new_value;
+        if (in_tail >= now && in_tail < now + Tokens) {
+          key = new_key + (in_tail - now) * k_strides[2];
+          value = new_value + (in_tail - now) * v_strides[2];
         } else {
           const size_t at = in_tail >= 0 ? tail_at + in_tail
               : safe < end0 ? at0 + from0 + safe
@@ -168,6 +171,8 @@ ATTEND = """
         mixed += sums[warp][n][at % Dv] * fade;
       }
       const int query_head = first_query + n;
+      const size_t place =
+          (static_cast<size_t>(row) * num_query_heads + query_head) * Tokens + token;
       if (Whole) {
         if (Sinks) {
           const float sink = static_cast<float>(sinks[query_head]);
@@ -176,11 +181,9 @@ ATTEND = """
           mixed *= fade;
           all = all * fade + metal::exp(sink - higher);
         }
-        out[(static_cast<size_t>(row) * num_query_heads + query_head) * Dv + at % Dv] =
-            static_cast<O>(mixed / all);
+        out[place * Dv + at % Dv] = static_cast<O>(mixed / all);
       } else {
-        const size_t part =
-            (static_cast<size_t>(row) * num_query_heads + query_head) * num_splits + split;
+        const size_t part = place * num_splits + split;
         out[part * Dv + at % Dv] = static_cast<O>(mixed);
         if (at % Dv == 0) {
           weights[2 * part] = highest;
@@ -190,18 +193,18 @@ ATTEND = """
     }
 
     // The row's new tail: the first of those that share a key head and have the last stretch.
-    if (split == num_splits - 1 && threadgroup_position_in_grid.y % Shares == 0) {
+    if (split == num_splits - 1 && threadgroup_position_in_grid.y % Shares == 0 && token == 0) {
       for (int i = me; i < Tail * D / Vec; i += Threads) {
-        const int column = i * Vec / D;
-        const device T* from =
-            column == now ? new_key + i * Vec % D : tail_k + tail_at * D + i * Vec;
+        const int age = i * Vec / D - now;
+        const device T* from = age >= 0 && age < Tokens
+            ? new_key + age * k_strides[2] + i * Vec % D : tail_k + tail_at * D + i * Vec;
         *reinterpret_cast<device Chunk*>(new_tail_k + tail_at * D + i * Vec) =
             *reinterpret_cast<const device Chunk*>(from);
       }
       for (int i = me; i < Tail * Dv / Vec; i += Threads) {
-        const int column = i * Vec / Dv;
-        const device T* from =
-            column == now ? new_value + i * Vec % Dv : tail_v + tail_at * Dv + i * Vec;
+        const int age = i * Vec / Dv - now;
+        const device T* from = age >= 0 && age < Tokens
+            ? new_value + age * v_strides[2] + i * Vec % Dv : tail_v + tail_at * Dv + i * Vec;
         *reinterpret_cast<device Chunk*>(new_tail_v + tail_at * Dv + i * Vec) =
             *reinterpret_cast<const device Chunk*>(from);
       }
@@ -209,10 +212,9 @@ ATTEND = """
 """
 
 ADD_UP = """
-    const int query_head = threadgroup_position_in_grid.x;
-    const int row = threadgroup_position_in_grid.y;
-    const int num_splits = parts_shape[2];
-    const size_t place = static_cast<size_t>(row) * parts_shape[1] + query_head;
+    const size_t place = threadgroup_position_in_grid.x;  // a token of a row's query head
+    const int query_head = place / parts_shape[2] % parts_shape[1];
+    const int num_splits = parts_shape[3];
     float highest = -1e30f;
     for (int split = 0; split < num_splits; ++split) {
       const float top = weights[2 * (place * num_splits + split)];

@@ -50,7 +50,7 @@ class Prompts:
         self._seen = seen
         self._deterministic = deterministic
         self._states: dict[int, PromptState] = {}  # by slot
-        self._to_draft: list[tuple[PrefillRow, mx.array]] = []
+        self._to_draft: list[tuple[PrefillRow, mx.array | None]] = []
         self.scores = PromptScores(loaded.vocab_size, admitted)
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Prompts:
         """What a row holds that several tokens are to be run of at once."""
         self._states[slot] = held
 
-    def take_to_draft(self) -> list[tuple[PrefillRow, mx.array]]:
+    def take_to_draft(self) -> list[tuple[PrefillRow, mx.array | None]]:
         """Rows that sampled and are to have drafts, and what each sampled from: [1, 1, hidden]."""
         found, self._to_draft = self._to_draft, []
         return found
@@ -190,8 +190,8 @@ class Prompts:
     ) -> None:
         """`hidden` [rows, 1, n]: what the head read; None where that is not known."""
         if chunk.num_drafts:
-            assert hidden is not None, "this model's hidden vectors are not known"
-            self._to_draft.append((chunk, hidden[row : row + 1]))
+            own = None if hidden is None else hidden[row : row + 1]
+            self._to_draft.append((chunk, own))
         if self._admitted[chunk.slot].embeds:
             assert hidden is not None, "this model's hidden vectors are not known"
             step.read_hidden(chunk.slot, hidden[row, 0])

@@ -111,4 +111,4 @@ class RowArrays:
             for shape, dtype in zip(shapes, cache.dtypes, strict=True)
         ]
         kept = kept_shapes(cache, self.max_depth) if cache.is_state else []
-        return found + [mx.zeros((num_lines, *shape)) for shape in kept]
+        return found + [mx.zeros((num_lines, *shape), cache.dtypes[0]) for shape in kept]

@@ -23,10 +23,10 @@ from pippin.backends.mlx.attention.decode_step import (
 from pippin.backends.mlx.attention.latent_kv import LatentKV
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.attention.table_kv import DraftsShape, TableRowKV, TableShape
+from pippin.backends.mlx.attention.table_kv import TableRowKV, TableShape
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.recurrent.draft_states import DraftStates
+from pippin.backends.mlx.recurrent.draft_states import DraftStates, Replay
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
 
@@ -37,7 +37,6 @@ WithHidden = Callable[[mx.array, list[Any]], tuple[mx.array, mx.array | None]]
 _VIEWS: dict[type[MainsShape], type[RowKV]] = {
     PackedShape: PackedRowKV,
     TableShape: TableRowKV,
-    DraftsShape: TableRowKV,
     CohortsShape: RowKV,
 }
 
@@ -79,29 +78,39 @@ class DecodeForward:
         # steps until Python's cycle collector runs.
         step, layout = DecodeStep(self._layout, shape, tree), self._layout
         kv = [_view(step, layout.caches[i], place) for place, i in enumerate(layout.kv_indices)]
+        replay = _replay(layout, tree)
         states = [
-            _state_view(tree, layout.caches[i], entries)
+            _state_view(replay, layout.caches[i], entries)
             for i, entries in zip(layout.state_indices, tree["states"], strict=True)
         ]
         of_kind = {False: iter(kv), True: iter(states)}
         caches = layout.nest([next(of_kind[cache.is_state]) for cache in layout.caches])
         hidden = None
-        if isinstance(shape.mains, DraftsShape) and self._with_hidden is not None:
+        if shape.drafts is not None and self._with_hidden is not None:
             logits, hidden = self._with_hidden(tree["tokens"], caches)
         else:
             logits = self._forward(tree["tokens"], caches)
         tails = [(view.tail[0], view.tail[1]) for view in kv]
-        if isinstance(shape.mains, DraftsShape):
+        if shape.drafts is not None:
             found = [] if hidden is None else [hidden]
-            entries = [view.entries() if shape.mains.keeps else view.cache for view in states]
+            entries = [view.entries() if shape.drafts.keeps else view.cache for view in states]
             return logits, tails, [list(held) for held in entries], found
         return logits[:, -1], tails, [list(view.cache) for view in states], []
 
 
-def _state_view(tree: Tree, cache: LayerCache, entries: Sequence[mx.array]) -> Any:
+def _replay(layout: Layout, tree: Tree) -> Replay | None:
+    """Of a step that keeps drafts, or runs some that were kept."""
+    if "counts" not in tree or not layout.state_indices:
+        return None
+    first = layout.caches[layout.state_indices[0]]
+    num_kept = tree["states"][0][len(first.shapes)].shape[1]
+    return Replay(tree["counts"], num_kept, tree["tokens"].shape[1])
+
+
+def _state_view(replay: Replay | None, cache: LayerCache, entries: Sequence[mx.array]) -> Any:
     """What a recurrent layer sees."""
-    if "counts" in tree:
-        return DraftStates(cache, entries, tree["counts"])
+    if replay is not None:
+        return DraftStates(cache, entries, replay)
     view: Any = ArraysCache(size=len(entries))
     view.cache = list(entries)
     return view

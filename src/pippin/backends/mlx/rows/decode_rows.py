@@ -44,9 +44,12 @@ class DecodeRows:
 
     def _reset(self) -> None:
         self.cursor = 0  # the tail column that the next step writes
-        make = CohortMains if self._paths.kernel is None else PackedMains
-        self.mains: Mains = make(self.layout, self.spare, self._paths)
+        self.mains = self._make_mains()
         self._per_row = RowArrays(self.layout, self._max_depth)
+
+    def _make_mains(self) -> Mains:
+        make = CohortMains if self._paths.kernel is None else PackedMains
+        return make(self.layout, self.spare, self._paths)
 
     @property
     def width(self) -> int:

@@ -13,8 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.mlx.drafts.draft_model import DraftModel
 from pippin.backends.mlx.drafts.draft_rows import DraftRows, VerifyStep, find_draft_layers
-from pippin.backends.mlx.drafts.mtp_drafter import MTPDrafter, Ran
+from pippin.backends.mlx.drafts.drafter import Ran, StepDrafter
+from pippin.backends.mlx.drafts.model_drafter import ModelDrafter
 from pippin.backends.mlx.drafts.verifier import Verifier
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.captures import Captures
@@ -60,24 +62,35 @@ class Decodes:
         self.max_depth = 0 if isinstance(layers, str) else max_depth
         self.future_map = FutureMap(num_slots, max_depth=self.max_depth, debug=debug)
         self._verifier = Verifier(sampler, self.future_map, admitted)
-        self.drafter: MTPDrafter | None = None
-        if loaded.mtp_head is not None and self.max_depth:
-            self.drafter = MTPDrafter(
+        self.drafter: StepDrafter | None = None
+        if self.max_depth and loaded.draft is not None:
+            model = DraftModel(loaded.draft, loaded.vocab_size)
+            self.drafter = ModelDrafter(model, sampler, self.future_map, admitted, self.max_depth)
+        elif self.max_depth and loaded.mtp_head is not None:
+            self.drafter = StepDrafter(
                 loaded.mtp_head, sampler, self.future_map, admitted, self.max_depth
             )
         self.forward = DecodeForward(
             loaded.layout,
             loaded.forward,
             compiled=compiled,
-            with_hidden=None if self.drafter is None else loaded.forward_with_hidden,
+            with_hidden=loaded.forward_with_hidden if self._reads_hidden else None,
         )
         self.rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self.shared_rows = self._make_rows()
 
+    @property
+    def _reads_hidden(self) -> bool:
+        return self.drafter is not None and not isinstance(self.drafter, ModelDrafter)
+
     def _make_rows(self) -> DecodeRows:
         if self.max_depth:
             return DraftRows(
-                self._loaded.layout, self._draft_layers, self.future_map, self.max_depth
+                self._loaded.layout,
+                self._draft_layers,
+                self.future_map,
+                self.max_depth,
+                self._loaded.attention,
             )
         return DecodeRows(self._loaded.layout, self._loaded.attention)
 
@@ -87,7 +100,7 @@ class Decodes:
 
     def arrays(self) -> list[mx.array]:
         rows = {id(own): own for own in (self.shared_rows, *self.rows.values())}
-        drafting = [] if self.drafter is None else self.drafter.arrays()
+        drafting = [] if self.drafter is None else self.drafter.rings.arrays()
         return [array for own in rows.values() for array in own.arrays()] + drafting
 
     def clear(self) -> None:
@@ -148,6 +161,8 @@ class Decodes:
                 step.keep(self._captures.of_decode(decode, rows))
 
     def _verify(self, step: MLXPending, rows: DraftRows, decodes: Sequence[DecodeRow]) -> None:
+        if self.drafter is not None:
+            self.drafter.prepare(decodes, lambda row: not rows.num_unsure(row.slot))
         ran, unsure = rows.verify(decodes, self.forward)
         self._note_forward(step, rows)
         logits = ran.logits[:, 0]
@@ -160,7 +175,10 @@ class Decodes:
         else:
             tokens, counts = self._verifier.verify(step, rows, decodes, ran, unsure)
         if self.drafter is not None:
-            self._draft(step, ran, tokens, counts, num_drafts)
+            if tokens is None or counts is None or not (num_drafts or self.drafter.reads_on):
+                self.drafter.pass_over(decodes)
+            else:
+                self._draft(step, ran, tokens, counts, num_drafts)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 index = rows.rows[decode.slot].index
@@ -171,32 +189,23 @@ class Decodes:
         self,
         step: MLXPending,
         ran: VerifyStep,
-        tokens: mx.array | None,
-        counts: mx.array | None,
+        tokens: mx.array,
+        counts: mx.array,
         num_drafts: int,
     ) -> None:
         """For the next steps of these rows, of what this one sampled."""
         assert self.drafter is not None
-        if not num_drafts or tokens is None or counts is None:
-            for slot in ran.slots[ran.slots > 0].tolist():
-                self.drafter.forget(slot)
-            return
-        (hidden,) = ran.hidden
+        hidden = ran.hidden[0] if ran.hidden else None
         found = Ran(ran.slots, ran.least, ran.num_unsure, ran.lengths, hidden, tokens, counts)
         step.written += self.drafter.draft(found, num_drafts)
 
-    def draft_first(self, step: MLXPending, rows: Sequence[tuple[PrefillRow, mx.array]]) -> None:
+    def draft_first(
+        self, step: MLXPending, rows: Sequence[tuple[PrefillRow, mx.array | None]]
+    ) -> None:
         """For slots whose first token was sampled, from a hidden vector [1, 1, hidden] each."""
-        if not rows:
-            return
-        assert self.drafter is not None, "this backend says that it drafts nothing"
-        slots = np.array([row.slot for row, _ in rows], dtype=np.int32)
-        least = np.array([row.end - 1 for row, _ in rows], dtype=np.int32)
-        hidden = mx.concatenate([vector for _, vector in rows])
-        tokens = self.future_map.tokens[mx.array(slots)][:, None]
-        counts = mx.zeros((len(rows),), mx.int32)
-        found = Ran(slots, least, 0, mx.array(least), hidden, tokens, counts)
-        step.written += self.drafter.draft(found, max(row.num_drafts for row, _ in rows))
+        if rows:
+            assert self.drafter is not None, "this backend says that it drafts nothing"
+            step.written += self.drafter.draft_first(rows)
 
     def _add_to_sample(
         self,

@@ -24,7 +24,13 @@ from pippin.backends.sampling.batches import (
     SampleBatch,
 )
 from pippin.backends.sampling.rules import FAR, Draw
-from pippin.backends.sampling.sampler import MAX_TOP_LOGPROBS, Logprobs, Sampler
+from pippin.backends.sampling.sampler import (
+    ANY_NUMBER,
+    MAX_TOP_LOGPROBS,
+    Logprobs,
+    Sampler,
+    SampleRow,
+)
 
 BEYOND_FAR = FAR * 100
 
@@ -68,6 +74,12 @@ class MLXSampler(Sampler[mx.array]):
         forbidden = ~mx.array(masks.view(np.uint32))[:, :, None] & bits  # 0, or some power of two
         forbidden = forbidden.astype(mx.float32).reshape(len(masks), -1)[:, : x.shape[-1]]
         return x.astype(mx.float32) - forbidden * BEYOND_FAR
+
+    def draw_places(self, logits: mx.array, slots: Sequence[int], keys: mx.array) -> mx.array:
+        """int32 [n] of logits [n, V], as the requests of these slots choose without biases, with
+        noise of `keys` uint32 [n, 2]."""
+        batch = self._batch([SampleRow(slot, ANY_NUMBER) for slot in slots])
+        return self._draw(logits, batch, keys)
 
     def _draw(self, x: mx.array, batch: SampleBatch[mx.array], keys: Any) -> mx.array:
         ours = None if self._safe else operations("choose")

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.draft_texts import is_drafted
 from pippin.backends.torch.drafts.entries import Entries
 from pippin.backends.torch.drafts.mtp_drafter import MtpDrafter
-from pippin.backends.torch.drafts.row_drafts import RowDrafts, is_drafted
+from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 

@@ -15,14 +15,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from pippin.backends.draft_texts import LENGTH, NUM_FIRST
 from pippin.backends.torch.drafts.entries import ChooseDrafts, Entered, Entries
 from pippin.backends.torch.drafts.ring import DraftRing, ring_bytes
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix
-
-LENGTH = 512  # tokens of a row whose keys are kept,
-NUM_FIRST = 4  # of these the first ones
-
 
 # What a model's head reads of tokens [n], mixed by the caller: [n, hidden].
 RunLayers = Callable[[Decoder, torch.Tensor, Mix], torch.Tensor]

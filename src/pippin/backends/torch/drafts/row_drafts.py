@@ -12,18 +12,12 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.draft_texts import Row, is_drafted
 from pippin.backends.torch.drafts.entries import Entered, Entries, StepDrafter
 from pippin.backends.torch.plain.accept import noise_words
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.verify.batch import TakenRows, VerifyBatch
-
-Row = DecodeRow | PrefillRow
-
-
-def is_drafted(row: Row) -> bool:
-    """Its next token is known when the step has run; what a grammar masks is sampled later."""
-    return row.samples and not row.masked
 
 
 class RowDrafts(ABC):

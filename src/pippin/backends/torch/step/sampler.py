@@ -10,11 +10,15 @@ import torch
 from pippin.backends.masks import WORD_BITS
 from pippin.backends.sampling.batches import BiasEdits, DrawGroup, PenaltyGroup, RowSubset, Send
 from pippin.backends.sampling.rules import FAR, Draw
-from pippin.backends.sampling.sampler import MAX_TOP_LOGPROBS, Logprobs, Sampler, SampleRow
+from pippin.backends.sampling.sampler import (
+    ANY_NUMBER,
+    MAX_TOP_LOGPROBS,
+    Logprobs,
+    Sampler,
+    SampleRow,
+)
 from pippin.backends.torch.step.filters import LeastInTopP, dropped_tokens, least_in_top_p
 from pippin.backends.torch.step.noise import add_gumbel_noise
-
-ANY_NUMBER = 1 << 40  # of a token of a reply: beyond every min_tokens
 
 
 class TorchSampler(Sampler[torch.Tensor]):

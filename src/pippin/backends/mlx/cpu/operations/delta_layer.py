@@ -7,18 +7,17 @@ The same arithmetic as mlx-lm's layer, token by token; any other call goes to ml
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
 from pippin.backends.mlx.cpu.operations.bindings import Operations, are_float32, operations
 from pippin.backends.mlx.recurrent.blocks import BLOCK_TOKENS
 from pippin.backends.mlx.recurrent.calls import calls_are_recorded
 from pippin.backends.mlx.recurrent.draft_states import DraftStates
+from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
 from pippin.backends.mlx.recurrent.taps import (
     block_states_are_tapped,
     conv_inputs_are_tapped,
@@ -27,8 +26,8 @@ from pippin.backends.mlx.recurrent.taps import (
 )
 
 
-class OneOperationDeltaNet(GatedDeltaNet):
-    """mlx-lm's layer, made over in place by `use_one_operation`."""
+class OneOperationDeltaNet(ReplayedDeltaNet):
+    """Made over in place by `use_one_operation`."""
 
     def __call__(
         self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None
@@ -69,7 +68,7 @@ class OneOperationDeltaNet(GatedDeltaNet):
         qkv, z = self.in_proj_qkv(inputs), self.in_proj_z(inputs)
         b, a = self.in_proj_b(inputs), self.in_proj_a(inputs)
         out, cache[0], cache[1], *kept = ours.draft_layer(
-            (qkv, z, b, a, cache[0], cache[1], *self._weights, *cache.kept, cache.counts),
+            (qkv, z, b, a, cache[0], cache[1], *self._weights, *cache.kept, cache.replay.counts),
             k_heads=(self.num_k_heads, self.head_k_dim),
             eps=self.norm.eps,
         )
@@ -81,7 +80,8 @@ class OneOperationDeltaNet(GatedDeltaNet):
         """A state's entries after the first `num_kept` int32 [rows] of the drafts kept in them."""
         conv_state, state, qkv, b, a = entries
         ours = operations("delta_layer")
-        assert ours is not None, "what keeps drafts is this operation's sibling"
+        if ours is None or not are_float32(*entries):
+            return super().folded(entries, num_kept)
         z = mx.zeros((*qkv.shape[:2], self.num_v_heads * self.head_v_dim))
         _, conv_state, states = ours.delta_layer(
             (qkv, z, b, a, conv_state, state, *self._weights, num_kept),
@@ -107,22 +107,12 @@ class OneOperationDeltaNet(GatedDeltaNet):
 
 
 def use_one_operation(model: Module) -> None:
-    """Make every layer over that has the form which the operation knows; after its convolution."""
+    """Make every layer over that has the form which the operation knows; after `use_replay`."""
     for _, part in model.named_modules():
-        if type(part) is not GatedDeltaNet or "bias" in part.conv1d:
+        if type(part) is not ReplayedDeltaNet:
             continue
         weights = (part.conv1d.weight, part.A_log, part.dt_bias, part.norm.weight)
         products = (part.in_proj_qkv, part.in_proj_z, part.in_proj_b, part.in_proj_a)
         scales = [p.get("scales", p.weight) for p in products]  # of quantized ones
         if are_float32(*weights, *scales) and part.num_v_heads % part.num_k_heads == 0:
             part.__class__ = OneOperationDeltaNet
-
-
-def delta_layers(model: Module, layers: Sequence[int]) -> list[OneOperationDeltaNet] | None:
-    """The recurrent part of each of these layers; None unless all have one that takes drafts."""
-    found: dict[int, OneOperationDeltaNet] = {}
-    for name, part in model.named_modules():
-        number = re.search(r"\blayers\.(\d+)\.", name)
-        if number is not None and isinstance(part, OneOperationDeltaNet):
-            found[int(number[1])] = part
-    return [found[layer] for layer in layers] if found.keys() >= set(layers) else None

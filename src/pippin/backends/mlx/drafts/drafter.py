@@ -1,0 +1,236 @@
+"""Drafts in the launch of the step before, by whatever reads tokens. Knows no plans and no weights.
+
+A step's tokens are fed to the reader: those of accepted drafts, and the one behind them. What it
+makes of the last gives the first draft, and a draft gives the next, with the noise that the model
+itself will have there. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
+from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
+from pippin.backends.mlx.step.future_map import FutureMap
+from pippin.backends.mlx.step.pending import MLXPending
+from pippin.backends.mlx.step.sampler import MLXSampler
+from pippin.backends.sampling.noise import noise_keys
+from pippin.backends.sampling.rules import Draw
+
+Choose = Callable[[mx.array, mx.array], mx.array]
+# As `StepDrafter._run` has them.
+Entries = tuple[mx.array | None, mx.array, mx.array, mx.array]
+
+
+class Reader(Protocol):
+    """An MTP head, or a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def ring_shape(self, max_depth: int) -> RingShape:
+        """`max_depth`: drafts of a row."""
+        ...
+
+    def read(
+        self,
+        hidden: mx.array | None,  # [rows, n, hidden]: before each token, where it is known
+        tokens: mx.array,  # int32 [rows, n]
+        caches: Sequence[RingKV],
+        at: mx.array,  # int32 [rows]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Behind the token `at` of each row: logits [rows, ids], and [rows, 1, hidden]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Tokens that rows got in a step, and what they were sampled from. By line."""
+
+    slots: np.ndarray  # int32 [width]; 0: no row
+    least: np.ndarray  # int32 [width]: tokens that the row held before the step, at least
+    num_unsure: int  # no row held more than this many beyond that
+    lengths: mx.array  # int32 [width]: as the device has them
+    hidden: mx.array | None  # [width, n, hidden]: of the input token and of drafts behind it
+    tokens: mx.array  # int32 [width, n]: sampled behind these
+    counts: mx.array  # int32 [width]: of these how many are behind accepted drafts
+
+
+class StepDrafter:
+    """By an MTP head, which is fed what a step sampled and nothing before that."""
+
+    reads_on = False  # whether steps that leave no drafts feed it too
+
+    def __init__(
+        self,
+        reader: Reader,
+        sampler: MLXSampler,
+        future_map: FutureMap,
+        admitted: Mapping[int, Admit],
+        max_depth: int,
+    ) -> None:
+        self._reader = reader
+        self._sampler = sampler
+        self._future_map = future_map
+        self._admitted = admitted
+        self._shape = reader.ring_shape(max_depth)
+        self._most_tokens = 1 + max_depth  # of a row in a step
+        self.rings = SlotRings(self._shape)
+        # In one graph where one operation chooses for all rows, however they do.
+        self._compiled = mx.compile(self._run_chosen) if operations("choose") else None
+
+    @property
+    def row_bytes(self) -> int:
+        return self._shape.nbytes
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step is about to run."""
+
+    def prepare(self, rows: Sequence[DecodeRow], is_exact: Callable[[DecodeRow], bool]) -> None:
+        """It is about to run these; `is_exact`: the position of a row is."""
+
+    def pass_over(self, rows: Sequence[DecodeRow]) -> None:
+        """It has run these, and feeds nothing of them."""
+        for row in rows:
+            self.rings.forget(row.slot)
+
+    def note_sampled(self, step: MLXPending) -> None:
+        """All rows of a step have been launched."""
+
+    def forget(self, slot: int) -> None:
+        """It ended, or its row is another's now."""
+        self.rings.forget(slot)
+
+    def draft_first(self, rows: Sequence[tuple[PrefillRow, mx.array | None]]) -> list[mx.array]:
+        """For slots whose first token was sampled, from a hidden vector [1, 1, hidden] each."""
+        vectors = [vector for _, vector in rows if vector is not None]
+        assert len(vectors) == len(rows), "this model's hidden vectors are not known"
+        slots = np.array([row.slot for row, _ in rows], dtype=np.int32)
+        least = np.array([row.end - 1 for row, _ in rows], dtype=np.int32)
+        tokens = self._future_map.tokens[mx.array(slots)][:, None]
+        counts = mx.zeros((len(rows),), mx.int32)
+        hidden = mx.concatenate(vectors)
+        ran = Ran(slots, least, 0, mx.array(least), hidden, tokens, counts)
+        return self.draft(ran, max(row.num_drafts for row, _ in rows))
+
+    def draft(self, ran: Ran, num_drafts: int) -> list[mx.array]:
+        """Feed the tokens, and leave drafts for the next step of each row; all that was written."""
+        rings = self.rings.joined(ran.slots.tolist(), ran.lengths)
+        entries = (ran.hidden, ran.tokens, ran.counts, ran.lengths - rings.starts)
+        return self._run_rows(ran.slots, rings, entries, self._noise(ran, num_drafts))
+
+    def _run_rows(
+        self,
+        rows: np.ndarray,  # int32 [width]: their slots
+        rings: Rings,
+        entries: Entries,
+        noise: mx.array,
+    ) -> list[mx.array]:
+        slots, num_tokens = rows.tolist(), entries[1].shape[1]
+        if self._compiled is not None and num_tokens <= self._most_tokens:
+            found = self._compiled(*entries, rings.kv, self._choices(slots), noise)
+        else:  # a text that it missed is of any length: no graph is worth keeping
+            found = self._run(
+                *entries,
+                rings.kv,
+                noise,
+                lambda logits, keys: self._sampler.draw_places(logits, slots, keys),
+            )
+        drafts, kv = found
+        after = Rings(kv, rings.starts)
+        self.rings.keep(slots, after)
+        if noise.shape[1]:
+            self._future_map.stash_drafts(rows, drafts)
+        return [drafts, *after.arrays(), *self._future_map.arrays()]
+
+    # ---- one step --------------------------------------------------------------------------
+
+    def _run_chosen(
+        self,
+        hidden: mx.array | None,
+        tokens: mx.array,
+        counts: mx.array,
+        first: mx.array,
+        kv: Sequence[Any],
+        choices: mx.array,
+        noise: mx.array,
+    ) -> tuple[mx.array, list[Any]]:
+        ours = operations("choose")
+        assert ours is not None, "rows choose by this operation, or each in their way"
+        return self._run(
+            hidden,
+            tokens,
+            counts,
+            first,
+            kv,
+            noise,
+            lambda logits, keys: ours.choose(logits.astype(mx.float32), choices, keys),
+        )
+
+    def _run(
+        self,
+        hidden: mx.array | None,
+        tokens: mx.array,
+        counts: mx.array,
+        first: mx.array,  # int32 [rows]: the place of the first token
+        kv: Sequence[Any],
+        noise: mx.array,
+        choose: Choose,
+    ) -> tuple[mx.array, list[Any]]:
+        """int32 [width, as many as there is noise for], and the rings after them."""
+        shape, num_drafts = self._shape, noise.shape[1]
+        views = [RingKV((k, v), layer) for (k, v), layer in zip(kv, shape.layers, strict=True)]
+
+        def read(
+            step: RingStep, hidden: mx.array | None, tokens: mx.array, at: mx.array
+        ) -> tuple[mx.array, mx.array | None]:
+            for view in views:
+                view.step = step
+            return self._reader.read(hidden, tokens, views, at)
+
+        numbers = mx.arange(tokens.shape[1])[None]
+        newest = (first + counts)[:, None]
+        kept = None if tokens.shape[1] == 1 else numbers <= counts[:, None]
+        step = RingStep(shape, first[:, None] + numbers, newest, kept)
+        logits, last = read(step, hidden, tokens, counts)
+        drafts: list[mx.array] = []
+        for number in range(num_drafts):
+            drafts.append(choose(logits, noise[:, number]))
+            if number + 1 < num_drafts:
+                newest = newest + 1
+                step = RingStep(shape, newest, newest)
+                logits, last = read(step, last, drafts[-1][:, None], mx.zeros_like(counts))
+        found = mx.stack(drafts, axis=1) if drafts else mx.zeros((len(tokens), 0), mx.int32)
+        return found, [(view.keys, view.values) for view in views]
+
+    def _choices(self, slots: Sequence[int]) -> mx.array:
+        """float32 [width, 4]: as rows choose their tokens."""
+        states = [self._sampler.of(slot) for slot in slots]
+        return mx.array([state.choice(self._reader.vocab_size) for state in states], mx.float32)
+
+    def _noise(self, ran: Ran, num_drafts: int) -> mx.array:
+        """uint32 [width, drafts, 2]: that of the tokens which the drafts are guesses of."""
+        slots = ran.slots.tolist()
+        states = [self._sampler.of(slot) for slot in slots]
+        vocab_size = self._reader.vocab_size
+        if all(state.draw(vocab_size) is Draw.GREEDY for state in states):
+            return mx.zeros((len(slots), num_drafts, 2), mx.uint32)
+        num_candidates = ran.num_unsure + ran.tokens.shape[1] - 1 + num_drafts
+        prompts = [len(self._admitted[slot].prompt) if slot else 0 for slot in slots]
+        numbers = ran.least + 2 - np.array(prompts)  # of the first draft behind the first token
+        streams = np.array([state.stream for state in states], dtype=np.uint64)
+        table = noise_keys(
+            np.repeat(streams, num_candidates),
+            (numbers[:, None] + np.arange(num_candidates)).reshape(-1).tolist(),
+        )
+        place = mx.clip(
+            ran.lengths - mx.array(ran.least) + ran.counts, 0, num_candidates - num_drafts
+        )
+        place = place + mx.arange(len(slots)) * num_candidates
+        return mx.array(table)[place[:, None] + mx.arange(num_drafts)]
