@@ -148,6 +148,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "service": set(),
     "switching": {"messages", "engine.engine_client"},
+    "deploy": {
+        *("config", "api", "engine.engine_client", "startup.launch"),
+        *("startup.memory_remedy", "startup.resolve", "startup.supervised_engine"),
+    },
     "supervision": {
         "messages",
         "config",
@@ -164,6 +168,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 FOREIGN = {
     **dict.fromkeys(["mlx", "mlx_lm"], "backends.mlx"),
     **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),
+    "ray": "deploy",
 }
 EXEMPT = {"terminal.doctor", "bench.in_process.ceilings"}
 
@@ -223,7 +228,7 @@ def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
 
 
 SERVER_ONLY = (
-    *("api", "bench", "cli", "offline", "service", "startup", "supervision", "terminal"),
+    *("api", "bench", "cli", "deploy", "offline", "service", "startup", "supervision", "terminal"),
     *("engine.engine_client", "engine.watchers"),
 )
 

@@ -47,6 +47,11 @@ app.command(
     help="Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
 )
 app.command(
+    "pippin.cli.deploy_commands:deploy",
+    name="deploy",
+    help="Run several engines on a cluster.",
+)
+app.command(
     "pippin.cli.bench:bench",
     name="bench",
     help="Measure the speed of a model, of a server or of the prefix cache; compare with mlx-lm.",

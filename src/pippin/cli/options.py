@@ -95,7 +95,7 @@ def takes_config(
             for parameter in read_by_settings:
                 given.pop(parameter.name, None)
             parts = {
-                name: _without_headings(name, given.pop(name)) for name in sections if name in given
+                name: without_headings(name, given.pop(name)) for name in sections if name in given
             }
             rest = [value for name in further for value in given.pop(name, ())]
             command(Config(**parts), *rest, **given)
@@ -141,7 +141,7 @@ def _with_headings(section: type) -> type:
     return type(section.__name__, (section,), {"__annotations__": annotations})
 
 
-def _without_headings(name: str, given: Any) -> Any:
+def without_headings(name: str, given: Any) -> Any:
     """The section itself: cyclopts, and pydantic where it is imported, make the class above."""
     section = SECTIONS[name]
     return section(**{field.name: getattr(given, field.name) for field in fields(section)})

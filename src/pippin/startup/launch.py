@@ -184,6 +184,11 @@ async def _serve(configs: Sequence[Config], shared: Config, listener: socket.soc
 
 async def _open(entrance: Entrance, config: Config, supervised: SupervisedEngine) -> None:
     """Accept requests when the model is loaded."""
+    entrance.open(await load_app(config, supervised))
+
+
+async def load_app(config: Config, supervised: SupervisedEngine) -> Application:
+    """The app of a resolved config, when the model is loaded."""
     text = await asyncio.to_thread(
         TextBundle.load,
         Path(config.model.model),
@@ -194,7 +199,7 @@ async def _open(entrance: Entrance, config: Config, supervised: SupervisedEngine
     model = _model_info(config, ready)
     server = with_batch_running(config.server, ready.num_slots)
     models = ServedModels.of_one(supervised.engine, text, model, server, config.limits)
-    entrance.open(create_app(models, server, config.limits))
+    return create_app(models, server, config.limits)
 
 
 async def _open_on_demand(entrance: Entrance, source: OnDemandModels) -> None:

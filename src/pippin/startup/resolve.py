@@ -13,7 +13,7 @@ from platformdirs import user_state_path
 from pippin.api.http.keys import read_key_file
 from pippin.backends.nvidia import compute_capability
 from pippin.backends.torch.config import read_config, read_shape, suit_kernels
-from pippin.config import BackendName, Config, EngineConfig
+from pippin.config import BackendName, Config, EngineConfig, ServerConfig
 from pippin.errors import LoadError
 from pippin.startup.draft_model import resolve_draft_model
 from pippin.startup.find_checkpoint import find_checkpoint, model_name
@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 def resolve(config: Config) -> Config:
     """Every "auto" that can be decided without the device; the model as a directory."""
-    model, server = config.model, config.server
-    keys = _keys_in(server.api_key_file)
+    model, server = config.model, with_keys(config.server)
     path = find_checkpoint(model)
     served_name = server.served_name or model_name(model)
     return dataclasses.replace(
@@ -42,9 +41,16 @@ def resolve(config: Config) -> Config:
             server,
             served_name=served_name,
             batch_dir=server.batch_dir or str(_batch_dir(served_name)),
-            api_key=(*server.api_key, *keys),
-            admin_key=(*server.admin_key, *_keys_in(server.admin_key_file)),
         ),
+    )
+
+
+def with_keys(server: ServerConfig) -> ServerConfig:
+    """Also those in files."""
+    return dataclasses.replace(
+        server,
+        api_key=(*server.api_key, *_keys_in(server.api_key_file)),
+        admin_key=(*server.admin_key, *_keys_in(server.admin_key_file)),
     )
 
 

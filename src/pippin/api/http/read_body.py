@@ -19,6 +19,11 @@ BROWSERS_HEADERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "co
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:
     """The body of a request, which is JSON whatever a program's Content-Type says."""
     _check_media_type(request)
+    return await read_bytes(request, limits)
+
+
+async def read_bytes(request: Request, limits: LimitsConfig) -> bytes:
+    """A body of any type."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > limits.max_body_bytes:
         raise _too_large(f"{int(declared):,} bytes", limits)

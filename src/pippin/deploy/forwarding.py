@@ -1,0 +1,128 @@
+"""HTTP requests and responses as values that pass between processes. Knows no Ray.
+
+ingress                              replica
+Ingress   ── ForwardedRequest ──▶    respond(app, request)
+          ◀── ASGI messages ───
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pippin.api.http.access_control import separates_owners
+from pippin.api.http.http_errors import error_response
+from pippin.api.http.keys import key_in, known_keys
+from pippin.api.http.read_body import read_bytes
+from pippin.api.http.request_log import RequestLog
+from pippin.api.http.workers import Workers
+from pippin.config import LimitsConfig, ServerConfig
+from pippin.deploy.prompt_text import prompt_text
+from pippin.errors import PippinError
+
+KEPT = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
+KEPT_LISTS = ("headers", "client", "server")
+DISCONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class ForwardedRequest:
+    scope: dict[str, Any]
+    body: bytes
+    prompt: str  # Ray's router reads an attribute of this name
+
+    @classmethod
+    def of(cls, scope: Scope, body: bytes, prompt: str) -> ForwardedRequest:
+        plain: dict[str, Any] = {name: scope[name] for name in KEPT if name in scope}
+        plain |= {name: scope[name] and list(scope[name]) for name in KEPT_LISTS if name in scope}
+        return cls(plain, body, prompt)
+
+    def new_scope(self) -> Scope:
+        headers = [(bytes(name), bytes(value)) for name, value in self.scope["headers"]]
+        return {"type": "http", "asgi": {"version": "3.0"}, **self.scope, "headers": headers}
+
+
+Forward = Callable[[ForwardedRequest], AsyncIterator[Message]]
+
+
+class Ingress:
+    """An ASGI app: reads a request within its limits and sends it to the replica of its prefix."""
+
+    def __init__(self, server: ServerConfig, limits: LimitsConfig, forward: Forward) -> None:
+        self._keys = known_keys(server) if server.api_key else None
+        self._separates = separates_owners(server)
+        self._limits = limits
+        self._forward = forward
+        self._workers = Workers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _answer_lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        request = Request(scope, receive)
+        try:
+            body, prompt = await self._read(request)
+        except PippinError as error:
+            await RequestLog(error_response(error))(scope, receive, send)
+            return
+        except ClientDisconnect:
+            return
+        async for message in self._forward(ForwardedRequest.of(scope, body, prompt)):
+            await send(message)
+
+    async def _read(self, request: Request) -> tuple[bytes, str]:
+        """Nothing of a request without a key: the replica refuses it by its headers."""
+        owner = b""
+        if self._keys is not None:
+            found = self._keys.owner(key_in(request.headers))
+            if found is None:
+                return b"", ""
+            owner = found if self._separates else b""
+        body = await read_bytes(request, self._limits)
+        prompt = await self._workers.run(prompt_text, body) if body else ""
+        return body, owner.hex() + prompt if prompt else ""
+
+
+async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+    """What an app sends. Closing the generator is a disconnect of the client."""
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    disconnected = asyncio.Event()
+    requests = [request.body]
+
+    async def receive() -> Message:
+        if requests:
+            return {"type": "http.request", "body": requests.pop(), "more_body": False}
+        await disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [tuple(pair) for pair in message["headers"]]}
+        sent.put_nowait(message)
+
+    running = asyncio.ensure_future(app(request.new_scope(), receive, send))
+    running.add_done_callback(lambda _: sent.put_nowait(None))
+    try:
+        while (message := await sent.get()) is not None:
+            yield message
+        running.result()
+    finally:
+        disconnected.set()
+        await asyncio.wait((running,), timeout=DISCONNECT_SECONDS)
+        running.cancel()  # unless it is done
+
+
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        event = await receive()
+        await send({"type": f"{event['type']}.complete"})
+        if event["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,169 @@
+"""What is deployed: the options of `pippin serve`, and how many replicas of it. Knows no Ray.
+
+model = "Qwen/Qwen3.5-0.8B"     options of `pippin serve`, as in pippin.toml
+[ray]                           replicas, and what each of them reserves
+[prefill]                       engines that compute prompts for the others
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pippin.config import Config, PeersConfig
+from pippin.config.checks import check_at_least
+from pippin.errors import ConfigError
+
+# A replica's own: a second one on the machine could not use it.
+OF_ONE_SERVER = {
+    "cache_dir": "engine",
+    **dict.fromkeys(("kv_events", "kv_events_replay", "step_log", "trace"), "server"),
+}
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    name: str = "pippin"
+    """Name of the application in Ray Serve."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    """Ray Serve starts and stops replicas between these, by the number of their requests."""
+
+    target_ongoing_requests: float = 16
+    """Requests of a replica, running or in its queue, that more replicas are started above."""
+
+    max_ongoing_requests: int = 256
+    """Requests of a replica above which further ones wait in the ingress."""
+
+    max_imbalance: float = 16
+    """By how many requests replicas may differ before load decides in place of the prefix."""
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    """What Ray reserves for each replica."""
+
+    ingress_replicas: int = 1
+    """Processes that receive HTTP requests from Ray's proxies and choose a replica for each."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, min_replicas=1, max_ongoing_requests=1, max_imbalance=0)
+        check_at_least(self, num_cpus=0, num_gpus=0, ingress_replicas=1)
+        if not self.name or "#" in self.name:
+            raise ConfigError(f"name is {self.name!r}: use a name without #")
+        if self.max_replicas < self.min_replicas:
+            raise ConfigError(
+                f"max_replicas is {self.max_replicas}, less than min_replicas "
+                f"{self.min_replicas}: raise it"
+            )
+        if not self.target_ongoing_requests > 0:
+            raise ConfigError(
+                f"target_ongoing_requests must be more than 0, got {self.target_ongoing_requests}"
+            )
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    replicas: int = 1
+    port: int = 7000
+    """Port of the first one; each further one has the next."""
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(self, replicas=1, num_cpus=0, num_gpus=0)
+        if not 0 < self.port <= 65536 - self.replicas:
+            raise ConfigError(
+                f"port is {self.port}: {self.replicas} prefill replicas need ports between 1 and "
+                "65535"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config = field(default_factory=Config)
+    ray: RayConfig = field(default_factory=RayConfig)
+    prefill: PrefillConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.config.peers.role != "alone":
+            raise ConfigError(
+                f"role is {self.config.peers.role}: a deployment chooses roles and addresses by "
+                "itself; remove role, peer and peer-listen, and add a section [prefill]"
+            )
+        if self.config.server.keep_alive is not None:
+            raise ConfigError(
+                f"keep_alive is {self.config.server.keep_alive!r}: a replica keeps its model "
+                "loaded; remove it"
+            )
+        if self.config.server.port == 0:
+            raise ConfigError("port is 0: Ray's proxies need a port that clients know")
+        if self.has_several:
+            for option, section in OF_ONE_SERVER.items():
+                value = getattr(getattr(self.config, section), option)
+                if value is not None:
+                    raise ConfigError(
+                        f"{option} is {value!r} and there may be several replicas on a machine, "
+                        "which cannot share it: remove it"
+                    )
+        if self.prefill is not None:  # what its replicas would refuse is refused here
+            self.prefill_config(0, "192.0.2.1")
+            self.decode_config((self.peer_address(0, "192.0.2.1"),))
+
+    @property
+    def has_several(self) -> bool:
+        return self.ray.max_replicas > 1 or self.prefill is not None
+
+    @property
+    def replica_config(self) -> Config:
+        """Several replicas store no responses and no batches: a client's next request may reach
+        another one."""
+        if not self.has_several:
+            return self.config
+        server = dataclasses.replace(self.config.server, stored_responses=0, batch_bytes=0)
+        return dataclasses.replace(self.config, server=server)
+
+    def peer_address(self, rank: int, machine: str) -> str:
+        """Of a prefill replica. Without a secret and a certificate, on its machine alone."""
+        assert self.prefill is not None
+        port = self.prefill.port + rank
+        if self.config.peers.peer_secret_file is None:
+            return f"tcp://127.0.0.1:{port}"
+        return f"tls://{f'[{machine}]' if ':' in machine else machine}:{port}"
+
+    def prefill_config(self, rank: int, machine: str) -> Config:
+        address = self.peer_address(rank, machine)
+        return self._with_peers(role="prefill", peer_listen=address)
+
+    def decode_config(self, addresses: tuple[str, ...]) -> Config:
+        return self._with_peers(role="decode", peer=addresses, peer_cert=None, peer_key=None)
+
+    def _with_peers(self, **changes: Any) -> Config:
+        peers: PeersConfig = dataclasses.replace(self.config.peers, **changes)
+        return dataclasses.replace(self.replica_config, peers=peers)
+
+    def to_builtins(self) -> dict[str, Any]:
+        """For a Serve config file, without what is as by default."""
+        return _differing(self, Plan())
+
+    @classmethod
+    def from_builtins(cls, table: dict[str, Any]) -> Plan:
+        return msgspec.convert(table, cls)
+
+
+def _differing(value: Any, default: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from a default one's, as JSON has them."""
+    found: dict[str, Any] = {}
+    for entry in dataclasses.fields(value):
+        mine, theirs = getattr(value, entry.name), getattr(default, entry.name)
+        if mine == theirs:
+            continue
+        if dataclasses.is_dataclass(mine):
+            found[entry.name] = _differing(mine, theirs or PrefillConfig())
+        else:
+            found[entry.name] = msgspec.to_builtins(mine)
+    return found
