@@ -227,6 +227,14 @@ def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
             assert within(name, home), f"{name} imports {imported}"
 
 
+def test_torchs_compiler_is_not_imported_at_a_start() -> None:
+    """It takes 5 seconds; what leads to it is not easily seen."""
+    leading = ("torch._dynamo", "torch._inductor", "torch.compiler", "torch.nn.attention")
+    for path in FILES:
+        for imported in imports(path):
+            assert not any(within(imported, name) for name in leading), (path, imported)
+
+
 SERVER_ONLY = (
     *("api", "bench", "cli", "deploy", "offline", "service", "startup", "supervision", "terminal"),
     *("engine.engine_client", "engine.watchers"),

@@ -19,6 +19,8 @@ from scripted_engine import ScriptedEngine, say, serving
 from pippin.api.dialects.responses import items as response_items
 from pippin.api.dialects.responses.items import messages_of, read_items
 from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
+from pippin.api.http import freed_memory
+from pippin.api.http.workers import NUM_THREADS
 from pippin.api.requests import bounds
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.json_scan import check_json_size
@@ -390,9 +392,11 @@ def test_user_messages_in_a_row_are_joined_where_a_template_wants_one() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_glibc_uses_one_arena_and_takes_its_thresholds() -> None:
+def test_glibc_has_an_arena_for_each_thread_and_takes_its_thresholds() -> None:
+    """With fewer, threads that tokenize wait for each other at every allocation."""
     code = "from pippin.api.http import freed_memory as f; print(f.return_freed_memory())"
     assert run_python(code) == "True"
+    assert freed_memory._SETTINGS[freed_memory._ARENA_MAX] == 1 + NUM_THREADS
 
 
 def test_the_documentation_lists_every_bound() -> None:

@@ -123,6 +123,14 @@ def test_within_50_mixed_steps_chunks_are_what_any_costs_allow_and_the_gap_is_ke
         assert longest <= (1.05 + 6 * noise) * max(load.max_gap, smallest), (seed, load, chunks)
 
 
+def test_where_only_shorter_chunks_can_explore_few_do_though_noise_leaves_costs_unsure() -> None:
+    """Each costs a prompt a forward more."""
+    load = Load(Device(0.0012, 1e-5, 0.003, 5.2e-6), num_streams=8, num_prompts=1, max_gap=0.2)
+    chunks = mixed_steps(Pace(8192), load, 600, partial(noisy, random.Random(5), 0.05))[200:]
+    shorter = [tokens for tokens in chunks if tokens < 0.7 * median(chunks)]
+    assert len(shorter) < len(chunks) // 20
+
+
 def test_chunks_of_one_size_predict_no_other_size() -> None:
     """They do not show what a forward costs and what its tokens do; a second size does."""
     device = Device(0.004, 0.0, 0.040, 1.7e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,17 @@ def test_sampling_defaults_follow_the_checkpoint(tmp_path: Path) -> None:
     path.write_text(json.dumps({"top_p": "high"}))
     with pytest.raises(LoadError, match="top_p"):
         SamplingDefaults.load(tmp_path)
+
+
+@pytest.mark.parametrize("encode", [Tokenizer.encode, Tokenizer.encode_rendered])
+def test_other_threads_run_while_a_text_is_encoded(
+    encode: Callable[[Tokenizer, str], object],
+) -> None:
+    """A server's event loop among them: with Python's lock held there is one turn, or two."""
+    tokenizer, turns = Tokenizer.load(BUNDLED_PATH), 0
+    thread = threading.Thread(target=encode, args=(tokenizer, "a fox and a crow " * 15_000))
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.001)
+        turns += 1
+    assert turns > 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -80,6 +81,8 @@ def loaded_loop(backend: TorchBackend, memory: str = "24GB", host_cache: str | N
     """As an engine is when `/health` says ready."""
     loop = make_loop(backend, memory, host_cache, NUM_SLOTS)
     loop.warm_up.run_at_load(lambda _: None)
+    gc.collect()
+    gc.freeze()
     return loop
 
 

@@ -38,8 +38,12 @@ class GrammarCompiler:
         self._refused: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest of the grammar
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
 
+    def start_loading(self) -> None:
+        """Build the vocabulary, in a thread. `compile` reports a failure."""
+        self._loading()
+
     def load(self) -> None:
-        """Build the vocabulary now: no other thread runs meanwhile. `compile` reports a failure."""
+        """Return when the vocabulary is built."""
         wait([self._loading()])
 
     def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,8 @@ def build_loop(
         prover.start()  # it is ready by the time the model is
     is_given = backend is not None
     backend = backend or load_backend(config, progress)
+    if stays:
+        gc.freeze()  # what a load leaves is no garbage, and no collection need look at it
     try:
         capacity_bytes = _capacity_bytes(config.engine, backend)
     except LoadError:

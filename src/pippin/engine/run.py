@@ -133,6 +133,7 @@ def main() -> int:
     configure_logging(spec.config.server.log_format)
     if spec.config.model.backend == "mlx":
         keep_torch_out()
+    gc.disable()  # while it loads: a collection over a library's objects takes half a second
     serving = threading.Event()
     channel = Channel(spec)  # first: `leave_with_server` removes its sockets
     threading.Thread(target=leave_with_server, args=(spec, channel, serving), daemon=True).start()
@@ -142,9 +143,9 @@ def main() -> int:
         trace_file = TraceFile(Path(server.trace)) if server.trace is not None else None
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
         loop.scheduler.metrics.log = log
-        if loop.scheduler.compiler is not None:
-            channel.send(Loading("the vocabulary, for grammars"))
-            loop.scheduler.compiler.load()
+        compiler = loop.scheduler.compiler
+        if compiler is not None:
+            compiler.start_loading()
         listener = listen(spec.config, loop, channel.deliver)
         announcer = announce(server, loop.scheduler)
     except PippinError as error:
@@ -157,9 +158,13 @@ def main() -> int:
         channel.close()
         return 1
     loop.warm_up.run_at_load(lambda stage: channel.send(Loading(stage)))
+    if compiler is not None:
+        channel.send(Loading("the vocabulary, for grammars"))
+        compiler.load()
     # A full collection over all that loading made takes a tenth of a second: every stream stops.
     gc.collect()
     gc.freeze()
+    gc.enable()
     model = loop.backend.spec
     speculation = loop.scheduler.speculation
     takes_predictions = speculation is not None and speculation.drafter is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ import tokenizers
 
 from pippin.errors import LoadError
 from pippin.text.spelling import find_spelling
+
+# Batches are of one text: it is encoded by the thread that asks, and no others are started.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
@@ -88,7 +92,9 @@ class Tokenizer:
         return self._spelling is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Other threads run meanwhile: `encode` of one text would hold Python's lock."""
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def special_prefix(self) -> list[int]:
         """Tokens that it puts before every text, such as a start mark."""
@@ -107,7 +113,7 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> Encoded:
         """Tokens of a rendered chat, which already holds its special tokens."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
         return Encoded(encoding.ids, [end for _, end in encoding.offsets])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -106,3 +106,11 @@ def test_a_device_that_is_lost_in_a_capture_is_not_used_again() -> None:
     doubling = Doubling(Lost())
     with pytest.raises(DeviceFailed):
         doubling.run(1)
+
+
+def test_a_size_is_launched_once_before_all_its_ways_to_choose_are_captured() -> None:
+    recorder = RunAgain()
+    doubling = Doubling(recorder)
+    assert doubling.prepare(3)
+    assert len(doubling.steps.graphs) == len(Choice)
+    assert len(doubling.ran) == 1 + len(Choice)

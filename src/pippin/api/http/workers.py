@@ -14,12 +14,14 @@ from typing import TypeVar
 T = TypeVar("T")
 LARGE_BYTES = 256_000
 SMALL_BYTES = 8_000  # decoded faster than a thread is reached
+NUM_SMALL, NUM_LARGE = 4, 1  # threads, by the size of the bodies that they read
+NUM_THREADS = NUM_SMALL + NUM_LARGE
 
 
 class Workers:
     def __init__(self) -> None:
-        self._small = ThreadPoolExecutor(4, thread_name_prefix="prepare")
-        self._large = ThreadPoolExecutor(1, thread_name_prefix="prepare-large")
+        self._small = ThreadPoolExecutor(NUM_SMALL, thread_name_prefix="prepare")
+        self._large = ThreadPoolExecutor(NUM_LARGE, thread_name_prefix="prepare-large")
 
     async def run(self, work: Callable[[bytes], T], body: bytes) -> T:
         pool = self._large if len(body) > LARGE_BYTES else self._small

@@ -14,17 +14,19 @@ from pippin.types import GRID
 
 STEP_STRETCH = 2.4  # a step with prompts may take this many times a decode-only step,
 LONGEST_STRETCH = 3.9  # and up to this many the more prompts wait for each stream that runs
-SMOOTH_STEP = 0.010  # seconds: no reader notices steps that take no longer, whatever others take
+SMOOTH_STEP = 0.010  # seconds: no reader notices steps that take no longer, whatever others take,
+CROWDED_STEP = 0.040  # and up to these are accepted the more prompts wait for each stream
 SMALLEST_CHUNK = GRID // 2
 CHUNK_STEP = GRID // 4  # beside streams chunks are multiples of this, short ones of half of it
 LONGER = 1.5  # what chunks this many times as long would take is to be known,
-CHUNKS_BETWEEN_EXPLORING = 3  # and until it is, one in so many explores:
+CHUNKS_BETWEEN_EXPLORING = 3  # and until it is, one in so many explores;
+MOST_BETWEEN_EXPLORING = 48  # twice as rarely each time, where only shorter ones can:
 LEAST_CONTRAST = 1.1  # it is at least this many times as long, or half as long,
 MAX_GROWTH = 2.0  # and at most this many times as long
 STEPS_BETWEEN_RESTS = 32  # a step without prompts now and then tells the two costs apart,
 LONGEST_SAVED = 0.055  # seconds of prompts to save up for: streams wait for all of it at once
 MAX_SAVING_STEPS = 32  # without prompts, before a forward that streams cannot pay for runs anyway
-STEPS_BEFORE_REST = 4  # and so many after the number of streams has changed
+STEPS_BEFORE_REST = 8  # and so many after the number of streams has changed
 
 
 @dataclass
@@ -33,17 +35,17 @@ class Pace:
 
     Without running streams a step takes `prefill_tokens`. With them there are two bounds. Prompts
     may take so much time that a step becomes `STEP_STRETCH` times as long, more where many wait
-    and few run, and `SMOOTH_STEP` where the device is that fast; and no step is planned to take
-    longer than `max_gap`, unless the smallest chunk does. A forward of a few tokens holds streams
-    up almost as long as one of many: where that time does not pay for a productive one, it is saved
-    up over steps without prompts.
+    and few run; where the device is that fast, a step takes `SMOOTH_STEP`, and up to `CROWDED_STEP`
+    in a burst. And no step is planned to take longer than `max_gap`, unless the smallest chunk
+    does. A forward of a few tokens holds streams up almost as long as one of many: where that time
+    does not pay for a productive one, it is saved up over steps without prompts.
 
         tokens dominate (CPUs):       |d pp|d pp|d pp|d pp|
         forwards dominate (GPUs):     |d|d|d|d|d|d pppppppp|d|d|d|d|
 
     Chunks of one size do not show what a forward costs and what its tokens do. So long as steps
-    have not shown what longer chunks would take, every other chunk explores: it is longer, as far
-    as it stays within the gap even if tokens are all that costs, or shorter.
+    have not shown what longer chunks would take, a chunk now and then explores: it is longer, as
+    far as it stays within the gap even if tokens are all that costs, or shorter.
     """
 
     prefill_tokens: int
@@ -52,7 +54,8 @@ class Pace:
     costs: CostModel = field(default_factory=CostModel)
     _num_mixed: int = STEPS_BETWEEN_RESTS  # steps since streams last had one to themselves
     _credit: float = math.inf  # seconds that prompts may take
-    _num_guessed: int = 0  # chunks; what longer ones would have taken was a guess
+    _num_guessed: int = 0  # chunks since one explored; what longer ones would take was a guess
+    _between_exploring: int = CHUNKS_BETWEEN_EXPLORING
     _explored_up: bool = False  # the last chunk that explored was a longer one
 
     def budget(self, num_streams: int, num_prompts: int = 1, num_drafts: int = 0) -> int:
@@ -71,7 +74,9 @@ class Pace:
             return min(GRID, self.prefill_tokens)
         decode = self.costs.decode_seconds(num_streams, num_drafts)
         stretch = min(STEP_STRETCH * (1.0 + num_prompts / num_streams), LONGEST_STRETCH)
-        smooth = min(SMOOTH_STEP, self.max_gap) - decode
+        crowd = min((num_prompts - 1) / num_streams, 1.0)
+        accepted = SMOOTH_STEP + (CROWDED_STEP - SMOOTH_STEP) * crowd
+        smooth = min(accepted, self.max_gap) - decode
         income = max((stretch - 1.0) * decode, smooth)
         smallest = min(SMALLEST_CHUNK, self.prefill_tokens)
         most = max(self._within(self.max_gap - decode), smallest)
@@ -145,12 +150,15 @@ class Pace:
         if more == tokens or self.costs.predicts(num_streams, more):
             return tokens
         self._num_guessed += 1
-        if self._num_guessed % CHUNKS_BETWEEN_EXPLORING:
+        if self._num_guessed < self._between_exploring:
             return tokens
+        self._num_guessed = 0
         longest = max(self.costs.prefill_seconds(tokens), longest)
         longer = min(self._safe(tokens, min(seconds, longest)), self.prefill_tokens)
         shorter = max(tokens // 2, min(CHUNK_STEP, tokens))
         can_grow = longer >= LEAST_CONTRAST * tokens
+        rarer = min(2 * self._between_exploring, MOST_BETWEEN_EXPLORING)
+        self._between_exploring = CHUNKS_BETWEEN_EXPLORING if can_grow else rarer
         self._explored_up = can_grow and not (self._explored_up and shorter < tokens)
         return longer if self._explored_up else shorter
 

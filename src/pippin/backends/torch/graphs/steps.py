@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -84,28 +85,33 @@ class CapturedSteps(Generic[Size]):
 
     def prepare(self, size: Size) -> bool:
         """Captures a size if there is time. Whether captures work."""
-        for choice in self._choices if not self.busy else ():
-            self._capture(size, choice)
+        if not self.busy:
+            self._capture(size, self._choices)
         return self.works
 
     def run(self, size: Size, words: np.ndarray, choice: Choice) -> Ran:
         """words, int32: in one copy, without waiting. What it returns lasts until the next run."""
         if not self.busy:
-            self._capture(size, choice)
+            self._capture(size, (choice,))
         sent = self._send(words)
         if (graph := self.graphs.get((size, choice))) is None:
             return self._run(size, choice, sent)
         graph.replay()
         return graph.result
 
-    def _capture(self, size: Size, choice: Choice) -> None:
-        key = (size, choice)
-        if key in self.graphs or self._recorder is None or not self.works:
+    def _capture(self, size: Size, choices: Sequence[Choice]) -> None:
+        missing = [choice for choice in choices if (size, choice) not in self.graphs]
+        if not missing or self._recorder is None or not self.works:
             return
         try:
             words = self._send(self._padding(size))
-            self._run(size, choice, words)  # it may compile kernels, which a capture must not
-            self.graphs[key] = self._recorder.record(lambda: self._run(size, choice, words))
+            forwarded = self._forward(size, words)  # it may compile kernels, captures must not
+            for choice in missing:
+                self._chosen(forwarded, choice)
+            del forwarded
+            for choice in missing:
+                run = partial(self._run, size, choice, words)
+                self.graphs[size, choice] = self._recorder.record(run)
         except DeviceFailed:
             raise
         except Exception as error:  # of any kind from a driver: it can be launched
@@ -113,7 +119,10 @@ class CapturedSteps(Generic[Size]):
             logger.warning("%s are not captured: %s", self._name, error, exc_info=error)
 
     def _run(self, size: Size, choice: Choice, words: torch.Tensor) -> Ran:
-        logits, inputs, *hidden = self._forward(size, words)
+        return self._chosen(self._forward(size, words), choice)
+
+    def _chosen(self, forwarded: Forwarded, choice: Choice) -> Ran:
+        logits, inputs, *hidden = forwarded
         drawn = self._choose(logits, inputs, self._future, choice)
         is_left = choice is Choice.LOGITS
         return Ran(drawn, self._logits[: len(logits)].copy_(logits) if is_left else None, *hidden)

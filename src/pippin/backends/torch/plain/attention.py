@@ -9,11 +9,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 
 from pippin.backends.torch.models.attention_layer import Scoring
 
-if torch.cuda.is_available():  # it imports torch's compiler, which takes seconds
-    from torch.nn.attention.bias import causal_lower_right
+LOWER_RIGHT = 2  # of the efficient kernel's masks
+FLASH_CHANNELS = 8  # those of a head are a multiple
 
 
 def attend_rows(
@@ -52,11 +57,14 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, scoring: Scoring) -> torch.Tensor
     num_new, num_seen = len(q), len(kv)
     if scoring.window and num_seen > scoring.window:
         return _softmax(q, kv, _banded(num_new, num_seen, scoring.window, q.device), scoring)
-    square = num_new == num_seen
-    if square and num_new > 1 and _is_torchs(scoring):
-        return _torchs(q, kv, None, scoring, is_causal=True)
-    mask = None if num_new == 1 else _lower_right(num_new, num_seen, q.device, scoring)
-    return _softmax(q, kv, mask, scoring)
+    if num_new == 1:
+        return _softmax(q, kv, None, scoring)
+    if _is_torchs(scoring):
+        if num_new == num_seen:
+            return _torchs(q, kv, None, scoring, is_causal=True)
+        if (fused := _fused_lower_right(q, kv, scoring.scale)) is not None:
+            return fused
+    return _softmax(q, kv, _lower_right(num_new, num_seen, q.device), scoring)
 
 
 def _is_torchs(scoring: Scoring) -> bool:
@@ -105,12 +113,41 @@ def _torchs(
     return y[0].transpose(0, 1)
 
 
-def _lower_right(
-    num_new: int, num_seen: int, device: torch.device, scoring: Scoring
-) -> torch.Tensor:
-    """Causal, with the last token seeing everything. As a bias where that is a fused kernel."""
-    if device.type == "cuda" and _is_torchs(scoring):
-        return causal_lower_right(num_new, num_seen)
+def _fused_lower_right(q: torch.Tensor, kv: torch.Tensor, scale: float) -> torch.Tensor | None:
+    """Causal, with the last token seeing everything, without a mask; None if no kernel can.
+
+    As `causal_lower_right` of torch.nn.attention.bias does it, whose import brings torch's
+    compiler: seconds of every start.
+    """
+    if q.device.type != "cuda":
+        return None
+    k, v = kv.permute(1, 2, 0, 3)[:, None]
+    q = q.transpose(0, 1)[None]
+    params = SDPAParams(q, k, v, None, 0.0, False, True)
+    if q.shape[-1] % FLASH_CHANNELS == 0 and can_use_flash_attention(params):
+        y = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal=True, return_debug_mask=False, scale=scale
+        )[0]
+        return y[0].transpose(0, 1)
+    if can_use_efficient_attention(params):
+        y = torch.ops.aten._efficient_attention_forward(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            bias=None,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            max_seqlen_q=None,
+            max_seqlen_k=None,
+            dropout_p=0.0,
+            custom_mask_type=LOWER_RIGHT,
+            compute_log_sumexp=False,
+            scale=scale,
+            seqlen_k=None,
+        )[0]
+        return y[0]
+    return None
+
+
+def _lower_right(num_new: int, num_seen: int, device: torch.device) -> torch.Tensor:
     ones = torch.ones(num_new, num_seen, dtype=torch.bool, device=device)
     return ones.tril(num_seen - num_new)
 

@@ -77,8 +77,9 @@ class CellPool:
         freed = cells[self._refs[cells] == 0]
         if not len(freed):
             return
-        slabs, counts = np.unique(freed // self._per_slab, return_counts=True)
-        for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
+        counts = np.bincount(freed // self._per_slab)
+        slabs = np.flatnonzero(counts)
+        for slab, count in zip(slabs.tolist(), counts[slabs].tolist(), strict=True):
             self._used[slab] -= count
             if slab != self._emptied:
                 self._num_gaps += count
@@ -109,10 +110,10 @@ class CellPool:
                 del self._holders[slab]
 
     def _slabs_of(self, cells: np.ndarray) -> list[int]:
+        """Cells of one slab mostly follow each other: each run of them counts once."""
         slabs = cells // self._per_slab
-        few = slabs[:1] if (slabs == slabs[:1]).all() else np.unique(slabs)
-        found: list[int] = few.tolist()
-        return found
+        begins = np.flatnonzero(slabs[1:] != slabs[:-1]) + 1
+        return list(dict.fromkeys([*slabs[:1].tolist(), *slabs[begins].tolist()]))
 
     @property
     def is_emptying(self) -> bool:
