@@ -18,6 +18,7 @@ from pippin.config import ModelConfig, ServerConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILES = ("Dockerfile", "Dockerfile.cuda")
+FOLDERS = ("base", "gpu", "routed", "routed/replica-1", "routed/replica-2")
 ENGINE_STOP_S = 10  # docs/operations/reliability.md: 8.7 s, and another second
 
 
@@ -139,6 +140,26 @@ def test_kubernetes_probes_routes_of_the_server_and_its_command_parses(
     assert status(served, notes["prometheus.io/path"], key) == 200
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_router_in_kubernetes_reaches_each_server_by_a_name_that_it_allows(number: int) -> None:
+    router = container("kubernetes/routed/router.yaml")
+    *options, first, second = router["args"]
+    assert options == COMPOSE["router"]["command"][:-2]
+    name = (first, second)[number - 1].removeprefix("http://")
+    replica = load(f"kubernetes/routed/replica-{number}/kustomization.yaml")
+    service = load("kubernetes/base/service.yaml")
+    served = f"{service['metadata']['name']}{replica['nameSuffix']}"
+    assert name == f"{served}:{service['spec']['ports'][0]['port']}"
+    (patch,) = replica["patches"]
+    added = yaml.safe_load(patch["patch"])
+    assert [change["value"] for change in added] == ["--allowed-host", served]
+    assert patch["target"]["name"] == load("kubernetes/base/deployment.yaml")["metadata"]["name"]
+    mount = next(one for one in router["volumeMounts"] if one["name"] == "api-key")
+    assert f"$(head -n 1 {mount['mountPath']})" in (DEPLOY / "Dockerfile.router").read_text()
+    key = load("kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]["volumes"][-1]
+    assert load("kubernetes/routed/router.yaml")["spec"]["template"]["spec"]["volumes"][-1] == key
+
+
 def test_no_variable_of_a_kubernetes_service_is_read_as_an_option() -> None:
     """A Service named pippin would set PIPPIN_PORT=tcp://10.0.0.1:8000 in each container."""
     assert load("kubernetes/base/service.yaml")["metadata"]["name"] == "pippin"
@@ -161,12 +182,10 @@ def test_files_that_are_mounted_or_built_from_exist() -> None:
         if "build" in service:
             built = service["build"]
             assert (DEPLOY / built["context"] / built["dockerfile"]).is_file()
-    for folder in ("base", "gpu"):
+    for folder in FOLDERS:
         kustomization = load(f"kubernetes/{folder}/kustomization.yaml")
-        named = [
-            *kustomization["resources"],
-            *(p["path"] for p in kustomization.get("patches", ())),
-        ]
+        patches = kustomization.get("patches", ())
+        named = [*kustomization["resources"], *(p["path"] for p in patches if "path" in p)]
         assert [n for n in named if not (DEPLOY / "kubernetes" / folder / n).exists()] == []
 
 
@@ -174,8 +193,8 @@ def test_every_image_has_a_version_and_ours_is_this_one() -> None:
     images = [service["image"] for service in COMPOSE.values()] + [SERVER["image"]]
     for dockerfile in DEPLOY.glob("Dockerfile*"):
         images += re.findall(r"^FROM (\S+)", dockerfile.read_text(), re.MULTILINE)
-    for folder in ("base", "gpu"):
-        changed = load(f"kubernetes/{folder}/kustomization.yaml")["images"]
+    for folder in FOLDERS:
+        changed = load(f"kubernetes/{folder}/kustomization.yaml").get("images", ())
         images += [f"{image['newName']}:{image['newTag']}" for image in changed]
     assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+", image)] == []
     ours = {image for image in images if image.startswith("pippin:")}
