@@ -6,6 +6,7 @@ import math
 
 from pippin.errors import ConfigError
 
+MAX_PARTS = 1000
 MEMORY_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -35,6 +36,16 @@ def parse_memory(text: str) -> int | float:
             f'memory must be an amount such as "6GB" or a fraction such as "0.7", got {text!r}'
         )
     return int(value * MEMORY_UNITS[unit])
+
+
+def split_amount(text: str) -> tuple[str, int]:
+    """An amount, and by how many it is divided: "6GB/2"."""
+    amount, slash, parts = text.partition("/")
+    if slash and not (parts.isdecimal() and 1 <= int(parts) <= MAX_PARTS):
+        raise ConfigError(
+            f'memory can be divided by a number from 1 to {MAX_PARTS}, as "6GB/2", got {text!r}'
+        )
+    return amount, int(parts) if slash else 1
 
 
 def show_bytes(nbytes: int) -> str:

@@ -142,6 +142,14 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
     error: str | None = None
 
 
+class RestorablePrefixes(msgspec.Struct, tag="prefixes", frozen=True):
+    """What changed of the prefixes that the engine can restore, by the hash of their last block."""
+
+    stored: list[int] = []
+    removed: list[int] = []
+    cleared: bool = False  # there is none now
+
+
 class FeedMessage(msgspec.Struct, tag="feed", frozen=True):
     """A message of the feed, as clients receive it (`engine/events/schema.py`).
 
@@ -154,6 +162,5 @@ class FeedMessage(msgspec.Struct, tag="feed", frozen=True):
 
 Question = FlushCache | GetStatus | GetCounters | GetNode
 ToEngine = Submit | Abort | Finish | Question | Watch | Unwatch | Shutdown
-FromEngine = (
-    Started | Compiled | TokenBatch | FeedMessage | Alive | Ready | Loading | Failed | Answer
-)
+Delivered = TokenBatch | Started | Compiled | Answer | FeedMessage | RestorablePrefixes
+FromEngine = Delivered | Alive | Ready | Loading | Failed

@@ -108,6 +108,7 @@ class ScriptedEngine:
         self._scripts = scripts
         self.submits: list[Submit] = []
         self.aborted: list[str] = []
+        self.num_restarts = 0
         self.finished: list[str] = []
         self.reason: str | None = None
         self.state: dict[str, Any] = {"running": 0}  # what `status` tells
@@ -155,12 +156,15 @@ class ScriptedEngine:
     async def flush_cache(self) -> dict[str, Any]:
         return {"freed_bytes": 0}
 
-    async def watch(self) -> AsyncGenerator[WatchEvent, None]:
+    async def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
         for event in self.events:
             yield event
 
-    async def node(self, node: int) -> dict[str, Any]:
-        return self.nodes.get(node, {})
+    async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
+        return self.nodes.get(node, {}) if replica == 0 else {}
+
+    def restart(self) -> None:
+        self.num_restarts += 1
 
 
 class _Switchboard:

@@ -193,6 +193,20 @@ def test_the_model_is_described_without_paths() -> None:
     assert info["max_model_len"] == MODEL.max_len
 
 
+def test_replicas_are_restarted_on_request() -> None:
+    engine = ScriptedEngine()
+    response = fetch("POST", "/restart_replicas", engine)
+    assert (response.status_code, response.json()) == (202, {"status": "restarting"})
+    assert engine.num_restarts == 1
+
+
+@pytest.mark.parametrize("path", ["/events", "/events/node/1"])
+@pytest.mark.parametrize("given", ["x", "-1", "1.0", "", "99999", "١"])
+def test_a_replica_is_given_by_its_number(path: str, given: str) -> None:
+    refused = fetch("GET", f"{path}?replica={given}")
+    assert_openai_error(refused, 400, "use a number, from 0 on")
+
+
 def test_routers_read_where_kv_events_are_published() -> None:
     info = fetch("GET", "/server_info").json()
     assert fetch("GET", "/get_server_info").json() == info
@@ -204,3 +218,8 @@ def test_routers_read_where_kv_events_are_published() -> None:
     assert events["endpoint_host"] == "*"
     assert (events["endpoint_port_base"], events["block_size"]) == (5557, 64)
     assert events["topic"] == "kv-events"
+    assert events["dp_size"] == 1
+    config = ServerConfig(kv_events="tcp://*:5557", replicas=3)
+    with serving(ScriptedEngine(say("Hi.")), config) as url:
+        info = httpx.get(f"{url}/server_info").json()
+    assert info["dp_size"] == info["kv_events"]["dp_size"] == 3

@@ -53,7 +53,9 @@ def exported() -> dict[str, Metric]:
     with serving(engine) as url:
         body = {"model": "stories", "prompt": "Hi."}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
-        return families(httpx.get(f"{url}/metrics").text)
+        alone = families(httpx.get(f"{url}/metrics").text)
+        engine.numbers |= {"replicas": [engine.numbers]}
+        return families(httpx.get(f"{url}/metrics").text) | alone
 
 
 def test_the_documented_fields_of_status_are_those_it_has() -> None:

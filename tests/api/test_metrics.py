@@ -84,6 +84,29 @@ def test_the_engines_numbers_are_exported() -> None:
         assert f"pippin_prefix_cache_evictions_total/{component}" in found
 
 
+def test_numbers_of_several_engines_have_the_number_of_their_replica() -> None:
+    engine = engine_after_a_run()
+    alone = set(samples_of(engine))
+    numbers = engine.numbers
+    engine.numbers = numbers | {"replicas": [numbers, None, numbers]}
+    found = samples_of(engine)
+    assert found["pippin_generation_tokens_total/0"] == found["pippin_generation_tokens_total/2"]
+    assert "pippin_generation_tokens_total/1" not in found
+    assert [found[f"pippin_replica_up/{number}"] for number in range(3)] == [1, 0, 1]
+    assert found["pippin_engine_up"] == 1
+    assert "pippin_prefix_cache_bytes/attention/0" in found
+    assert not any("replica" in name for name in alone)
+    with serving(engine) as url:
+        modern = httpx.get(f"{url}/metrics", headers={"accept": OPENMETRICS}).text
+    names = [family.name for family in read_openmetrics(modern)]
+    assert len(names) == len(set(names)), "a family is exported once"
+
+
+def samples_of(engine: ScriptedEngine) -> dict[str, float]:
+    with serving(engine) as url:
+        return scrape(url)
+
+
 def test_both_formats_of_prometheus_hold_the_same_families() -> None:
     engine = engine_after_a_run(say("Hi."))
     with serving(engine) as url:

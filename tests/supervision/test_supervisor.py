@@ -45,8 +45,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
     started: list[EngineProcess] = []
 
     class NotedProcess(EngineProcess):
-        def __init__(self, config: Config) -> None:
-            super().__init__(config)
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
             started.append(self)
 
     monkeypatch.setattr(supervisor_module, "EngineProcess", NotedProcess)

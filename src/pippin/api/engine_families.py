@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+REPLICA = "replica"
 TIERS = ("host", "disk", "peer")  # of the prefix cache, below the device's memory
 
 
@@ -141,6 +142,24 @@ def _numbers(table: str) -> list[_Number]:
     rows = zip(lines[::2], lines[1::2], strict=True)
     named = [(*row.split(" = "), help.strip()) for row, help in rows]
     return [_Number(name, path.split("."), help) for name, path, help in named]
+
+
+def replica_families(replicas: Sequence[dict[str, Any] | None]) -> Iterator[Metric]:
+    """The same of several engines, each sample with the number of its replica."""
+    up = GaugeMetricFamily(
+        "pippin_replica_up", "1 if the engine of this replica is running.", labels=[REPLICA]
+    )
+    families: dict[str, Metric] = {}
+    for number, counters in enumerate(replicas):
+        label = {REPLICA: str(number)}
+        up.add_metric([str(number)], counters is not None)
+        for family in engine_families(counters) if counters is not None else ():
+            merged = Metric(family.name, family.documentation, family.type)
+            families.setdefault(family.name, merged).samples += [
+                sample._replace(labels=label | sample.labels) for sample in family.samples
+            ]
+    yield up
+    yield from families.values()
 
 
 def engine_families(counters: dict[str, Any]) -> Iterator[Metric]:

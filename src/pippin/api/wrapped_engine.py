@@ -43,8 +43,11 @@ class WrappedEngine:
     async def flush_cache(self) -> dict[str, Any]:
         return await self._engine.flush_cache()
 
-    def watch(self) -> AsyncGenerator[WatchEvent, None]:
-        return self._engine.watch()
+    def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
+        return self._engine.watch(replica)
 
-    async def node(self, node: int) -> dict[str, Any]:
-        return await self._engine.node(node)
+    async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
+        return await self._engine.node(node, replica)
+
+    def restart(self) -> None:
+        self._engine.restart()

@@ -49,7 +49,10 @@ _FIELDS: dict[str, tuple[str, str]] = {
         "max_body_bytes max_choices max_stops max_logit_bias max_schema_bytes max_connections "
         "header_timeout body_timeout idle_timeout send_timeout",
     ),
-    "Engine process": ("drain_timeout", "engine_timeout heartbeat_timeout engine_restarts"),
+    "Engine process": (
+        "replicas devices drain_timeout",
+        "engine_timeout heartbeat_timeout engine_restarts",
+    ),
 }
 HEADINGS = {name: Group(name, sort_key=n) for n, name in enumerate(_FIELDS)}
 GROUP_OF = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pippin.amounts import parse_bytes, parse_memory
+from pippin.amounts import parse_bytes, parse_memory, split_amount
 from pippin.config.checks import check_at_least
 from pippin.errors import ConfigError
 
@@ -63,7 +63,8 @@ class EngineConfig:
     memory: str = "auto"
     """Memory budget for weights, KV cache, recurrent states and temporary buffers: an amount
     ("6GB") or a fraction of the device's memory ("0.7"). `auto`: a fraction that depends on the
-    device, which `pippin doctor` prints."""
+    device, which `pippin doctor` prints. A number after a slash divides it: auto/2 is half of that,
+    for two servers on one device."""
 
     host_cache: str | None = None
     """Host memory for cached prefixes that were evicted from GPU memory ("32GB"), pinned at start.
@@ -115,8 +116,8 @@ class EngineConfig:
                 "speculate and safe exclude each other: drafts are verified by operations of "
                 "Pippin's own; remove --speculate or --safe"
             )
-        if self.memory != "auto":
-            parse_memory(self.memory)
+        if (amount := split_amount(self.memory)[0]) != "auto":
+            parse_memory(amount)
         if (self.cache_dir is None) != (self.disk is None):
             raise ConfigError(
                 "cache_dir and disk require each other: give --cache-dir, the directory, and "

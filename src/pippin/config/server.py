@@ -12,6 +12,8 @@ from pippin.errors import ConfigError
 
 # A site, or every origin of a scheme that no web site has.
 CORS_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*]+|(?!https?:)[a-z][a-z0-9+.-]*://\*")
+DEVICE = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[0-9a-zA-Z/-]{1,100}")
+MAX_REPLICAS = 64
 EVENT_ADDRESS = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s/:*\[\]]+):(\d{1,5})")
 
 
@@ -165,6 +167,15 @@ class ServerConfig:
     It then accepts no new requests until its replies have ended and the other model had its turn.
     Replies are never cut."""
 
+    replicas: int = 1
+    """Number of engine processes that serve the model. Each request is sent to the one that can
+    restore the most of its prompt, less its load. --memory, --host-cache and --disk are divided
+    between them, and so are CPU threads."""
+
+    devices: str | None = None
+    """NVIDIA GPUs for engine processes, one for each: numbers or UUIDs separated by commas, such as
+    0,1. A GPU that is given twice is shared by two. Default: all replicas use the same device."""
+
     engine_restarts: int = 5
     """Maximum number of engine restarts in a row without a finished request between them. After one
     more failure the server exits with status 1."""
@@ -175,7 +186,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, engine_timeout=1, heartbeat_timeout=1)
-        check_at_least(self, engine_restarts=0, drain_timeout=0)
+        check_at_least(self, engine_restarts=0, drain_timeout=0, replicas=1)
+        self._check_replicas()
         check_at_least(self, stored_responses=0, stored_bytes=0)
         check_at_least(self, batch_bytes=0, batch_file_bytes=1, batch_running=1)
         if self.keep_alive is not None and parse_duration(self.keep_alive) is None:
@@ -211,6 +223,36 @@ class ServerConfig:
                     f"cors_origin {origin!r} is not valid: use a scheme and a host without a path, "
                     "such as https://chat.example.com, app://* for the programs of a scheme, or "
                     "* for any site"
+                )
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replicas if self.devices is None else len(self.device_names)
+
+    @property
+    def device_names(self) -> list[str]:
+        return [name.strip() for name in (self.devices or "").split(",")]
+
+    def _check_replicas(self) -> None:
+        if self.devices is not None:
+            if not all(DEVICE.fullmatch(name) for name in self.device_names):
+                raise ConfigError(
+                    f"devices is {self.devices!r}: use numbers or UUIDs of GPUs separated by "
+                    "commas, such as 0,1"
+                )
+            if self.replicas not in (1, self.num_replicas):
+                raise ConfigError(
+                    f"replicas is {self.replicas} and devices names {self.num_replicas}: name a "
+                    "device for each replica, or remove --replicas"
+                )
+        if self.num_replicas > MAX_REPLICAS:
+            raise ConfigError(f"replicas must be at most {MAX_REPLICAS}, got {self.num_replicas}")
+        for option in ("step_log", "trace"):
+            if self.num_replicas > 1 and getattr(self, option) is not None:
+                name = option.replace("_", "-")
+                raise ConfigError(
+                    f"{option} records one engine, and there are {self.num_replicas}: remove "
+                    f"--{name}, or use one replica"
                 )
 
 

@@ -11,9 +11,8 @@ from starlette.types import Message
 from pippin.api.app import Application
 from pippin.config import Config
 from pippin.deploy.forwarding import ForwardedRequest, respond
-from pippin.engine.engine_client import EngineClient
 from pippin.errors import EngineDead, LoadError
-from pippin.startup.launch import load_app
+from pippin.startup.launch import Drainable, load_app
 from pippin.startup.memory_remedy import with_remedy
 from pippin.startup.resolve import resolve
 from pippin.startup.supervised_engine import SupervisedEngine
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 class Replica:
     def __init__(
-        self, app: Application, engine: EngineClient, supervising: asyncio.Task[None]
+        self, app: Application, engine: Drainable, supervising: asyncio.Task[None]
     ) -> None:
         self._app = app
         self._engine = engine

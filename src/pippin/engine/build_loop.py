@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pippin.amounts import option_bytes, parse_memory, show_bytes
+from pippin.amounts import option_bytes, parse_memory, show_bytes, split_amount
 from pippin.backends.base import Backend, DeviceInfo
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
@@ -246,19 +246,28 @@ def _capacity_bytes(config: EngineConfig, backend: Backend) -> int:
     budget = budget_bytes(config, device.memory_bytes, device.share)
     capacity = backend.limit_memory(budget)
     least = backend.row_bytes(LEAST_TOKENS)
+    num_parts = split_amount(config.memory)[1]
     if capacity < least:
         used = max(budget - capacity, backend.memory_used())
         raise LoadError(
             f"memory: the model uses {show_bytes(backend.memory_used())} of a budget of "
             f"{show_bytes(budget)}, which leaves {show_bytes(max(capacity, 0))}{_beside(backend)}; "
             f"one request of {LEAST_TOKENS:,} tokens needs {show_bytes(least)}: "
-            f"{_remedy(int(1.1 * (used + 2 * least)), device.memory_bytes)}"
+            f"{_remedy(int(1.1 * (used + 2 * least)), device.memory_bytes, num_parts)}"
         )
     return capacity
 
 
-def _remedy(needed: int, total_bytes: int) -> str:
-    """`needed`: a budget that leaves room for a few requests, with a margin."""
+def _remedy(needed: int, total_bytes: int, num_parts: int) -> str:
+    """`needed`: a budget that leaves room for a few requests, with a margin; for each of those
+    that share the device."""
+    if num_parts > 1:
+        return (
+            f"{num_parts} engines share the device, which has {show_bytes(total_bytes)}, and each "
+            f"needs {show_bytes(needed)}: start with --memory {option_bytes(num_parts * needed)} "
+            f"or more for all of them, use at most {max(total_bytes // needed, 1)} (--replicas), "
+            "or a smaller or quantized model"
+        )
     if needed <= total_bytes:
         return (
             f"start with --memory {option_bytes(needed)} or more (the device has "
@@ -278,5 +287,7 @@ def _beside(backend: Backend) -> str:
 
 
 def budget_bytes(config: EngineConfig, total_bytes: int, default_share: float) -> int:
-    amount = default_share if config.memory == "auto" else parse_memory(config.memory)
-    return int(amount * total_bytes) if isinstance(amount, float) else amount
+    given, num_parts = split_amount(config.memory)
+    amount = default_share if given == "auto" else parse_memory(given)
+    whole = int(amount * total_bytes) if isinstance(amount, float) else amount
+    return whole // num_parts

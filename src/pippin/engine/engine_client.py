@@ -10,17 +10,19 @@ engine, unless it may be what this one died of (`suspects.py`).
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
+from pippin.engine.clients.questions import Questions
+from pippin.engine.clients.replica_number import check_replica
 from pippin.engine.suspects import OpenRequest, Suspects, to_resubmit
 from pippin.engine.watchers import Watchers, WatchEvent
-from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
+from pippin.errors import DeviceFailed, EngineDead, NotReady, RequestError
 from pippin.messages import (
     Abort,
     Answer,
     Compiled,
+    Delivered,
     FeedMessage,
     Finish,
     FlushCache,
@@ -75,12 +77,16 @@ class Engine(Protocol):
 
     async def flush_cache(self) -> dict[str, Any]: ...
 
-    def watch(self) -> AsyncGenerator[WatchEvent, None]:
+    def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
         """What the engine does, from now on and over its restarts; Overloaded if too many watch."""
         ...
 
-    async def node(self, node: int) -> dict[str, Any]:
+    async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
         """The tokens of a node that watchers were sent; {} if there is none."""
+        ...
+
+    def restart(self) -> None:
+        """Begin to replace replicas one after another; RequestError if there is only one."""
         ...
 
 
@@ -98,15 +104,15 @@ class Sender(Protocol):
 class EngineClient:
     """A supervisor calls it: an engine is ready, it is lost, a message of it arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, suspects: Suspects | None = None) -> None:
         self._requests: dict[str, OpenRequest] = {}  # in order of arrival
-        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._call_ids = (f"call-{n}" for n in itertools.count())
+        self._questions = Questions(self._send)
         self._sender: Sender | None = None
         self.reason: str | None = "the model is being loaded"
         self._watchers = Watchers(self._send)
-        self._suspects = Suspects()
+        self._suspects = suspects or Suspects()
         self.draining = False
+        self.is_restarting = False  # the engine was asked to exit: that is no failure
         self._none_open = asyncio.Event()
         self._none_open.set()
 
@@ -125,10 +131,8 @@ class EngineClient:
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         self.check_ready()
         self._suspects.check(submit)
-        assert submit.id not in self._requests, f"request id {submit.id} is in use"
-        request = self._requests[submit.id] = OpenRequest(submit)
-        self._none_open.clear()
-        self._submit(request)
+        request = OpenRequest(submit)
+        self.open(request)
         try:
             while True:
                 delta = await request.deltas.get()
@@ -151,19 +155,27 @@ class EngineClient:
             self._send(Finish(id))
 
     async def status(self) -> dict[str, Any]:
-        return await self._call(GetStatus(next(self._call_ids)))
+        return await self._ask(GetStatus)
 
     async def counters(self) -> dict[str, Any]:
-        return await self._call(GetCounters(next(self._call_ids)))
+        return await self._ask(GetCounters)
 
     async def flush_cache(self) -> dict[str, Any]:
-        return await self._call(FlushCache(next(self._call_ids)))
+        return await self._ask(FlushCache)
 
-    async def node(self, node: int) -> dict[str, Any]:
-        return await self._call(GetNode(next(self._call_ids), node))
+    async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
+        check_replica(replica, 1)
+        return await self._ask(lambda id: GetNode(id, node))
 
-    def watch(self) -> AsyncGenerator[WatchEvent, None]:
+    def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
+        check_replica(replica, 1)
         return self._watchers.watch()
+
+    def restart(self) -> None:
+        raise RequestError(
+            "there is one engine, and requests would be refused while it restarts: start the "
+            "server with --replicas 2 or more"
+        )
 
     # ---- engines that start and end --------------------------------------------------------
 
@@ -175,7 +187,7 @@ class EngineClient:
             self._submit(request)
         self._watchers.engine_ready()
 
-    def deliver(self, message: TokenBatch | Started | Compiled | Answer | FeedMessage) -> None:
+    def deliver(self, message: Delivered) -> None:
         match message:
             case TokenBatch(deltas=deltas):
                 for delta in deltas:
@@ -185,7 +197,7 @@ class EngineClient:
                     request.compiled = True
                     request.started |= isinstance(message, Started)
             case Answer(id=id, data=data, error=error):
-                self._answer(id, data, error)
+                self._questions.answered(id, data, error)
             case FeedMessage():
                 self._watchers.deliver(message)
 
@@ -196,7 +208,7 @@ class EngineClient:
         """
         self._sender = None
         self.reason = reason if self.draining else f"{reason}; another is being started"
-        self._end_questions(reason)
+        self._questions.end(reason)
         self._watchers.engine_lost(self.reason)
         requests = list(self._requests.values())
         kept = set(to_resubmit(requests, knows_all=knows_all))
@@ -226,12 +238,19 @@ class EngineClient:
         self.draining = True
         self._sender = None
         self.reason = reason
-        self._end_questions(reason)
+        self._questions.end(reason)
         self._watchers.close()
         for id in list(self._requests):
             self._end(id, reason)
 
     # ----------------------------------------------------------------------------------------
+
+    def open(self, request: OpenRequest) -> None:
+        id = request.submit.id
+        assert id not in self._requests, f"request id {id} is in use"
+        self._requests[id] = request
+        self._none_open.clear()
+        self._submit(request)
 
     def _submit(self, request: OpenRequest) -> None:
         if self._sender is not None and self._sender.alive:
@@ -272,27 +291,7 @@ class EngineClient:
             self._none_open.set()
         return was_open
 
-    async def _call(self, message: Question) -> dict[str, Any]:
+    async def _ask(self, question: Callable[[str], Question]) -> dict[str, Any]:
         if self.reason is not None:
             raise NotReady(self.reason)
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[message.id] = future
-        self._send(message)
-        try:
-            return await future
-        finally:
-            del self._answers[message.id]
-
-    def _answer(self, id: str, data: dict[str, Any], error: str | None) -> None:
-        future = self._answers.get(id)
-        if future is None or future.done():  # the client has disconnected
-            return
-        if error is None:
-            future.set_result(data)
-        else:
-            future.set_exception(PippinError(error))
-
-    def _end_questions(self, reason: str) -> None:
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(EngineDead(reason))
+        return await self._questions.ask(question)

@@ -15,6 +15,7 @@ class EngineSpec:
 
     config: Config  # resolved: the model is a directory, the backend has a name
     socket_dir: str
+    replica: int | None = None  # its number; None: the only engine of its server
 
     @property
     def inbox(self) -> str:

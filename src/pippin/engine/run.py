@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from pippin.engine.build_kv_events import announce
+from pippin.engine.build_kv_events import announce, report_prefixes
 from pippin.engine.build_loop import build_loop
 from pippin.engine.build_peers import listen
 from pippin.engine.engine_spec import EngineSpec
@@ -147,7 +147,9 @@ def main() -> int:
         if compiler is not None:
             compiler.start_loading()
         listener = listen(spec.config, loop, channel.deliver)
-        announcer = announce(server, loop.scheduler)
+        announcers = [announce(server, loop.scheduler, spec.replica or 0)]
+        if spec.replica is not None:
+            announcers.append(report_prefixes(loop.scheduler, channel.send))
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()
@@ -178,8 +180,9 @@ def main() -> int:
     status = run_engine(loop, channel, recorder)
     if listener is not None:
         listener.close()
-    if announcer is not None:
-        announcer.close()
+    for announcer in announcers:
+        if announcer is not None:
+            announcer.close()
     if trace is not None and status == 0:  # else another engine will add to it
         trace.close()
     if log is not None:

@@ -42,6 +42,7 @@ from pippin.startup.on_demand_models import (
     is_on_demand,
 )
 from pippin.startup.port import listen
+from pippin.startup.replica_plans import plan_replicas
 from pippin.startup.resolve import resolve
 from pippin.startup.server_file import announced
 from pippin.startup.supervised_engine import SupervisedEngine
@@ -59,6 +60,8 @@ def run_server(config: Config, models: Sequence[Config] = ()) -> None:
             "", tools=each.server.tool_parser, reasoning=each.server.reasoning_parser
         )
     configs = list(models) or [config]
+    for each in configs:
+        plan_replicas(each)  # likewise
     if is_on_demand(configs):
         check_several(config, len(configs))
     configure_logging(config.server.log_format)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pippin.amounts import option_bytes, parse_memory, show_bytes
+from pippin.amounts import option_bytes, parse_memory, show_bytes, split_amount
 from pippin.backends.host import host_memory_bytes
 from pippin.backends.nvidia import memory_bytes
 from pippin.config import Config
@@ -30,15 +30,15 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 def budget_bytes(config: Config) -> int:
     """`--memory` for all models together. `config` is resolved."""
-    amount = config.engine.memory
+    amount, num_parts = split_amount(config.engine.memory)
     of_gpu = memory_bytes() if config.model.backend == "torch" else None
     device = of_gpu or host_memory_bytes()
     if amount == "auto":
         on_metal = platform.system() == "Darwin"
         host_share = SHARE_OF_METAL if on_metal else SHARE_OF_HOST
-        return int(device * (SHARE_OF_GPU if of_gpu else host_share))
+        return int(device * (SHARE_OF_GPU if of_gpu else host_share)) // num_parts
     parsed = parse_memory(amount)
-    return int(device * parsed) if isinstance(parsed, float) else parsed
+    return (int(device * parsed) if isinstance(parsed, float) else parsed) // num_parts
 
 
 def least_bytes(config: Config) -> int:

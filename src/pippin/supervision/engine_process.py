@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,17 +30,26 @@ WATCH_SECONDS = 0.1
 class EngineProcess:
     """A context manager: leaving it stops the child."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises OSError if the system cannot start it; nothing is left behind then."""
+    def __init__(
+        self,
+        config: Config,
+        environment: Mapping[str, str] | None = None,
+        replica: int | None = None,
+    ) -> None:
+        """Raises OSError if the system cannot start it; nothing is left behind then.
+
+        `environment`: variables of its own, beside the server's. `replica`: see `EngineSpec`.
+        """
         self._sockets = tempfile.TemporaryDirectory(
             prefix="pippin-", dir=_short_dir(), ignore_cleanup_errors=True
         )
-        self.spec = EngineSpec(config, self._sockets.name)
+        self.spec = EngineSpec(config, self._sockets.name, replica)
         # A session of its own: Ctrl-C reaches the server alone, which then stops the engine.
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pippin.engine.run"],
                 stdin=subprocess.PIPE,
+                env=os.environ | (environment or {}),
                 start_new_session=True,
             )
         except OSError:

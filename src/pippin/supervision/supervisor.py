@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from zmq import ZMQError
@@ -30,6 +30,7 @@ from pippin.messages import (
     GetStatus,
     Loading,
     Ready,
+    RestorablePrefixes,
     Started,
     TokenBatch,
 )
@@ -67,13 +68,24 @@ class Backoff:
 
 class Supervisor:
     def __init__(
-        self, config: Config, client: EngineClient, on_loading: Callable[[str], None]
+        self,
+        config: Config,
+        client: EngineClient,
+        on_loading: Callable[[str], None],
+        *,
+        environment: Mapping[str, str] | None = None,
+        replica: int | None = None,
     ) -> None:
-        """`on_loading` is called with each stage of the first load; `loaded` is its result."""
+        """`on_loading` is called with each stage of the first load; `loaded` is its result.
+
+        `environment` and `replica`: of each engine process.
+        """
         self.loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._config = config
         self._client = client
         self._on_loading = on_loading
+        self._environment = environment
+        self._replica = replica
         self._backoff = Backoff(config.server.engine_restarts)
         self._stopped_itself = False  # the engine said why it ends: that is all it had to say
 
@@ -88,6 +100,8 @@ class Supervisor:
                 raise LoadError(reason)
             if self._client.draining:
                 return
+            if self._client.is_restarting:
+                continue
             delay = self._backoff.died()
             if delay is None:
                 in_a_row = (
@@ -98,6 +112,10 @@ class Supervisor:
             when = f"in {delay:g} s" if delay else "now"
             logger.error("%s; the engine is restarted %s", reason, when)
             await asyncio.sleep(delay)
+
+    def forgive(self) -> None:
+        """Engines that were lost before do not count: `run` may be called again."""
+        self._backoff = Backoff(self._config.server.engine_restarts)
 
     async def _run_engine(self) -> str:
         """One engine, from its start to its end; the reason why it ended."""
@@ -123,7 +141,7 @@ class Supervisor:
             await asyncio.to_thread(process.stop)
 
     def _start(self) -> tuple[EngineProcess, Connection]:
-        process = EngineProcess(self._config)
+        process = EngineProcess(self._config, self._environment, self._replica)
         try:
             return process, Connection(process.spec.inbox, process.spec.outbox, process.is_running)
         except ZMQError:
@@ -159,7 +177,7 @@ class Supervisor:
                     if any(delta.finish in ("stop", "length") for delta in deltas):
                         self._backoff.finished_request()
                     self._client.deliver(message)
-                case Started() | Compiled() | Answer() | FeedMessage():
+                case Started() | Compiled() | Answer() | FeedMessage() | RestorablePrefixes():
                     self._client.deliver(message)
 
     def _serve_on(self, connection: Connection, ready: Ready, load_seconds: float) -> None:

@@ -17,8 +17,11 @@ from pippin.api.endpoints.app_state import AppState
 from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import Forbidden, JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
+from pippin.api.requests.body import shown
 from pippin.engine.engine_client import Engine
-from pippin.errors import NotFound
+from pippin.errors import NotFound, RequestError
+
+MAX_DIGITS = 4  # of a replica's number
 
 
 class EventsEndpoint:
@@ -34,7 +37,7 @@ class EventsEndpoint:
     async def events(self, request: Request) -> Response:
         self._state.admins.check(request.scope)
         return StreamResponse(
-            self._stream(self._state.engine_of(request)),
+            self._stream(self._state.engine_of(request), _replica_in(request)),
             encode_error=lambda error: b"event: error\n" + data_event(error_body(error)),
             timeout_s=None,
         )
@@ -44,7 +47,7 @@ class EventsEndpoint:
         if not shows_prompts(self._state.config):
             raise Forbidden("this server does not show prompts to clients (--show-prompts)")
         id = request.path_params["id"]
-        found = await self._state.engine_of(request).node(id)
+        found = await self._state.engine_of(request).node(id, _replica_in(request))
         if not found:
             raise NotFound(f"no node {id} in the tree, or no client reads /events")
         served = await self._state.model_of(request).served_text()
@@ -58,7 +61,15 @@ class EventsEndpoint:
             }
         )
 
-    async def _stream(self, engine: Engine) -> AsyncGenerator[bytes, None]:
-        async with aclosing(engine.watch()) as events:
+    async def _stream(self, engine: Engine, replica: int) -> AsyncGenerator[bytes, None]:
+        async with aclosing(engine.watch(replica)) as events:
             async for name, json in events:
                 yield b"event: %b\ndata: %b\n\n" % (name.encode(), json)
+
+
+def _replica_in(request: Request) -> int:
+    """Which engine of several: each has a tree of its own."""
+    given = request.query_params.get("replica", "0")
+    if not (given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS):
+        raise RequestError(f"replica is {shown(given)}: use a number, from 0 on", param="replica")
+    return int(given)

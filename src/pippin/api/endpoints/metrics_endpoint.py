@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from pippin.api.endpoints.deprecated_metrics import WithOldNames
 from pippin.api.endpoints.model_metrics import ModelMetrics
-from pippin.api.engine_families import engine_families
+from pippin.api.engine_families import engine_families, replica_families
 from pippin.api.served_models import ServedModel, ServedModels
 from pippin.errors import PippinError
 
@@ -63,7 +63,10 @@ class EngineCounters(Collector):
             "Age of the engine's numbers in this scrape: the engine answers between two steps.",
             value=monotonic() - self._known_at,
         )
-        yield from engine_families(self._known)
+        if (replicas := self._known.get("replicas")) is not None:
+            yield from replica_families(replicas)
+        else:
+            yield from engine_families(self._known)
 
 
 class ServerTime(Collector):

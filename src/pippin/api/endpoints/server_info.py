@@ -40,6 +40,7 @@ class ServerInfo:
             Route("/ready", self._ready),
             Route("/status", self._status),
             Route("/flush_cache", self._flush_cache, methods=["POST"]),
+            Route("/restart_replicas", self._restart_replicas, methods=["POST"]),
             Route("/openapi.json", self._openapi),
         ]
 
@@ -82,7 +83,7 @@ class ServerInfo:
                 "model_path": model.name,
                 "served_model_name": model.name,
                 "tp_size": 1,
-                "dp_size": 1,
+                "dp_size": self._state.config.num_replicas,
                 "disaggregation_mode": "null",  # a word of SGLang's
                 "speculative_algorithm": None,  # blocks are hashed token by token
                 "max_total_tokens": model.max_len,
@@ -101,7 +102,7 @@ class ServerInfo:
             "endpoint_port_base": port,
             "topic": "kv-events",
             "block_size": GRID,
-            "dp_size": 1,
+            "dp_size": self._state.config.num_replicas,
         }
 
     async def _health(self, request: Request) -> Response:
@@ -133,6 +134,12 @@ class ServerInfo:
     async def _flush_cache(self, request: Request) -> Response:
         self._state.admins.check(request.scope)
         return JSONResponse(await self._state.engine_of(request).flush_cache())
+
+    async def _restart_replicas(self, request: Request) -> Response:
+        """It may take as long as the longest reply: /status has the state of each replica."""
+        self._state.admins.check(request.scope)
+        self._state.engine_of(request).restart()
+        return JSONResponse({"status": "restarting"}, status_code=202)
 
     async def _openapi(self, request: Request) -> Response:
         needs_key = bool(self._state.config.api_key)

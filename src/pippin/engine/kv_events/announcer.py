@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from time import time
-from typing import Any
+from typing import Any, Protocol
 
 from pippin.cache.tree.observer import TreeObserver
 from pippin.cache.tree.payload_tree import PayloadTree
 from pippin.cache.tree.radix import Node
-from pippin.engine.kv_events.block_index import BlockIndex
-from pippin.engine.kv_events.event_forms import EventForm, Tier
-from pippin.engine.kv_events.event_publisher import EventPublisher
+from pippin.engine.kv_events.block_index import BlockIndex, Removed, Stored
+from pippin.engine.kv_events.event_forms import Tier
 
 TURN_SECONDS = 0.05  # between looks at requests for past batches, where nothing changes
 MAX_CHANGES = 4096  # of trees, in one batch
@@ -30,8 +29,33 @@ Change = tuple[Callable[..., None], tuple[Any, ...]]
 logger = logging.getLogger(__name__)
 
 
+class Form(Protocol):
+    """What changes look like to those who read them."""
+
+    @property
+    def cleared(self) -> Any:
+        """The event that nothing is cached any more."""
+        ...
+
+    def events(self, tier: Tier, changes: Iterable[Stored | Removed]) -> list[Any]: ...
+
+    def batch(self, seconds: float, events: list[Any]) -> Any: ...
+
+
+class Publisher(Protocol):
+    """How batches reach those who read them. Used by one thread at a time."""
+
+    def publish(self, batch: Any) -> None: ...
+
+    def answer(self) -> None:
+        """Requests for past batches."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Announcer:
-    def __init__(self, form: EventForm, publisher: EventPublisher) -> None:
+    def __init__(self, form: Form, publisher: Publisher) -> None:
         self._form = form
         self._publisher = publisher
         self._changes: SimpleQueue[Change] = SimpleQueue()

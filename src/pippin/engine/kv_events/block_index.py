@@ -1,9 +1,8 @@
 """The whole blocks of one tree that can be restored, and what changed of them. Knows no sockets.
 
 It is fed copies of a tree's changes and may run in another thread than the tree. A block is
-BLOCK_TOKENS tokens from a multiple of BLOCK_TOKENS on; its hash covers all tokens before it too:
-
-    digest(n) = SHA-256(digest(n-1), tokens of block n)      digest(0): the salt, empty without one
+BLOCK_TOKENS tokens from a multiple of BLOCK_TOKENS on; its hash covers all tokens before it too
+(`block_hashes.py`).
 
 Two groups of blocks are kept:
 
@@ -16,7 +15,6 @@ So what is restored of a prompt is its longest run of KV blocks that ends with a
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +23,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from pippin.cache.entries.chain import little_endian
 from pippin.cache.tree.components import STATE, WINDOW, Rules
-from pippin.types import GRID
+from pippin.engine.kv_events.block_hashes import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    block_digests,
+    block_hash,
+)
 
-BLOCK_TOKENS = GRID  # checkpoints lie on multiples of it
-BLOCK_BYTES = 4 * BLOCK_TOKENS
 MAX_EVENT_BLOCKS = 4096  # of one event
 KV, ENDS = 0, 1
 
@@ -250,11 +250,7 @@ class BlockIndex:
         for one in reversed(missing):
             raw = self._tokens_from(one, one.start - one.start % BLOCK_TOKENS)
             digest = next((above.digests[-1] for above in one.above() if above.digests), one.salt)
-            one.digests = []
-            for at in range(0, len(raw) - BLOCK_BYTES + 1, BLOCK_BYTES):
-                block = little_endian(raw[at : at + BLOCK_BYTES])
-                digest = hashlib.sha256(digest + block).digest()
-                one.digests.append(digest)
+            one.digests = block_digests(digest, raw)
         assert span.digests is not None
         return span.digests
 
@@ -284,11 +280,6 @@ class BlockIndex:
             np.frombuffer(raw, dtype=np.int32).tolist(),
             span.salt,
         )
-
-
-def block_hash(digest: bytes) -> int:
-    """As it is published: 64 bits, signed."""
-    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _parts(blocks: Sequence[Block]) -> list[Sequence[Block]]:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from pippin.cache.tree.components import Rules
-from pippin.engine.kv_events.block_index import BLOCK_TOKENS, ENDS, KV, Removed, Stored
+from pippin.engine.kv_events.block_hashes import BLOCK_TOKENS
+from pippin.engine.kv_events.block_index import ENDS, KV, Removed, Stored
 
 FormName = Literal["vllm", "sglang"]
 Tier = Literal["memory", "host", "disk"]
@@ -22,16 +23,16 @@ MEDIA: dict[FormName, dict[Tier, str]] = {
     "vllm": {"memory": "GPU", "host": "CPU", "disk": "STORAGE"},
     "sglang": {"memory": "GPU", "host": "CPU_PINNED", "disk": "DISK"},
 }
-RANK = 0  # of data parallelism: an engine has one
 
 
 @dataclass(frozen=True)
 class EventForm:
     name: FormName
     rules: Rules
+    rank: int = 0  # of data parallelism: the number of this replica
 
     def batch(self, seconds: float, events: list[Any]) -> bytes:
-        return msgspec.msgpack.encode([seconds, events, RANK])
+        return msgspec.msgpack.encode([seconds, events, self.rank])
 
     @property
     def cleared(self) -> Any:

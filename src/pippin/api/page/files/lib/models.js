@@ -17,5 +17,13 @@ export function chooseModel(id) {
   return chosen;
 }
 
-// A path about the engine of the chosen model.
-export const ofChosen = (path) => (models.length > 1 ? `${path}?model=${encodeURIComponent(chosen.id)}` : path);
+// A path about the engine of the chosen model; of several replicas, the one that the page's own
+// address names: `/?replica=1`.
+export function ofChosen(path) {
+  const replica = new URLSearchParams(location.search).get("replica");
+  const query = new URLSearchParams({
+    ...(models.length > 1 && { model: chosen.id }),
+    ...(replica !== null && { replica }),
+  });
+  return query.size > 0 ? `${path}?${query}` : path;
+}

@@ -1,0 +1,101 @@
+"""What a server knows of the prefixes that its engines can restore."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from builders import Client, make_loop
+from pippin.backends.fake import FakeBackend
+from pippin.engine.clients.prefix_index import PrefixIndex
+from pippin.engine.kv_events.announcer import Announcer
+from pippin.engine.kv_events.block_hashes import BLOCK_TOKENS, prompt_hashes
+from pippin.engine.kv_events.prefix_reports import PrefixReports
+from pippin.messages import RestorablePrefixes
+from pippin.types import GRID, Component
+from replica_world import WORKLOADS, hit_rate
+
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+
+
+def test_the_longest_prefix_counts() -> None:
+    index = PrefixIndex()
+    hashes = prompt_hashes(list(range(5 * BLOCK_TOKENS + 3)), b"")
+    assert len(hashes) == 5
+    index.change(RestorablePrefixes(stored=[hashes[0], hashes[3]]))
+    assert index.restorable_tokens(hashes) == 4 * BLOCK_TOKENS
+    assert index.restorable_tokens(hashes[:3]) == BLOCK_TOKENS
+
+
+def test_a_prefix_in_two_tiers_is_there_until_both_have_lost_it() -> None:
+    index = PrefixIndex()
+    index.change(RestorablePrefixes(stored=[1]))
+    index.change(RestorablePrefixes(stored=[1], removed=[1]))  # written to disk, then evicted
+    assert index.restorable_tokens([1]) == BLOCK_TOKENS
+    index.change(RestorablePrefixes(removed=[1, 7]))
+    assert index.restorable_tokens([1]) == 0
+    index.change(RestorablePrefixes(stored=[2, 3]))
+    index.change(RestorablePrefixes(cleared=True))
+    assert len(index) == 0
+
+
+def test_a_prompt_that_is_being_computed_counts_until_it_has_ended() -> None:
+    index = PrefixIndex()
+    for _ in range(2):
+        index.expect([1, 2])
+    index.drop([1, 2])
+    index.clear()  # the engine is lost; the prompt is still expected until it is routed again
+    assert index.restorable_tokens([1, 2, 3]) == 2 * BLOCK_TOKENS
+    index.drop([1, 2])
+    assert index.restorable_tokens([1, 2, 3]) == 0
+
+
+def test_the_index_is_bounded() -> None:
+    index = PrefixIndex(max_prefixes=3)
+    index.change(RestorablePrefixes(stored=[1, 2, 3, 4, 5]))
+    assert len(index) == 3
+    index.change(RestorablePrefixes(removed=[1, 4]))
+    index.change(RestorablePrefixes(stored=[6]))
+    assert [index.restorable_tokens([hash]) > 0 for hash in range(1, 7)] == [
+        *(False, True, True, False, False, True),
+    ]
+
+
+@pytest.mark.parametrize("components", [(A,), (A, W, S)])
+def test_what_is_predicted_is_what_the_engine_restores(components: tuple[Component, ...]) -> None:
+    """In whole blocks, with evictions and salts."""
+    rng = random.Random(1)
+    backend = FakeBackend(components=components, window=100, state_tokens=40, num_slots=4)
+    capacity = backend.row_bytes(1500) + 8 * backend.spec.state_bytes
+    client = Client(make_loop(backend=backend, capacity_bytes=capacity))
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    index = PrefixIndex()
+    reports = PrefixReports(cache.tree.rules, index.change)
+    announcer = Announcer(reports, reports)
+    announcer.observe("memory", cache.tree)
+    past: list[list[int]] = [[]]
+    num_hits = 0
+    for _ in range(40):
+        prompt = rng.choice(past)[:400] + [rng.randrange(97) for _ in range(rng.choice([5, 130]))]
+        salt = rng.choice([b"", b"s" * 32])
+        announcer.turn()
+        ends = range(len(prompt) // GRID * GRID, 0, -GRID)
+        restorable = (end for end in ends if cache.probe(prompt, salt, limit=end) == end)
+        predicted = index.restorable_tokens(prompt_hashes(prompt, salt))
+        assert predicted == next(restorable, 0)
+        num_hits += predicted > 0
+        past = [*past, [*prompt, *client.ask(prompt, max_tokens=2, salt=salt).tokens]][-4:]
+    assert num_hits >= 5
+    assert cache.tree.stats.bytes_evicted
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_two_replicas_restore_nearly_as_much_as_one_cache(workload: str) -> None:
+    def rate(policy: str) -> float:
+        return hit_rate(policy, workload, num_replicas=2, nbytes=1 << 30, seed=0)
+
+    whole, routed, in_turn = map(rate, ("one cache", "routed by prefix", "round-robin"))
+    assert routed >= 0.9 * whole
+    assert in_turn < routed
