@@ -33,11 +33,16 @@ def code_lines(document: Path) -> list[str]:
     )
 
 
+OPTIONS: dict[int, set[str]] = {}  # by command: to assemble those of one takes long
+
+
 def options_of(command: App) -> set[str]:
     if command.default_command is None:  # a group of commands
         return {"--help", "--help-all"}
-    arguments = command.assemble_argument_collection()
-    return {"--help", "--help-all", *(name for argument in arguments for name in argument.names)}
+    if id(command) not in OPTIONS:
+        arguments = command.assemble_argument_collection()
+        OPTIONS[id(command)] = {name for argument in arguments for name in argument.names}
+    return {"--help", "--help-all", *OPTIONS[id(command)]}
 
 
 @over_documents

@@ -10,8 +10,8 @@ from pippin.scheduler.memory import claims
 from pippin.scheduler.planning import admission
 from serving import TORCH_MODELS, make_client, make_prompt
 
-NUM_REQUESTS = 24
-NUM_ROWS = 8  # that the budget holds
+NUM_REQUESTS = 16
+NUM_ROWS = 6  # that the budget holds
 REPLY_LEN = 18
 GROWTH = 4  # tokens that a row claims ahead; few, so that short replies outgrow it
 

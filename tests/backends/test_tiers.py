@@ -28,7 +28,7 @@ NAMES = (
     *(*ONE_OF_EACH_KIND, "deepseek_v32", *TORCH_MODELS),
     *(f"{TORCH}{name}" for name in OTHER_KINDS),
 )
-LENS = (100, 129, 700)
+LENS = (100, 129, 330)
 BETWEEN_BACKENDS = 0.01  # of a log probability: they round differently
 
 

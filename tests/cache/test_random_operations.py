@@ -22,7 +22,7 @@ LAYOUTS = {
     "all": ((A, W, S, H), 5),
     "no hidden vectors": ((A, S), 0),
 }
-NUM_OPERATIONS = 1_000  # for each layout and pressure
+NUM_OPERATIONS = 600  # for each layout and pressure
 
 
 def random_tokens(rng: random.Random) -> list[int]:

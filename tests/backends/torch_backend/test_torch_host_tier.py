@@ -42,7 +42,7 @@ from serving import (
 )
 from torch_serving import make_torch_backend
 
-LENS = (100, 129, 700)
+LENS = (100, 129, 330)
 
 
 def make_host(name: str, max_bytes: int = 256 << 20) -> HostStore:
@@ -75,8 +75,8 @@ def test_what_comes_back_from_the_host_says_what_it_said_cold(name: str) -> None
 @pytest.mark.slow
 def test_a_tree_that_is_too_small_gives_up_to_the_host_and_the_host_to_the_disk() -> None:
     name = f"{TORCH}qwen3_5"
-    prompts = [make_prompt(name, 300, seed=n) for n in range(12)]
-    row_bytes = make_backend(name, num_slots=1, pool_bytes=AMPLE_BYTES >> 4).row_bytes(300)
+    prompts = [make_prompt(name, 150, seed=n) for n in range(12)]
+    row_bytes = make_backend(name, num_slots=1, pool_bytes=AMPLE_BYTES >> 4).row_bytes(150)
     host, disk = make_host(name, 10 * row_bytes), MemoryStore(b"test", 1 << 30)
     client = make_client(name, capacity_bytes=4 * row_bytes, host=host, store=disk)
     expected = cold(name, prompts)
