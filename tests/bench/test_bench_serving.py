@@ -6,6 +6,7 @@ import asyncio
 import math
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import httpx
@@ -36,9 +37,18 @@ TOY_CONFIG = Config(ModelConfig(backend="fake"))
 SIZES = RequestSizes(4, 40, 6)
 
 
-@pytest.fixture(autouse=True)
-def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+@pytest.fixture(autouse=True, scope="module")
+def _children_import_what_we_do() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        yield
+
+
+@pytest.fixture(scope="module")
+def toy(_children_import_what_we_do: None) -> Iterator[Target]:
+    """A server that several tests measure."""
+    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
+        yield target
 
 
 def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,12 +68,11 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
         httpx.get(target.url)
 
 
-def test_loads_of_a_running_server() -> None:
+def test_loads_of_a_running_server(toy: Target) -> None:
     loads = [Load(2), Load(rate=100.0)]
-    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
-        report = measure_server(target.url + "/v1/", loads, SIZES)
-        with pytest.raises(BenchError, match="404 Not Found"):
-            measure_server(target.url, loads, SIZES, model="another")
+    report = measure_server(toy.url + "/v1/", loads, SIZES)
+    with pytest.raises(BenchError, match="404 Not Found"):
+        measure_server(toy.url, loads, SIZES, model="another")
     at_once, at_rate = report.data["loads"]
     assert [load["outcome"]["generated_tokens"] for load in (at_once, at_rate)] == [24, 24]
     assert at_once["outcome"]["ttft"]["count"] == 4
@@ -73,10 +82,9 @@ def test_loads_of_a_running_server() -> None:
     ]
 
 
-def test_watchers_are_compared_with_none_in_turn() -> None:
-    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
-        report = measure_server(target.url, [Load(2)], SIZES, num_watchers=3, num_pairs=2)
-        assert httpx.get(f"{target.url}/status").json()["running"] == 0
+def test_watchers_are_compared_with_none_in_turn(toy: Target) -> None:
+    report = measure_server(toy.url, [Load(2)], SIZES, num_watchers=3, num_pairs=2)
+    assert httpx.get(f"{toy.url}/status").json()["running"] == 0
     [cost] = report.data["watching"]["loads"]
     assert len(cost["tried"]) == len(cost["base"]) == 2
     assert report.data["watching"]["bytes_each"] > 1000
@@ -85,11 +93,10 @@ def test_watchers_are_compared_with_none_in_turn() -> None:
     assert table.rows[0][-1].startswith("at least 0.99x: ")
 
 
-def test_a_server_without_a_feed_cannot_be_watched() -> None:
-    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
-        client = LoadClient(replace(target, url=f"{target.url}/nothing"))
-        with pytest.raises(BenchError, match="/nothing/events is refused"):
-            cost_of_watching(client, [Load()], RequestSizes(1, 1, 1), num_watchers=1, num_pairs=1)
+def test_a_server_without_a_feed_cannot_be_watched(toy: Target) -> None:
+    client = LoadClient(replace(toy, url=f"{toy.url}/nothing"))
+    with pytest.raises(BenchError, match="/nothing/events is refused"):
+        cost_of_watching(client, [Load()], RequestSizes(1, 1, 1), num_watchers=1, num_pairs=1)
 
 
 def test_requests_that_a_server_refuses_are_counted_and_the_others_measured() -> None:
