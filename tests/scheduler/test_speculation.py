@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import pytest
@@ -60,9 +61,13 @@ def make_client(
         components=components, max_depth=depth, draft_share=share, num_slots=64
     )
 
+    @cache
+    def reply_to(prompt: tuple[int, ...], temperature: float, seed: int) -> Sequence[int]:
+        sampled = {"temperature": temperature, "seed": seed}
+        return oracle(prompt, components=components, max_tokens=400, **sampled)[0]
+
     def reply_of(request: Request) -> Sequence[int]:
-        sampled = {"temperature": request.params.temperature, "seed": request.seed}
-        return oracle(request.prompt.tolist(), components=components, max_tokens=400, **sampled)[0]
+        return reply_to(tuple(request.prompt.tolist()), request.params.temperature, request.seed)
 
     drafter = OracleDrafter(reply_of, share, backend.spec.vocab_size)
     speculation = Speculation(drafter, depth, lambda running: depth)
