@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message
 
 from pippin.deploy.forwarding import ForwardedRequest, Ingress
 from pippin.deploy.plan import Plan
-from pippin.deploy.replica import Replica
+from pippin.deploy.ray_replica import RayReplica
 from pippin.deploy.serve_options import deployment_options
 from pippin.errors import LoadError
 from pippin.startup.resolve import with_keys
@@ -42,7 +42,7 @@ class EngineDeployment:
         config = plan.replica_config
         if prefill is not None:
             config = plan.decode_config(await _addresses(plan, prefill))
-        self._replica = await Replica.start(config)
+        self._replica = await RayReplica.start(config)
 
     async def respond(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
         own = (REPLICA_HEADER, serve.get_replica_context().replica_id.unique_id.encode())
@@ -67,7 +67,7 @@ class PrefillDeployment(EngineDeployment):
         self._machine = get_node_ip_address()
         rank = serve.get_replica_context().rank.rank
         self._address = plan.peer_address(rank, self._machine)
-        self._replica = await Replica.start(plan.prefill_config(rank, self._machine))
+        self._replica = await RayReplica.start(plan.prefill_config(rank, self._machine))
 
     async def peer_address(self) -> tuple[str, str]:
         return self._machine, self._address

@@ -1,4 +1,4 @@
-"""One supervised engine and its API, without a socket: requests arrive as values. Knows no Ray."""
+"""A server without a socket, for one actor of Ray: requests arrive as values. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pippin.startup.supervised_engine import SupervisedEngine
 log = logging.getLogger(__name__)
 
 
-class Replica:
+class RayReplica:
     def __init__(
         self, app: Application, engine: Drainable, supervising: asyncio.Task[None]
     ) -> None:
@@ -29,7 +29,7 @@ class Replica:
         self._supervising = supervising
 
     @classmethod
-    async def start(cls, config: Config) -> Replica:
+    async def start(cls, config: Config) -> RayReplica:
         """When the model is loaded. Raises LoadError if it cannot be."""
         config = await asyncio.to_thread(resolve, config)
         supervised = SupervisedEngine(config, on_loading=log.info)

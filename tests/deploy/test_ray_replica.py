@@ -12,7 +12,7 @@ from api.scripted_engine import BUNDLED
 from deploy.test_forwarding import ASK, CHAT, scope
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.deploy.forwarding import ForwardedRequest
-from pippin.deploy.replica import Replica
+from pippin.deploy.ray_replica import RayReplica
 from pippin.errors import EngineDead, LoadError
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def test_a_replica_responds_until_it_is_closed_and_then_fails_its_check() -> Non
     async def run() -> bytes:
         model = ModelConfig(model=str(BUNDLED), backend="fake")
         server = ServerConfig(served_name="stories", batch_bytes=0)
-        replica = await Replica.start(Config(model, server=server))
+        replica = await RayReplica.start(Config(model, server=server))
         replica.check()
         body = json.dumps({**ASK, "max_tokens": 3}).encode()
         request = ForwardedRequest.of(scope(CHAT), body, "")
@@ -42,4 +42,4 @@ def test_an_engine_that_cannot_start_is_an_error_of_the_start(tmp_path: Path) ->
     model = ModelConfig(model=str(BUNDLED), backend="fake")
     engine = EngineConfig(cache_dir=str(file), disk="1GB")
     with pytest.raises(LoadError, match="file"):
-        asyncio.run(Replica.start(Config(model, engine)))
+        asyncio.run(RayReplica.start(Config(model, engine)))
