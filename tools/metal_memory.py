@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +33,13 @@ from pippin.backends.mlx.attention.plain_attention import attend_joined  # noqa:
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads  # noqa: E402
 from pippin.backends.mlx.payloads.packing import Packer  # noqa: E402
 from pippin.backends.mlx.prefill.batch import PromptState  # noqa: E402
+from pippin.backends.mlx.rows.decode_forward import MAX_COMPILED  # noqa: E402
 from pippin.backends.mlx.rows.decode_rows import DecodeRows  # noqa: E402
 from pippin.types import GRID, Component  # noqa: E402
 
 PAGE = 16_384
 STEPS, REPLY_TOKENS, BUSY = 2000, 200, 0.9  # of a load; of a reply, on average; of the rows
+HOUR = 100_000  # steps, of 36 ms
 LAYOUT = Layout(
     (
         LayerCache(
@@ -50,11 +53,12 @@ LAYOUT = Layout(
 class Load(NamedTuple):
     steps: int
     new_shapes: int  # steps with a shape that none had before
+    traced: int  # steps with a shape that is not among the latest that are kept compiled
     sizes: int  # of rows' buffers
     buffers: int  # of rows, at most, a layer
 
 
-def mixed_load(most_rows: int, seed: int = 0) -> Load:
+def mixed_load(most_rows: int, num_steps: int = STEPS, seed: int = 0) -> Load:
     """Prompts of 4 to 16,000 tokens, half of them below 500."""
     rng = np.random.default_rng(seed)
     rows = DecodeRows(LAYOUT, AttentionPaths(attend_joined))
@@ -67,7 +71,7 @@ def mixed_load(most_rows: int, seed: int = 0) -> Load:
         shapes.append(shape)
         return tree["tokens"], [tuple(tail) for tail in tree["tails"]], [], None
 
-    for _ in range(STEPS):
+    for _ in range(num_steps):
         joining = []
         for _ in range(rng.poisson(BUSY * most_rows / REPLY_TOKENS)):
             if len(left) == most_rows:
@@ -89,7 +93,19 @@ def mixed_load(most_rows: int, seed: int = 0) -> Load:
             del left[ended]
             rows.leave(ended)
         left = {each: tokens - 1 for each, tokens in left.items()}
-    return Load(len(shapes), len(set(shapes)), len(sizes), buffers)
+    return Load(len(shapes), len(set(shapes)), _num_traced(shapes), len(sizes), buffers)
+
+
+def _num_traced(shapes: Sequence[Any]) -> int:
+    kept: OrderedDict[Any, None] = OrderedDict()
+    traced = 0
+    for shape in shapes:
+        traced += shape not in kept
+        kept[shape] = None
+        kept.move_to_end(shape)
+        if len(kept) > MAX_COMPILED:
+            kept.popitem(last=False)
+    return traced
 
 
 def layout(
@@ -160,8 +176,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"an hour has {HOUR:,}")
     args = parser.parse_args()
-    loads = {rows: mixed_load(rows)._asdict() for rows in args.rows}
+    loads = {rows: mixed_load(rows, args.steps)._asdict() for rows in args.rows}
     models = {}
     for name, model in MODELS.items():
         blocks, states = block_buffers(model), state_buffers(model)

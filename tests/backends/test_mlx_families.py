@@ -14,17 +14,19 @@ import numpy as np
 import pytest
 
 from builders import Client, Reply
-from families import FAMILIES, VOCAB
+from families import FAMILIES, VOCAB, build
 from near_ties import TOLERANCE
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
+from pippin.backends.mlx.attention.head_ropes import HeadNorms, head_norms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall, Path
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.gpu.attention_times import only_way
+from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.shapes import Ladder
-from pippin.backends.mlx.trial_run import packed_rows
+from pippin.backends.mlx.trial_run import deferred_norms, packed_rows
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
@@ -48,6 +50,7 @@ class Case:
 SOLO = tuple(Case(n, 10) for n in (1, 63, 64, 65, 2 * CHUNK + 1))
 # Sixteen of all lengths. The long replies cross a flush of the tail; most others are gone by
 # then, so the rows are narrowed there, and those that join late widen them again.
+UNEVEN = (Case(5, 6, logprobs=3), Case(70, 4), Case(33, 5, 2))
 CROWD = (
     Case(1, 24, logprobs=5),
     Case(63, 12),
@@ -82,21 +85,30 @@ def attend_as_a_kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     return attend_joined(call)
 
 
+@cache
+def left_norms(family: str) -> HeadNorms | None:
+    """That are left to attention, with rotations; None: all are the model's."""
+    loaded = served(family)
+    norms = head_norms(loaded.model)
+    return deferred_norms(loaded.layout, loaded.forward, attend_joined, norms)
+
+
 def make_loop(
     family: str,
     num_slots: int = 16,
     *,
     like_a_gpu: bool = False,
     attention: AttentionPaths | None = None,
+    model: LoadedModel | None = None,
 ) -> Loop:
     """`like_a_gpu`: rows are packed and lengths padded, with plain operations for the kernel, and
     prompts are held back.
 
     Rows with latents are never packed, nor those of a model without attention.
     """
-    loaded = served(family)
-    if like_a_gpu and loaded.layout.packs:
-        attention = attention or AttentionPaths(attend_as_a_kernel)
+    loaded = model or served(family)
+    if like_a_gpu and loaded.layout.packs_rows:
+        attention = attention or AttentionPaths(attend_as_a_kernel, norms=left_norms(family))
     if attention is not None:
         loaded = replace(loaded, attention=attention)
     backend = MLXBackend(loaded, num_slots=num_slots, debug=True)
@@ -115,8 +127,9 @@ def serve(
     *,
     like_a_gpu: bool = False,
     attention: AttentionPaths | None = None,
+    model: LoadedModel | None = None,
 ) -> dict[Case, Reply]:
-    client = Client(make_loop(family, like_a_gpu=like_a_gpu, attention=attention))
+    client = Client(make_loop(family, like_a_gpu=like_a_gpu, attention=attention, model=model))
     replies: dict[Case, Reply] = {}
     waiting = sorted(cases, key=lambda case: case.joins_at)
     step = 0
@@ -175,6 +188,19 @@ def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(
 
 
 @pytest.mark.parametrize(
+    ("family", "num_norms"),
+    [
+        *(("llama", 0), ("gpt_oss", 0), ("qwen3", 4), ("gemma3", 6), ("qwen3_5", 2)),
+        ("gemma4", 0),  # values are normed too, and never rotated
+    ],
+)
+def test_norms_and_rotations_are_left_to_attention(family: str, num_norms: int) -> None:
+    norms = left_norms(family)
+    assert norms is not None
+    assert len(norms) == num_norms
+
+
+@pytest.mark.parametrize(
     ("kernel", "path"),
     [(None, Path.JOINED), (None, Path.PIECES), (attend_joined, Path.JOINED)],
     ids=["cohorts, joined", "cohorts in pieces", "packed"],
@@ -190,6 +216,14 @@ def test_however_layers_attend_everyone_says_what_mlx_lm_says(
     paths = AttentionPaths(kernel, dict.fromkeys(calls, only_way(path)))
     for cases in ([Case(65, 20)], SHORT_CROWD):
         check(family, serve(family, cases, like_a_gpu=True, attention=paths))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_safe_everyone_says_what_mlx_lm_says(family: str) -> None:
+    """In plain operations alone, a batch of uneven rows; as without, within rounding."""
+    loaded = prepare(*build(family), safe=True)
+    with loaded.operating():
+        check(family, serve(family, UNEVEN, model=loaded))
 
 
 SHAPES = ("qwen3_5", "gpt_oss", "falcon_h1", "deepseek_v3")  # one for each way to keep and attend

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.head_ropes import Rope
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
 
 TAIL, CURSOR = 64, 17
@@ -99,6 +100,7 @@ class Rows:
         sinks: bool,
         dtype: mx.Dtype = mx.float32,
         num_segments: int = 1,
+        ropes: tuple[Rope, Rope] | None = None,
     ) -> list[np.ndarray]:
         def pair(sides: np.ndarray) -> tuple[mx.array, mx.array]:
             return mx.array(sides[0]).astype(dtype), mx.array(sides[1]).astype(dtype)
@@ -115,5 +117,7 @@ class Rows:
             self.q.shape[-1] ** -0.5,
             mx.array(self.sinks) if sinks else None,
             self.longest,
+            mx.arange(len(self.q), dtype=mx.int32) * 997 + 3,
+            ropes,
         )
         return [np.array(array.astype(mx.float32)) for array in function(call)]

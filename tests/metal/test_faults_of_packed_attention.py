@@ -110,12 +110,19 @@ def plant(monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> None:
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+KEY_BARRIER = f"{BARRIER}  // new_key"
+SUMS_BARRIER = f"{BARRIER}\n    for (int at = me; at < Queries"
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        pytest.param([(BARRIER, "")], "race|which nothing has written", id="a missing barrier"),
+        pytest.param(
+            [(SUMS_BARRIER, SUMS_BARRIER.removeprefix(BARRIER))],
+            "race|which nothing has written",
+            id="a missing barrier",
+        ),
+        pytest.param([(KEY_BARRIER, "")], "race|which nothing has written", id="and of the key"),
         pytest.param(
             [("threadgroup_position_in_grid.z;", "threadgroup_position_in_grid.z + 1;")],
             "out of bounds",

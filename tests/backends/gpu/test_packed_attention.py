@@ -15,6 +15,7 @@ import pytest
 from metal.compiled_kernel import CLANG
 from metal.emulator import BACKWARD, FORWARD, EmulatedKernel, use_emulator
 from metal.packed_rows import CURSOR, TAIL, Rows
+from pippin.backends.mlx.attention.head_ropes import Norm, Rope
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.gpu import packed_attention
@@ -129,7 +130,7 @@ def test_a_form_leaves_no_channel_out() -> None:
                 assert form.queries * form.shares == heads[0] // heads[1]
                 assert dim % (form.lanes * form.vec) == 0
                 assert form.vec * size <= 16
-                shared = form.most_threads // 32 * form.queries * (dim + 2)
+                shared = form.most_threads // 32 * form.queries * (dim + 2) + dim
                 assert shared * 4 <= 32_768
                 assert 2 * form.queries * dim // form.lanes <= 64  # numbers that a lane keeps
                 assert form.most_threads in (128, 256)
@@ -196,6 +197,46 @@ def test_head_shapes_of_served_models(
     for new_tail, old, new in zip(tails, rows.tails, rows.new, strict=True):
         old[:, :, CURSOR] = new[:, :, 0]
         np.testing.assert_array_equal(new_tail, old)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "lengths", "rotation", "normed", "dtype"),
+    [  # dims, whether traditional, base; of 600 columns a row has two stretches
+        ((4, 2), 64, (40, 0, 1), (64, False, 1e6), True, F32),  # Qwen3, Gemma 3
+        ((4, 2), 128, (600, 3), (128, False, 1e4), True, BF16),
+        ((8, 2), 256, (7, 7), (64, False, 1e7), True, F16),  # Qwen3.5: a quarter
+        ((8, 1), 64, (3,), (64, False, None), False, BF16),  # gpt-oss: frequencies
+        ((4, 4), 32, (9, 2), (16, True, 1e4), False, F32),  # GLM-4: pairs side by side
+    ],
+)
+@pytest.mark.parametrize("function", [KERNEL])
+def test_queries_and_keys_are_normed_and_rotated(
+    function: AttendPacked,
+    heads: tuple[int, int],
+    dim: int,
+    lengths: tuple[int, ...],
+    rotation: tuple[int, bool, float | None],
+    normed: bool,
+    dtype: mx.Dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As mlx's own operations do it, in float32, at positions far apart."""
+    monkeypatch.setattr(EmulatedKernel, "orders", (FORWARD,))
+    rows = Rows(lengths, heads, dim, seed=dim)
+    rows.round_to(dtype)
+    dims, traditional, base = rotation
+    freqs = None if base is not None else mx.exp(mx.arange(dims // 2) * 0.3)
+    norms = [Norm(mx.random.normal((dim,), key=mx.random.key(n)), 1e-5) for n in (0, 1)]
+    ropes = tuple(
+        Rope(dims, traditional, base, 0.5, freqs, norm if normed else None, 1.0 if base else 1.3)
+        for norm in norms
+    )
+    options: dict[str, Any] = {"sinks": False, "num_segments": 2, "ropes": ropes}
+    found = rows.attend(function, dtype=dtype, **options)
+    expected = rows.attend(attend_joined, **options)
+    atol = {F32: 5e-6, F16: 2e-3, BF16: 1.6e-2}[dtype]
+    for ours, plain in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, plain, atol=atol * max(1, np.abs(plain).max()))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class DeviceInfo:
     share: float  # of `memory_bytes` to use
     prefill_tokens: int  # of a step: enough that products, not launches, take the time
     max_buffers: int | None = None  # that one process can have, where that is limited
+    max_buffer_bytes: int | None = None  # of one array, where that is limited
     unified: bool = True  # it computes in the host's memory: there is no other to move things to
 
 

@@ -275,9 +275,11 @@ class MLXBackend:
         self._decodes.shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
         self._prompts.scores.fit(max(left, 0) * ACTIVATION_SHARE)
-        left = int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
-        buffers = max_buffers()
-        return left if buffers is None else min(left, buffers * self._packer.least_buffer_bytes)
+        spare, left = left * SPARE_SHARE, int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
+        buffers, longest = max_buffers(), self.device.max_buffer_bytes
+        if buffers is not None:
+            left = min(left, buffers * self._packer.least_buffer_bytes)
+        return left if longest is None else self._footprint.in_arrays_of(longest, left, spare)
 
     @property
     def loaded(self) -> LoadedModel:

@@ -45,7 +45,13 @@ def device_info() -> DeviceInfo:
         most = int(info["max_recommended_working_set_size"])
         limit = info.get("resource_limit")
         buffers = None if limit is None else int(limit)
-        return DeviceInfo("metal", name, most, 0.9, prefill_tokens=2048, max_buffers=buffers)
+        longest = info.get("max_buffer_length")
+        return DeviceInfo(
+            *("metal", name, most, 0.9),
+            prefill_tokens=2048,
+            max_buffers=buffers,
+            max_buffer_bytes=None if longest is None else int(longest),
+        )
     memory = info.get("total_memory") or info.get("memory_size") or host_memory_bytes()
     return DeviceInfo("cuda", name, int(memory), 0.85, prefill_tokens=8192, unified=False)
 

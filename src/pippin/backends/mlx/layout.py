@@ -187,11 +187,17 @@ class Layout:
         return not narrow and self.packs
 
     @property
-    def packs(self) -> bool:
+    def packs_rows(self) -> bool:
         """Every attention layer can read its mains where those of all rows lie packed."""
         caches = [self.caches[index] for index in self.kv_indices]
-        pieces = all(cache.reads is Reads.PIECES and not cache.chunked for cache in caches)
-        return pieces and bool(caches)
+        windows = {(cache.window, cache.chunked) for cache in caches}
+        pieces = all(cache.reads is Reads.PIECES for cache in caches)
+        return pieces and bool(caches) and len(windows) == len(self.window_classes)
+
+    @property
+    def packs(self) -> bool:
+        """And what a token sees of them is all, or a window that slides."""
+        return self.packs_rows and not any(cache.chunked for cache in self.caches)
 
     def reading(self, how: Reads, *, instead_of: Collection[Reads]) -> Layout:
         """The same layers, but those that read their KV in certain ways do it as `how` says."""

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
 from pippin.backends.mlx import substitutions
+from pippin.backends.mlx.attention.head_ropes import HeadNorms, head_norms
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
@@ -35,7 +36,7 @@ from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rows.decode_forward import Forward
-from pippin.backends.mlx.trial_run import packed_rows, runnable_layout
+from pippin.backends.mlx.trial_run import deferred_norms, packed_rows, runnable_layout
 from pippin.errors import LoadError, UnsupportedLayout
 
 load_model = import_load_model()
@@ -192,7 +193,7 @@ def prepare(
         recurrences=recurrences,
         attention=AttentionPaths()
         if safe
-        else _choose_attention(layout, forward, deterministic=deterministic),
+        else _choose_attention(layout, forward, head_norms(model), deterministic=deterministic),
         safe=safe,
         mtp_head=mtp_head if hidden_bytes else None,
     )
@@ -202,12 +203,17 @@ def _mlx_lm_kinds(choices: Iterable[Choice]) -> frozenset[Kind]:
     return frozenset(choice.kind for choice in choices if choice.mlx_lm)
 
 
-def _choose_attention(layout: Layout, forward: Forward, *, deterministic: bool) -> AttentionPaths:
+def _choose_attention(
+    layout: Layout, forward: Forward, norms: HeadNorms, *, deterministic: bool
+) -> AttentionPaths:
     """On GPUs, where launches count."""
-    if on_cpu() or not layout.packs:
+    if on_cpu() or not layout.packs_rows:
         return AttentionPaths()
     kernel, layers = packed_rows(layout, forward)
-    return AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
+    paths = AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
+    if paths.kernel is None:
+        return paths
+    return replace(paths, norms=deferred_norms(layout, forward, paths.kernel, norms))
 
 
 def _try_plain_forward(model: Module) -> None:

@@ -38,14 +38,18 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base, gated_delta, ssm
 
+from pippin.backends.mlx.attention import head_ropes
 from pippin.backends.mlx.attention.decode_step import NOT_ITS_KEYS, WITHOUT_ITS_MASK, RowMask
 from pippin.backends.mlx.attention.lent_kv import array_of
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
 from pippin.backends.mlx.cpu.operations.linear import pack_head
+from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.families.rows_code import use_rows_code
 from pippin.backends.mlx.gpu import expert_products
+from pippin.backends.mlx.gpu.delta_layer import use_delta_kernel
+from pippin.backends.mlx.gpu.expert_choice import use_expert_kernel
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
@@ -131,8 +135,8 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "ssm_update": ssm_update,
     "normalize_qk": normalize_qk,
     "swiglu": drop_ins.swiglu,
-    "rms_norm": drop_ins.rms_norm,
-    "rope": drop_ins.rope,
+    "rms_norm": head_ropes.rms_norm,
+    "rope": head_ropes.rope,
     "gather_mm": expert_products.gather_mm,
     "gather_qmm": expert_products.gather_qmm,
 }
@@ -164,6 +168,8 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
     has_operations = cpu and not safe
     if has_operations:
         names.append("swiglu")
+    if not safe:
+        head_ropes.use_gain_rope(model)
         mx.fast.rms_norm, mx.fast.rope = _DISPATCHERS["rms_norm"], _DISPATCHERS["rope"]
     if not cpu:
         names.append("normalize_qk")
@@ -182,6 +188,9 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
     if has_operations:
         use_one_operation(model)
         pack_head(model)
+    elif on_metal() and not safe:
+        use_delta_kernel(model)
+        use_expert_kernel(model)
     return Head(model)
 
 

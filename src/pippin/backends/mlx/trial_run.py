@@ -13,6 +13,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.attention.plain_attention import attend_joined, held_against_plain
 from pippin.backends.mlx.gpu import packed_attention
@@ -101,6 +102,27 @@ def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, 
         logger.warning("rows are not packed: the kernel is off by %.1g here", largest)
         return None, layers
     return kernel, layers
+
+
+def deferred_norms(
+    layout: Layout, forward: Forward, kernel: AttendPacked, norms: HeadNorms
+) -> HeadNorms | None:
+    """Of these norms those that can be left to the kernel, with the rotations after them; None:
+    rotations neither. By the logits of a step: they must stay what they were."""
+    found: dict[str, mx.array] = {}
+    for name, left in {"none": None, "all": norms, "rotations": {}}.items():
+        prompts = [PromptState(), PromptState(), PromptState()]
+        _prefill(layout, forward, (2, 3, 1), prompts)
+        rows = DecodeRows(layout, AttentionPaths(kernel, norms=left))
+        try:
+            found[name] = _advance(rows, prompts, DecodeForward(layout, forward)).astype(mx.float32)
+            off = mx.abs(found[name] - found["none"]).max() / mx.abs(found["none"]).max()
+        except Exception as error:  # whatever the model's own code raises
+            logger.info("norms and rotations are not left to attention (%s): %s", name, error)
+            continue
+        if left is not None and float(off) <= ROUNDING:
+            return left
+    return None
 
 
 def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeForward) -> mx.array:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
+from pippin.backends.mlx.attention.head_ropes import DeferredRopes
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.split_attention import shared_mask
 from pippin.backends.mlx.layout import LayerCache, Layout
@@ -118,6 +119,7 @@ class DecodeStep:
         mains = shape.mains
         self.cohorts = mains.cohorts if isinstance(mains, CohortsShape) else ()
         self.aligned = isinstance(mains, CohortsShape) and mains.aligned
+        self.ropes: DeferredRopes | None = None  # where attention computes them
         self.lenders: WeakValueDictionary[int, Lender] = WeakValueDictionary()  # by id of keys
         self._tail_masks: dict[object, mx.array] = {}
         self._main_masks: dict[object, mx.array | None] = {}

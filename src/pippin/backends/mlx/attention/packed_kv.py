@@ -36,7 +36,8 @@ class PackedRowKV(RowKV):
     ) -> mx.array:
         assert self._new is not None
         assert window == self.layer_cache.window, "packed rows see what their layer keeps"
-        shape = self.step.shape.mains
+        step = self.step
+        shape = step.shape.mains
         assert isinstance(shape, PackedShape)
         call = PackedCall(
             queries,
@@ -48,6 +49,8 @@ class PackedRowKV(RowKV):
             scale,
             sinks,
             shape.longest[self._class],
+            self.offset,
+            None if step.ropes is None else step.ropes.of(queries, self._new[0]),
         )
         kernel = shape.paths.kernel
         if kernel is None or shape.paths.of_packed(call) is Path.JOINED:

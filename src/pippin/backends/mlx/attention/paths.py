@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.head_ropes import HeadNorms, Rope
 from pippin.backends.mlx.payloads.packing import KV
 
 WORTHWHILE = 0.95  # of the time of the way that is taken unless another is faster
@@ -41,6 +42,8 @@ class PackedCall:
     scale: float
     sinks: mx.array | None
     num_columns: int  # of the longest row, or more
+    positions: mx.array | None = None  # int32 [rows]: where each row's token stands
+    ropes: tuple[Rope, Rope] | None = None  # what is yet to be done to `q` and to `k`
 
 
 # What the rows attend to, [rows, query heads, tokens, Dv], and the new tails.
@@ -67,6 +70,8 @@ class AttentionPaths:
 
     kernel: AttendPacked | None = None
     times: Mapping[str, PathTimes] = field(default_factory=dict)  # by kind of layer
+    # Rotations are left to attention over packed rows, with these norms before them.
+    norms: HeadNorms | None = None
 
     def of_packed(self, call: PackedCall) -> Path:
         """The kernel reads what rows hold. To join them is to pad them to the longest."""

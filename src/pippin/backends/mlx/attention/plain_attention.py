@@ -17,6 +17,7 @@ from pippin.backends.mlx.payloads.packing import KV
 
 def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     """Each row's columns and its tail as one array, for mlx's own attention."""
+    call = _rotated(call)
     new_tail = _new_tail(call)
     at, visible = _columns_of_rows(call)
     keys, values = (
@@ -29,6 +30,16 @@ def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         call.q, keys, values, scale=call.scale, mask=mask, sinks=call.sinks
     )
     return out, *new_tail
+
+
+def _rotated(call: PackedCall) -> PackedCall:
+    """With nothing left to be done to queries and keys."""
+    if call.ropes is None:
+        return call
+    assert call.positions is not None
+    of_queries, of_keys = call.ropes
+    q, k = of_queries.apply(call.q, call.positions), of_keys.apply(call.k, call.positions)
+    return replace(call, q=q, k=k, ropes=None)
 
 
 def _columns_of_rows(call: PackedCall) -> tuple[mx.array, mx.array]:

@@ -18,13 +18,15 @@ from functools import cache
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.head_ropes import Rope
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
 from pippin.backends.mlx.device import gpu_cores, on_metal
-from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND
+from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, HEADER
 from pippin.backends.mlx.layout import LayerCache, Layout
 
 FEWEST_THREADS, MOST_THREADS = 128, 256  # of a threadgroup; not measured on Apple GPUs
-MOST_SHARED = 8192  # numbers in threadgroup memory, where SIMD groups add up: Metal has 32 KiB
+# Numbers in threadgroup memory, where SIMD groups add up: Metal has 8,192. A key is there too.
+MOST_SHARED = 8192 - 512
 MOST_STATE = 64  # numbers of a lane: its share of the queries, and of the sums
 # Threadgroups for each core of the GPU. A core has registers for some 500 threads of 64 numbers of
 # state: four threadgroups, and as many again for cores that are done early. mlx's own attention in
@@ -32,6 +34,7 @@ MOST_STATE = 64  # numbers of a lane: its share of the queries, and of the sums
 BLOCKS_PER_CORE = 8
 SHORTEST_STRETCH = 64  # columns
 ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are cut
+MOST_REMEMBERED = 1024  # layers, of all models
 AHEAD = 2  # columns that a lane fetches before it looks at the first
 
 Kernel = Callable[..., list[mx.array]]
@@ -69,7 +72,7 @@ class Form:
 def for_layout(layout: Layout) -> AttendPacked | None:
     """The kernel for these layers on Metal; None elsewhere, and where it does not fit them."""
     caches = [layout.caches[index] for index in layout.kv_indices]
-    fits = on_metal() and layout.packs and all(map(_takes, caches))
+    fits = on_metal() and layout.packs_rows and all(map(_takes, caches))
     return attend_packed if fits else None
 
 
@@ -89,10 +92,11 @@ def _kernels() -> tuple[Kernel, Kernel]:
         input_names=[
             *("q", "k", "v", "tail_k", "tail_v"),
             *(f"main_{side}{n}" for n in range(MOST_SEGMENTS) for side in "kv"),
-            *("sizes", "places", "visible_tail", "cursor", "scale", "sinks"),
+            *("sizes", "places", "visible_tail", "cursor", "positions", "numbers", "sinks"),
         ],
         output_names=["out", "weights", "new_tail_k", "new_tail_v"],
         source=ATTEND,
+        header=HEADER,
         ensure_row_contiguous=False,
     )
     add_up = make(
@@ -107,6 +111,33 @@ def _kernels() -> tuple[Kernel, Kernel]:
 @cache
 def _number(value: float) -> mx.array:
     return mx.array([value], dtype=mx.float32)
+
+
+def _numbers(scale: float, ropes: tuple[Rope, Rope] | None) -> mx.array:
+    """Scale, epsilons, gain, angles and weights of norms, made once for each layer: a compiled
+    step would make them again. Eight at the least: Metal has fewer in another address space."""
+    parts = [] if ropes is None else [rope.norm for rope in ropes]
+    arrays = [norm.weight for norm in parts if norm is not None]
+    if ropes is not None and ropes[0].freqs is not None:
+        arrays.append(ropes[0].freqs)
+    gain = 1.0 if ropes is None else ropes[0].gain
+    rotation = None if ropes is None else (ropes[0].dims, ropes[0].base, ropes[0].scale, gain)
+    key = scale, rotation, tuple(norm and norm.eps for norm in parts), tuple(map(id, arrays))
+    if key not in _made:
+        eps = [0.0 if norm is None else norm.eps for norm in parts] or [0.0, 0.0]
+        made = [mx.array([scale, *eps, gain, *[0.0] * 4])]
+        made += [] if ropes is None else [ropes[0].angles()]
+        made += [norm.weight.astype(mx.float32) for norm in parts if norm is not None]
+        numbers = mx.concatenate(made)
+        mx.eval(numbers)
+        if len(_made) >= MOST_REMEMBERED:
+            _made.clear()
+        _made[key] = numbers, arrays
+    return _made[key][0]
+
+
+# With the arrays whose ids are in the key, so that no others get these.
+_made: dict[object, tuple[mx.array, list[mx.array]]] = {}
 
 
 @cache
@@ -145,6 +176,9 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     num_splits, threads = cut(num_blocks, call.num_columns, form)
     whole = num_splits == 1
     attend, add_up = _kernels()
+    rope = None if call.ropes is None else call.ropes[0]
+    positions = call.cursor if call.positions is None else call.positions
+    numbers = _numbers(call.scale, call.ropes)
     sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
     some_sinks = _number(0.0) if sinks is None else sinks
     parts = (num_rows, num_query_heads, num_tokens)
@@ -153,7 +187,7 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     out, weights, tail_k, tail_v = attend(
         inputs=[
             *(q, call.k, v, *tail, *mains, _sizes(tuple(keys.shape[1] for keys in mains[::2]))),
-            *(call.places, call.visible_tail, call.cursor, _number(call.scale), some_sinks),
+            *(call.places, call.visible_tail, call.cursor, positions, numbers, some_sinks),
         ],
         template=[
             ("T", q.dtype),
@@ -167,6 +201,9 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
             ("Lanes", form.lanes),
             ("Vec", form.vec),
             ("Ahead", AHEAD),
+            ("Rotated", 0 if rope is None else rope.dims),
+            ("Traditional", rope is not None and rope.traditional),
+            ("Normed", rope is not None and rope.norm is not None),
             ("Whole", whole),
             ("Tokens", num_tokens),
             ("Cursors", call.cursor.size > 1),

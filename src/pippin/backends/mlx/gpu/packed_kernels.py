@@ -6,6 +6,26 @@ as `threadgroup_position_in_grid`, whose names it finds in the source; it does n
 
 from __future__ import annotations
 
+# Channel `c` of a query or a key, normed and rotated.
+HEADER = """
+template <typename T, int D, int Rotated, bool Traditional, bool Normed>
+float rotated(
+    const device T* x, size_t stride, int c, float size, float position,
+    const device float* angles, const device float* weights) {
+  float own = static_cast<float>(x[c * stride]) * size;
+  if (Normed) own *= weights[c];
+  if (c >= Rotated) return own;
+  constexpr int HALF = Rotated / 2 > 0 ? Rotated / 2 : 1;
+  const bool second = Traditional ? c % 2 : c >= HALF;
+  const int partner = Traditional ? c ^ 1 : second ? c - HALF : c + HALF;
+  float other = static_cast<float>(x[partner * stride]) * size;
+  if (Normed) other *= weights[partner];
+  const float angle = position * angles[Traditional ? c / 2 : c % HALF];
+  const float cosine = metal::precise::cos(angle), sine = metal::precise::sin(angle);
+  return own * cosine + (second ? other : -other) * sine;
+}
+"""
+
 ATTEND = """
     constexpr int PER_LANE = D / Lanes;
     constexpr int PER_LANE_V = Dv / Lanes;
@@ -23,8 +43,8 @@ ATTEND = """
     const int line = threadgroup_position_in_grid.z;  // a token of a row
     const int row = line / Tokens;
     const int token = line % Tokens;
-    const int num_query_heads = q_shape[1];
-    const int num_heads = k_shape[1];
+    const int num_query_heads = threadgroups_per_grid.y * Queries;
+    const int num_heads = threadgroups_per_grid.y / Shares;
 
     // This row's columns in each segment: counted through all of them, one ends where the next
     // begins; `from`: what is added to such a number to find the column in its segment.
@@ -39,7 +59,27 @@ ATTEND = """
     const int end = begin + per_split < num_columns ? begin + per_split : num_columns;
     const int now = cursor[Cursors ? row : 0];  // of the row's first new column
 
-    const device T* new_key = k + row * k_strides[0] + head * k_strides[1];
+    const device float* angles = numbers + 8;
+    const device float* query_weights = angles + Rotated / 2;
+    const float position = Rotated ? static_cast<float>(positions[row]) : 0.0f;
+
+    // This step's key, if it is one.
+    const device T* key_in = k + row * k_strides[0] + head * k_strides[1];
+    threadgroup Chunk new_key[D / Vec];
+    float key_size = numbers[3];
+    if (Normed) {
+      float squares = 0.0f;
+      for (int c = me % 32; c < D; c += 32) {
+        const float x = static_cast<float>(key_in[c * k_strides[3]]);
+        squares += x * x;
+      }
+      key_size *= metal::rsqrt(simd_sum(squares) / D + numbers[2]);
+    }
+    for (int c = me; c < D; c += Threads)
+      new_key[c / Vec].at[c % Vec] = static_cast<T>(
+          rotated<T, D, Rotated, Traditional, Normed>(
+              key_in, k_strides[3], c, key_size, position, angles, query_weights + D));
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // new_key
     const device T* new_value = v + row * v_strides[0] + head * v_strides[1];
     const size_t at0 = static_cast<size_t>(head) * sizes[0];  // where this head begins
     const size_t at1 = static_cast<size_t>(head) * sizes[1];
@@ -55,10 +95,24 @@ ATTEND = """
     for (int n = 0; n < Queries; ++n) {
       const device T* own = q + row * q_strides[0] + (first_query + n) * q_strides[1]
           + token * q_strides[2];
+      float size = numbers[3];
+      if (Normed) {
+        float squares = 0.0f;
+        _Pragma("unroll")
+        for (int i = 0; i < PER_LANE; ++i) {
+          const float x = static_cast<float>(
+              own[((i / Vec) * Vec * Lanes + lane * Vec + i % Vec) * q_strides[3]]);
+          squares += x * x;
+        }
+        _Pragma("unroll")
+        for (int step = Lanes / 2; step > 0; step /= 2) squares += simd_shuffle_xor(squares, step);
+        size *= metal::rsqrt(squares / D + numbers[1]);
+      }
       _Pragma("unroll")
       for (int i = 0; i < PER_LANE; ++i)
-        query[n][i] = static_cast<float>(own[(i / Vec) * Vec * Lanes + lane * Vec + i % Vec])
-            * scale[0];
+        query[n][i] = numbers[0] * rotated<T, D, Rotated, Traditional, Normed>(
+            own, q_strides[3], (i / Vec) * Vec * Lanes + lane * Vec + i % Vec, size, position,
+            angles, query_weights);
       _Pragma("unroll")
       for (int i = 0; i < PER_LANE_V; ++i) sum[n][i] = 0.0f;
       top[n] = LEAST;
@@ -76,11 +130,12 @@ ATTEND = """
             && (column < num_main || visible_tail[line * Tail + column - num_main]);
         const int safe = visible[a] ? column : begin;
         const int in_tail = safe - num_main;
-        const device T* key;
-        const device T* value;
-        if (in_tail >= now && in_tail < now + Tokens) {
-          key = new_key + (in_tail - now) * k_strides[2];
-          value = new_value + (in_tail - now) * v_strides[2];
+        const bool is_new = in_tail >= now && in_tail < now + Tokens;
+        const device T* key = key_in;
+        const device T* value = new_value;
+        if (is_new) {
+          key += (in_tail - now) * k_strides[2];
+          value += (in_tail - now) * v_strides[2];
         } else {
           const size_t at = in_tail >= 0 ? tail_at + in_tail
               : safe < end0 ? at0 + from0 + safe
@@ -92,8 +147,10 @@ ATTEND = """
               : safe < end2 ? main_v2 : main_v3) + at * Dv;
         }
         _Pragma("unroll")
-        for (int i = 0; i < PER_LANE / Vec; ++i)
-          keys[a][i] = *reinterpret_cast<const device Chunk*>(key + (i * Lanes + lane) * Vec);
+        for (int i = 0; i < PER_LANE / Vec; ++i) {
+          if (Tokens == 1 && is_new) keys[a][i] = new_key[i * Lanes + lane];
+          else keys[a][i] = *reinterpret_cast<const device Chunk*>(key + (i * Lanes + lane) * Vec);
+        }
         _Pragma("unroll")
         for (int i = 0; i < PER_LANE_V / Vec; ++i)
           values[a][i] = *reinterpret_cast<const device Chunk*>(value + (i * Lanes + lane) * Vec);
@@ -196,10 +253,11 @@ ATTEND = """
     if (split == num_splits - 1 && threadgroup_position_in_grid.y % Shares == 0 && token == 0) {
       for (int i = me; i < Tail * D / Vec; i += Threads) {
         const int age = i * Vec / D - now;
-        const device T* from = age >= 0 && age < Tokens
-            ? new_key + age * k_strides[2] + i * Vec % D : tail_k + tail_at * D + i * Vec;
-        *reinterpret_cast<device Chunk*>(new_tail_k + tail_at * D + i * Vec) =
-            *reinterpret_cast<const device Chunk*>(from);
+        Chunk kept = new_key[i % (D / Vec)];
+        if (Tokens > 1 || age != 0)
+          kept = *reinterpret_cast<const device Chunk*>(age >= 0 && age < Tokens
+              ? key_in + age * k_strides[2] + i * Vec % D : tail_k + tail_at * D + i * Vec);
+        *reinterpret_cast<device Chunk*>(new_tail_k + tail_at * D + i * Vec) = kept;
       }
       for (int i = me; i < Tail * Dv / Vec; i += Threads) {
         const int age = i * Vec / Dv - now;

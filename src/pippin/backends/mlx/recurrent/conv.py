@@ -53,5 +53,6 @@ def use_shift_conv1d(conv: Conv1d, *, cpu: bool) -> None:
     taps = conv.weight[:, :, 0].T
     conv._taps = mx.contiguous(taps)  # not a parameter: its name begins with _
     conv._each_tap = [mx.contiguous(tap) for tap in taps]
+    mx.eval(conv._taps, conv._each_tap)  # or every compiled step would copy them again
     conv._on_cpu = cpu
     conv.__class__ = ShiftConv1d

@@ -10,7 +10,7 @@ Where one operation attends to all cohorts (attention/table_kv.py), their number
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -44,7 +44,7 @@ class CohortMains:
     def num_groups(self) -> int:
         return len(self.cohorts) if self._table_operations is None else 1
 
-    def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
+    def join(self, joining: Sequence[tuple[Row, MutableMapping[int, KV]]]) -> None:
         self._kv_table = None
         self.cohorts += [Cohort.of_one(row.index, row.length, kv) for row, kv in joining if kv]
         self._steps_left = self._steps_left or SCATTERED_STEPS

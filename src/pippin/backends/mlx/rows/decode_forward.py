@@ -20,6 +20,7 @@ from pippin.backends.mlx.attention.decode_step import (
     StepShape,
     Tree,
 )
+from pippin.backends.mlx.attention.head_ropes import DeferredRopes, deferring
 from pippin.backends.mlx.attention.latent_kv import LatentKV
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
 from pippin.backends.mlx.attention.row_kv import RowKV
@@ -86,10 +87,14 @@ class DecodeForward:
         of_kind = {False: iter(kv), True: iter(states)}
         caches = layout.nest([next(of_kind[cache.is_state]) for cache in layout.caches])
         hidden = None
-        if shape.drafts is not None and self._with_hidden is not None:
-            logits, hidden = self._with_hidden(tree["tokens"], caches)
-        else:
-            logits = self._forward(tree["tokens"], caches)
+        if isinstance(shape.mains, PackedShape) and shape.drafts is None:
+            norms = shape.mains.paths.norms
+            step.ropes = None if norms is None else DeferredRopes(tree["offset"], norms)
+        with deferring(step.ropes):
+            if shape.drafts is not None and self._with_hidden is not None:
+                logits, hidden = self._with_hidden(tree["tokens"], caches)
+            else:
+                logits = self._forward(tree["tokens"], caches)
         tails = [(view.tail[0], view.tail[1]) for view in kv]
         if shape.drafts is not None:
             found = [] if hidden is None else [hidden]

@@ -5,13 +5,17 @@ Knows shapes, not what is in them, and no steps.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
+from math import prod
 
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.recurrent.draft_states import kept_bytes
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
+
+logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2  # copies of what each step writes anew: one that is read, one that is written
 MOVING_SHARE = 0.3  # of a main: its part of the copies while rows are moved
@@ -43,6 +47,33 @@ class Footprint:
             for window, nbytes in self.bytes_by_window.items()
         )
         return main + int(MOVING_SHARE * main) + self.line_bytes
+
+    def most_bytes(self, max_buffer_bytes: int) -> int:
+        """What rows may hold at the most so that none of their arrays, each one side of a cache or
+        an entry of a state, takes more than `max_buffer_bytes`. Moves have arrays no larger."""
+        caches = [self._layout.caches[index] for index in self._layout.kv_indices]
+        shares = [
+            prod(shape) * dtype.size / self.bytes_by_window[cache.window]
+            for cache in caches
+            for shape, dtype in zip(cache.shapes, cache.dtypes, strict=True)
+        ]
+        for index in self._layout.state_indices:
+            state = self._layout.caches[index]
+            entries = zip(state.shapes, state.dtypes, strict=True)
+            shares += [prod(shape) * dtype.size / self.line_bytes for shape, dtype in entries]
+        return int(max_buffer_bytes / max(shares, default=1.0))
+
+    def in_arrays_of(self, max_buffer_bytes: int, num_bytes: int, spare_bytes: float) -> int:
+        """Of `num_bytes` for rows, beside what is spare, as much as such arrays can hold."""
+        most = max(int(self.most_bytes(max_buffer_bytes) - spare_bytes), 0)
+        if num_bytes <= most:
+            return num_bytes
+        logger.warning(
+            "requests and the prefix cache have %.2f GB of %.2f GB: with more, an array of theirs "
+            "could exceed the %.2f GB that the device allows for one. More --memory does not help",
+            *(most / 1e9, num_bytes / 1e9, max_buffer_bytes / 1e9),
+        )
+        return most
 
     def padding_bytes(self, cohort: Cohort) -> int:
         """What a cohort holds for no row: lines whose rows have left, columns that are padding."""

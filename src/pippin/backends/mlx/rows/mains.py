@@ -9,7 +9,7 @@ when rows join, and when the tails of all rows are moved into new mains. Two arr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,8 +45,9 @@ class Mains(Protocol):
         """How many arrays of rows a step reads, for each layer."""
         ...
 
-    def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
-        """Rows whose prompts are done, and what they hold by cache: [1, heads, tokens, dim]."""
+    def join(self, joining: Sequence[tuple[Row, MutableMapping[int, KV]]]) -> None:
+        """Rows whose prompts are done, and what they hold by cache: [1, heads, tokens, dim]. What
+        is copied of it is removed from there, so that rows are not in memory twice."""
         ...
 
     def leave(self, row: Row) -> None: ...

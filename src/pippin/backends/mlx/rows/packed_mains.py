@@ -8,7 +8,7 @@ to it (gpu/packed_attention.py). A row that joins is copied once, and no other r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +18,7 @@ from pippin.backends.mlx.attention.packed_kv import PackedShape
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.footprint import SpareLimit
+from pippin.backends.mlx.rows.footprint import MOVING_SHARE, SpareLimit
 from pippin.backends.mlx.rows.mains import Row, Tails
 from pippin.backends.mlx.rows.regrouping import PacedLaunch
 from pippin.backends.mlx.rows.segments import Segment, WindowClass
@@ -35,20 +35,20 @@ class PackedMains:
         self._spare = spare
         self._paths = paths
         self._classes = [
-            WindowClass(w, [i for i in layout.kv_indices if layout.caches[i].window == w])
+            WindowClass(w, own, chunked=layout.caches[own[0]].chunked)
             for w in layout.window_classes
+            if (own := [i for i in layout.kv_indices if layout.caches[i].window == w])
         ]
         # By cache, by segment: [heads, capacity, dim], both sides.
         self._kv: dict[int, list[list[mx.array]]] = {index: [] for index in layout.kv_indices}
 
-    def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
+    def join(self, joining: Sequence[tuple[Row, MutableMapping[int, KV]]]) -> None:
         for own in self._classes:
             segment = Segment()
             for row, kv in joining:
                 segment.append(row.index, kv[own.caches[0]][0].shape[2])
                 own.ends[row.index] = row.length
-            rows = {cache: [kv[cache] for _, kv in joining] for cache in own.caches}
-            self._add(own, segment, rows)
+            self._add(own, segment, lambda cache: [kv.pop(cache) for _, kv in joining])
 
     def leave(self, row: Row) -> None:
         for own in self._classes:
@@ -73,7 +73,7 @@ class PackedMains:
         )
         tree = {
             "places": [mx.array(own.table(positions)) for own in self._classes],
-            "visible": [mx.array(_last(visible, own.window)) for own in self._classes],
+            "visible": [mx.array(_seen(visible, own, positions)) for own in self._classes],
             "mains": [
                 [list(pair) for pair in self._kv[cache]] for cache in self._layout.kv_indices
             ],
@@ -116,18 +116,25 @@ class PackedMains:
         if segment.used == 0:
             return
         chosen = mx.array(np.concatenate(at).astype(np.int32))
-        rows = {
-            cache: [_columns([_side_by_side(side) for side in tails.kv[cache]], chosen)]
-            for cache in own.caches
-        }
-        self._add(own, segment, rows)
+        self._add(
+            own,
+            segment,
+            lambda cache: [_columns([_side_by_side(side) for side in tails.kv[cache]], chosen)],
+        )
 
-    def _add(self, own: WindowClass, segment: Segment, rows: Mapping[int, Sequence[KV]]) -> None:
-        """A new segment; `rows` by cache: what it holds in order, [1, heads, tokens, dim] each."""
+    def _add(self, own: WindowClass, segment: Segment, take: Callable[[int], Sequence[KV]]) -> None:
+        """A new segment. `take`: of a cache, what it holds in order, [1, heads, tokens, dim] each,
+        which nothing else holds then. Each row has a share of memory for moves; a row that is
+        longer than these allow for is copied one layer after the other."""
         segment.capacity = self._capacity(segment.used)
-        for cache, parts in rows.items():
-            sides = zip(*parts, strict=True)
+        nbytes = self._spare.footprint.bytes_by_window[own.window]
+        allowed = int(MOVING_SHARE * (own.num_held + segment.used) * nbytes)
+        paced = PacedLaunch(segment.capacity * nbytes, allowed)
+        for cache in own.caches:
+            sides = zip(*take(cache), strict=True)
             self._kv[cache].append([_packed(list(side), segment.capacity) for side in sides])
+            del sides
+            paced.launch(self._kv[cache][-1])
         own.segments.append(segment)
         own.forget_passed()
         self._drop_empty(own)
@@ -173,7 +180,8 @@ def _packed(parts: list[mx.array], capacity: int) -> mx.array:
     _, heads, _, dim = parts[0].shape
     spare = capacity - sum(part.shape[2] for part in parts)
     zeros = mx.zeros((heads, spare, dim), parts[0].dtype)
-    return mx.contiguous(mx.concatenate([*(part[0] for part in parts), zeros], axis=1))
+    # (`part[0]` would be a copy.)
+    return mx.contiguous(mx.concatenate([*(part.squeeze(0) for part in parts), zeros], axis=1))
 
 
 def _columns(sides: Sequence[mx.array], chosen: mx.array) -> KV:
@@ -187,9 +195,9 @@ def _side_by_side(tail: mx.array) -> mx.array:
     return tail.swapaxes(0, 1).reshape(heads, -1, dim)
 
 
-def _last(visible: np.ndarray, window: int | None) -> np.ndarray:
+def _seen(visible: np.ndarray, own: WindowClass, positions: np.ndarray) -> np.ndarray:
     """Of the tail columns that a row has, those within the window: the newest ones."""
-    if window is None or window >= visible.shape[1]:
+    if own.window is None or (own.window >= visible.shape[1] and not own.chunked):
         return visible
     age = np.cumsum(visible[:, ::-1], axis=1)[:, ::-1]
-    return np.asarray(visible & (age <= window))
+    return np.asarray(visible & (age <= own.num_seen(positions)[:, None]))

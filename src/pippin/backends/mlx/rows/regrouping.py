@@ -107,18 +107,26 @@ class Move:
 class PacedLaunch:
     """Launches what is built, and waits so that only a part of it is in flight."""
 
-    def __init__(self, total_bytes: int, *, has_table: bool = False) -> None:
-        self._waits = total_bytes > (SMALL_TABLE_BYTES if has_table else SMALL_MOVE_BYTES)
-        self._most_bytes = total_bytes // AHEAD_DIVISOR
+    def __init__(
+        self, total_bytes: int, allowed_bytes: int = 0, *, has_table: bool = False
+    ) -> None:
+        """`allowed_bytes`: that may be in flight in any case."""
+        small = SMALL_TABLE_BYTES if has_table else SMALL_MOVE_BYTES
+        self._most_bytes = max(total_bytes // AHEAD_DIVISOR, allowed_bytes)
+        self._waits = total_bytes > max(small, allowed_bytes)
         self._in_flight: deque[list[mx.array]] = deque()
 
     def launch(self, arrays: list[mx.array]) -> None:
         if not self._waits:
             return  # it is launched with the step that regroups
-        mx.async_eval(*arrays)
         self._in_flight.append(arrays)
-        while sum(a.nbytes for part in self._in_flight for a in part) > self._most_bytes:
+        while len(self._in_flight) > 1 and self._bytes_in_flight > self._most_bytes:
             mx.eval(*self._in_flight.popleft())
+        mx.async_eval(*arrays)
+
+    @property
+    def _bytes_in_flight(self) -> int:
+        return sum(array.nbytes for part in self._in_flight for array in part)
 
 
 def regroup(

@@ -49,6 +49,7 @@ class WindowClass:
 
     window: int | None
     caches: Sequence[int] = ()
+    chunked: bool = False  # the window does not slide: it begins at a multiple of its size
     segments: list[Segment] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)  # by row: the position after its last column
 
@@ -104,12 +105,20 @@ class WindowClass:
             hidden = 0
             if self.window is not None:
                 first_position = end - self.num_columns(index)
-                hidden = max(int(positions[index]) - self.window + 1 - first_position, 0)
+                num_seen = int(self.num_seen(positions[index : index + 1])[0])
+                hidden = max(int(positions[index]) + 1 - num_seen - first_position, 0)
             for number, (start, count) in self.pieces_of(index):
                 here = min(hidden, count)
                 hidden -= here
                 table[index, number] = start + here, count - here
         return table
+
+    def num_seen(self, positions: np.ndarray) -> np.ndarray:
+        """How many tokens the window has at each of these positions, their own included."""
+        assert self.window is not None
+        if self.chunked:
+            return np.asarray(positions % self.window + 1)
+        return np.full(len(positions), self.window)
 
     def to_merge(self) -> tuple[int, int] | None:
         """From which segment up to which, where a kernel could not read them all."""

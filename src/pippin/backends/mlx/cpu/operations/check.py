@@ -26,7 +26,7 @@ from pippin.backends.mlx.cpu.operations.bindings import (
     Operations,
     without_operations,
 )
-from pippin.backends.mlx.cpu.operations.drop_ins import _frequencies
+from pippin.backends.mlx.cpu.operations.drop_ins import frequencies
 from pippin.backends.mlx.cpu.operations.library import DOES_NOT_FIT
 from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits
 
@@ -82,7 +82,7 @@ def rope(ours: Operations) -> Pairs:
     x = normal(3, 9, 4, 64).swapaxes(1, 2)
     for offset in (100, mx.array([7, 0, 300])):
         theirs = mx.fast.rope(x, 32, traditional=False, base=10000.0, scale=0.5, offset=offset)
-        yield ours.rope(x, _frequencies(32, 10000.0), offset, 0.5), theirs
+        yield ours.rope(x, frequencies(32, 10000.0), offset, 0.5), theirs
 
 
 def attention(ours: Operations) -> Pairs:

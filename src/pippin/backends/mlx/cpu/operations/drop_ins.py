@@ -90,11 +90,11 @@ def rope(
             **options,
         )
     if freqs is not None:
-        frequencies = 1.0 / freqs.astype(mx.float32)
+        inverse = 1.0 / freqs.astype(mx.float32)
     else:
         assert base is not None, "mlx asks for a base or frequencies"
-        frequencies = _frequencies(dims, base)
-    return ours.rope(x, frequencies, offset, scale)
+        inverse = frequencies(dims, base)
+    return ours.rope(x, inverse, offset, scale)
 
 
 def _is_known(offset: int | mx.array, num_rows: int) -> bool:
@@ -104,10 +104,10 @@ def _is_known(offset: int | mx.array, num_rows: int) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _frequencies(dims: int, base: float) -> mx.array:
+def frequencies(dims: int, base: float) -> mx.array:
     """As mlx computes them, to the last bit: they are multiplied by positions."""
     half = dims // 2
     step = mx.array(math.log(base) / half, mx.float32)
-    frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * step)
-    mx.eval(frequencies)
-    return frequencies
+    inverse = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * step)
+    mx.eval(inverse)
+    return inverse
