@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from scripted_engine import say, serving
 from several_models import FakeEngine, World, serving_several
+
+from pippin.config import ServerConfig
 
 Play = Callable[[World], Awaitable[None]]
 
@@ -245,6 +249,32 @@ def test_metrics_have_the_models_name_where_there_are_several() -> None:
         alone = httpx.get(f"{url}/metrics").text
     assert "model_name" not in alone
     assert "pippin_engine_up 1.0" in alone
+
+
+def test_lines_of_a_batch_may_name_different_models(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        body = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 50}
+        line = {"method": "POST", "url": "/v1/chat/completions"}
+        lines = [
+            json.dumps({**line, "custom_id": name, "body": {**body, "model": name}})
+            for name in ("beta", "gamma", "beta-alias")
+        ]
+        file = ("lines.jsonl", "\n".join(lines).encode())
+        sent = await world.client.post("/v1/files", data={"purpose": "batch"}, files={"file": file})
+        asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = await world.client.post(
+            "/v1/batches", json={**asked, "input_file_id": sent.json()["id"]}
+        )
+        path = f"/v1/batches/{batch.json()['id']}"
+        assert batch.json()["model"] is None
+        while (shown := (await world.client.get(path)).json())["status"] != "completed":
+            assert shown["status"] in ("validating", "in_progress", "finalizing"), shown
+            await asyncio.sleep(0.01)
+        output = await world.client.get(f"/v1/files/{shown['output_file_id']}/content")
+        replies = [json.loads(reply)["response"]["body"] for reply in output.text.splitlines()]
+        assert sorted(reply["model"] for reply in replies) == ["beta", "beta", "gamma"]
+
+    play(scenario, config=ServerConfig(batch_dir=str(tmp_path), batch_running=2))
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import error_of, served_models, served_with
+from cli.commands import error_of, output_of, served_models, served_with
 
 TABLE = """
 port = 0
@@ -79,6 +79,17 @@ def test_what_is_wrong_in_a_table_is_named(
     assert status == 2
     assert message in error
     assert "pippin.toml:1" in error
+
+
+def test_the_table_is_printed_as_it_can_be_read_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("pippin.toml").write_text(TABLE)
+    before = served_models(monkeypatch)
+    printed = output_of(capsys, "config")
+    assert '[models."small"]  # pippin.toml:6' in printed
+    Path("pippin.toml").write_text(printed)
+    assert served_models(monkeypatch) == before
 
 
 def test_a_model_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

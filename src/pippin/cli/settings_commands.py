@@ -31,6 +31,18 @@ def describe(config: Config) -> Iterator[str]:
         values = getattr(config, section.name)
         for field in dataclasses.fields(values):
             yield _line(option_name(field.name), getattr(values, field.name))
+    yield from _model_tables()
+
+
+def _model_tables() -> Iterator[str]:
+    """Of several models, as the file has them."""
+    if (tables := SETTINGS.models) is None:
+        return
+    for name, table in tables.value.items():
+        yield ""
+        yield f"[models.{_toml(name)}]  # {tables.place}"
+        for key, value in table.items() if isinstance(table, dict) else ():
+            yield f"{key} = {_toml(value)}"
 
 
 def _file_in_force() -> str:
