@@ -16,7 +16,7 @@ from pippin.api.model_info import ModelInfo
 from pippin.api.served_models import ServedModels
 from pippin.api.switched_model import SwitchedModel, TextCache
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.errors import LoadError, NotReady
+from pippin.errors import EngineDead, LoadError, NotReady
 from pippin.messages import Ready, Submit, TokenDelta
 from pippin.switching.model_engines import ModelEngines
 from pippin.switching.turns import ModelTurn, Turns
@@ -50,6 +50,7 @@ class FakeHost:
     def __init__(self, script: Script, failure: str | None, gate: asyncio.Event) -> None:
         self.engine = FakeEngine(script)
         self.loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.dies = asyncio.Event()
         self._failure = failure
         self._gate = gate
 
@@ -58,7 +59,8 @@ class FakeHost:
         if self._failure is not None:
             raise LoadError(self._failure)
         self.loaded.set_result(Ready(vocab_size=8192, max_len=4096))
-        await asyncio.Event().wait()
+        await self.dies.wait()
+        raise EngineDead("the engine failed 6 times in a row")
 
 
 @dataclass

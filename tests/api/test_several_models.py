@@ -192,6 +192,40 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_others_are_served() -> Non
     play(scenario)
 
 
+def test_a_model_whose_engine_died_too_often_is_refused_for_a_while() -> None:
+    async def scenario(world: World) -> None:
+        await world.chat("alpha")
+        world.hosts[0][1].dies.set()
+        asked = [asyncio.create_task(world.chat("alpha")) for _ in range(3)]  # at any moment of it
+        for _ in range(3):
+            await asyncio.sleep(0)
+            asked.append(asyncio.create_task(world.chat("alpha")))
+        statuses = {(await reply).status_code for reply in asked}
+        assert statuses <= {200, 503}
+        refused = await world.chat("alpha")
+        assert refused.status_code == 503
+        assert "failed 6 times in a row" in refused.json()["error"]["message"]
+        assert (await world.chat("beta")).status_code == 200
+        world.wait(100.0)
+        assert (await world.chat("alpha")).status_code == 200
+        assert world.engines.num_open == 0
+
+    play(scenario)
+
+
+def test_no_lease_is_given_on_an_engine_that_ends() -> None:
+    async def scenario(world: World) -> None:
+        await world.chat("alpha")
+        closing = asyncio.Event()
+        host = world.hosts[0][1]
+        host.engine.close = closing.set  # type: ignore[method-assign]
+        host.dies.set()
+        await closing.wait()
+        assert world.engines.lease_now("alpha") is None
+
+    play(scenario)
+
+
 def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     async def scenario(world: World) -> None:
         world.loads.clear()

@@ -67,7 +67,7 @@ class ModelEngines:
         self._clock = clock
         self._loaded: dict[str, LoadedEngine] = {}
         self._runs: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
-        self._waiting: dict[int, asyncio.Future[None]] = {}  # by ticket
+        self._waiting: dict[int, asyncio.Future[LoadedEngine]] = {}  # by ticket
         self._timer: asyncio.TimerHandle | None = None
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -108,7 +108,7 @@ class ModelEngines:
         granted = self._waiting[ticket.id] = asyncio.get_running_loop().create_future()
         self.advance()
         try:
-            await granted
+            loaded = await granted
         except BaseException:
             if granted.cancelled() or granted.exception() is not None:
                 self._turns.cancel(ticket)
@@ -118,7 +118,7 @@ class ModelEngines:
             raise
         finally:
             del self._waiting[ticket.id]
-        return Lease(self._loaded[name], ticket, self._clock() - asked_at)
+        return Lease(loaded, ticket, self._clock() - asked_at)
 
     def release(self, lease: Lease) -> None:
         self._turns.release(lease.ticket.name, self._clock())
@@ -178,7 +178,7 @@ class ModelEngines:
             if granted.done():  # its client has disconnected, or the server shuts down
                 self._turns.release(ticket.name, now)
             else:
-                granted.set_result(None)
+                granted.set_result(self._loaded[ticket.name])
         if self.num_open:
             self._none_open.clear()
         else:
@@ -202,7 +202,6 @@ class ModelEngines:
             if not self._fault.done():
                 self._fault.set_exception(error)
         finally:
-            self._loaded.pop(name, None)
             del self._runs[name]
             self._end(name, reason)
 
@@ -226,6 +225,7 @@ class ModelEngines:
                 return "the engine exited"
             return None
         finally:
+            self._turns.ending(name)
             self._loaded.pop(name, None)
             host.engine.close()
             stopping.cancel()

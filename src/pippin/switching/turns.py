@@ -158,6 +158,10 @@ class Turns:
         model.load_s = now - model.started_at
         model.num_failures = 0
 
+    def ending(self, name: str) -> None:
+        """Its engine is being stopped, or has died: it gives no leases, and its memory is used."""
+        self.models[name].state = State.STOPPING
+
     def stopped(self, name: str) -> None:
         """Its memory is free, whether it was asked to stop or died."""
         self.models[name].state = State.STOPPED
