@@ -76,6 +76,7 @@ def test_only_its_user_can_read_it(runtime: Path) -> None:
             "pid",
             "started_s",
             "checkpoint",
+            "others",
         }
 
 
