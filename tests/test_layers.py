@@ -73,26 +73,26 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine.grammar_zygote": {"decode", "engine.model_vocabulary"},
     "engine.message_pump": {"messages", "engine.events", "scheduler.loop"},
     "engine.engine_client": {
-        *("messages", "engine.watchers", "engine.suspects"),
+        *("messages", "engine.clients.watchers", "engine.clients.suspects"),
         *("engine.clients.questions", "engine.clients.replica_number"),
     },
     "engine.clients": {
-        *("messages", "engine.engine_client", "engine.suspects", "engine.watchers"),
+        *("messages", "engine.engine_client", "engine.clients.suspects", "engine.clients.watchers"),
         "engine.kv_events.block_hashes",
     },
     "engine.clients.questions": {"messages"},
     "engine.clients.replica_number": set(),
     "engine.kv_events.block_hashes": {"types", "cache.entries"},
-    "engine.suspects": {"messages", "engine.delta_queue"},
-    "engine.delta_queue": {"messages"},
-    "engine.watchers": {"messages", "engine.events.schema"},
+    "engine.clients.suspects": {"messages", "engine.clients.delta_queue"},
+    "engine.clients.delta_queue": {"messages"},
+    "engine.clients.watchers": {"messages", "engine.events.schema"},
     "engine.events": {"types", "messages", "metrics", "cache", "scheduler", "backends.base"},
     "engine.events.schema": {"types"},
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "tasks", "config"),
         *("decode.closed_objects", "decode.expressed_schema", "decode.expressions"),
         *("decode.json_schema", "decode.size"),
-        *("engine.engine_client", "engine.watchers", "hub", "durations", "switching"),
+        *("engine.engine_client", "engine.clients.watchers", "hub", "durations", "switching"),
     },
     "offline": {
         *("types", "config", "messages", "metrics", "text", "sequences", "embedding", "tasks"),
@@ -251,7 +251,7 @@ def test_torchs_compiler_is_not_imported_at_a_start() -> None:
 
 SERVER_ONLY = (
     *("api", "bench", "cli", "deploy", "offline", "service", "startup", "supervision", "terminal"),
-    *("engine.engine_client", "engine.watchers"),
+    *("engine.engine_client", "engine.clients.watchers"),
 )
 
 

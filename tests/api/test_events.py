@@ -12,7 +12,7 @@ from scripted_engine import TEXT, ScriptedEngine, serving
 
 from pippin.api.http.access_control import shows_prompts
 from pippin.config import ServerConfig
-from pippin.engine.watchers import WatchEvent
+from pippin.engine.clients.watchers import WatchEvent
 
 KEY = {"authorization": "Bearer secret"}
 WATCHED = [WatchEvent("snapshot", b'{"number":3}'), WatchEvent("frame", b'{"number":4}')]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pippin.engine.delta_queue import DeltaQueue, joined_deltas
+from pippin.engine.clients.delta_queue import DeltaQueue, joined_deltas
 from pippin.messages import TokenDelta
 from pippin.types import TokenLogprobs
 

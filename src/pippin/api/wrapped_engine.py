@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from pippin.engine.clients.watchers import WatchEvent
 from pippin.engine.engine_client import Engine
-from pippin.engine.watchers import WatchEvent
 from pippin.messages import Submit, TokenDelta
 
 

@@ -4,7 +4,7 @@
     engine lost       submitted to the next engine        ended with an error
 
 Nothing of a request that has not started was computed or sent, so it may be submitted to another
-engine, unless it may be what this one died of (`suspects.py`).
+engine, unless it may be what this one died of (`clients/suspects.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from pippin.engine.clients.questions import Questions
 from pippin.engine.clients.replica_number import check_replica
-from pippin.engine.suspects import OpenRequest, Suspects, to_resubmit
-from pippin.engine.watchers import Watchers, WatchEvent
+from pippin.engine.clients.suspects import OpenRequest, Suspects, to_resubmit
+from pippin.engine.clients.watchers import Watchers, WatchEvent
 from pippin.errors import DeviceFailed, EngineDead, NotReady, RequestError
 from pippin.messages import (
     Abort,

@@ -18,9 +18,9 @@ from typing import Any
 from pippin.engine.clients.merged_status import merged_status
 from pippin.engine.clients.replica import Replica
 from pippin.engine.clients.replica_number import check_replica
+from pippin.engine.clients.suspects import OpenRequest, Suspects
+from pippin.engine.clients.watchers import WatchEvent
 from pippin.engine.kv_events.block_hashes import prompt_hashes
-from pippin.engine.suspects import OpenRequest, Suspects
-from pippin.engine.watchers import WatchEvent
 from pippin.errors import EngineDead, NotReady, Overloaded
 from pippin.messages import Submit, TokenDelta
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from pippin.engine.clients.prefix_index import PrefixIndex
+from pippin.engine.clients.suspects import OpenRequest, Suspects
 from pippin.engine.engine_client import EngineClient, Sender
-from pippin.engine.suspects import OpenRequest, Suspects
 from pippin.messages import Delivered, RestorablePrefixes, Shutdown
 
 # What an open request weighs, in tokens of a prompt: it delays the steps of others, and its row

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pippin.engine.delta_queue import DeltaQueue
+from pippin.engine.clients.delta_queue import DeltaQueue
 from pippin.errors import PoisonRequest
 from pippin.messages import Submit
 
