@@ -97,6 +97,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "/tokenize": [{"prompt": "Once"}, {"prompt": ["a", "b"]}, {"messages": [USER]}],
     "/detokenize": [{"tokens": [1, 2]}, {"tokens": [[1], [2]]}],
     "/flush_cache": [{}],
+    "/restart_replicas": [{}],
 }
 BASES["/v1/messages/count_tokens"] = BASES["/v1/messages"]
 BASES["/v1/responses/input_tokens"] = BASES["/v1/responses"]
@@ -126,7 +127,7 @@ BASES["/v1/batches"] = [
 ]
 BASES["/v1/batches/{id}/cancel"] = [{}]
 WITHOUT_MODEL = frozenset(path for path in BASES if path.startswith(("/v1/files", "/v1/batches")))
-WITHOUT_MODEL |= {"/flush_cache"}
+WITHOUT_MODEL |= {"/flush_cache", "/restart_replicas"}
 # Where a grammar is compiled of what is sent.
 GRAMMARS = frozenset(
     {"response_format", "json_schema", "regex", "ebnf", "text", "output_config", "strict", "format"}

@@ -29,7 +29,7 @@ MODEL = "stories-hybrid-20m"
 STORY = " ".join(f"Once there was a fox who had {n} friends." for n in range(60))
 ASK = {"model": MODEL, "prompt": STORY, "max_tokens": 12, "temperature": 0, "logprobs": 2}
 
-ELSEWHERE = ("pippin_spec_decode_", "pippin_handover_")
+ELSEWHERE = ("pippin_spec_decode_", "pippin_handover_", "pippin_replica_")
 
 
 @contextmanager

@@ -140,6 +140,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
 def test_large_bodies_are_prepared_in_a_thread_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(app_state, "SMALL_BYTES", 20)
     monkeypatch.setattr(workers, "LARGE_BYTES", 200)
     names: list[str] = []
 

@@ -33,6 +33,7 @@ NOT_RUN = {
     "apt install": "changes the machine",
     "claude -p": "another program",
     "codex exec": "another program",
+    "curl -X POST http://127.0.0.1:8000/restart_replicas": "needs replicas",
     "docker build": "needs a Docker daemon",
     "docker compose": "needs a Docker daemon",
     "docker run": "needs a Docker daemon",
