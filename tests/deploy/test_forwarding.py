@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Message, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from api.scripted_engine import ScriptedEngine, build_app, hang, say
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.deploy.forwarding import ForwardedRequest, Ingress, respond
+from pippin.deploy.forwarding import MAX_UNREAD, ForwardedRequest, Ingress, respond
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "stories", "messages": [{"role": "user", "content": "A fox?"}]}
@@ -77,6 +77,27 @@ def test_a_client_that_disconnects_aborts_its_request() -> None:
 
     asyncio.run(read_one_token())
     assert engine.aborted == [engine.submits[0].id]
+
+
+def test_a_reply_waits_for_a_client_that_does_not_read() -> None:
+    written: list[int] = []
+
+    async def app(_: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(1_000):
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            written.append(number)
+
+    async def run() -> None:
+        messages = respond(app, ForwardedRequest.of(scope("/"), b"", ""))
+        await anext(messages)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert len(written) <= MAX_UNREAD
+        await messages.aclose()
+        assert len(written) == 1_000  # it ended by itself: nothing waits for ever
+
+    asyncio.run(run())
 
 
 def test_an_app_that_fails_before_it_responds_fails_the_call() -> None:

@@ -28,6 +28,7 @@ from pippin.errors import PippinError
 KEPT = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 KEPT_LISTS = ("headers", "client", "server")
 DISCONNECT_SECONDS = 5.0
+MAX_UNREAD = 32  # messages: then a reply waits for its client
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Ingress:
 
 async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
     """What an app sends. Closing the generator is a disconnect of the client."""
-    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    sent: asyncio.Queue[Message | None] = asyncio.Queue(MAX_UNREAD)
     disconnected = asyncio.Event()
     requests = [request.body]
 
@@ -106,16 +107,24 @@ async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[Mes
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [tuple(pair) for pair in message["headers"]]}
-        sent.put_nowait(message)
+        if not disconnected.is_set():
+            await sent.put(message)
 
-    running = asyncio.ensure_future(app(request.new_scope(), receive, send))
-    running.add_done_callback(lambda _: sent.put_nowait(None))
+    async def run() -> None:
+        try:
+            await app(request.new_scope(), receive, send)
+        finally:
+            await sent.put(None)
+
+    running = asyncio.ensure_future(run())
     try:
         while (message := await sent.get()) is not None:
             yield message
         running.result()
     finally:
         disconnected.set()
+        while not sent.empty():  # there is room for what waits, and for the end
+            sent.get_nowait()
         await asyncio.wait((running,), timeout=DISCONNECT_SECONDS)
         running.cancel()  # unless it is done
 
