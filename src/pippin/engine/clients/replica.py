@@ -24,9 +24,7 @@ class Replica(EngineClient):
         self.is_resting = False  # requests are routed elsewhere, if there is another
         self._on_change = on_change
         self._ready = asyncio.Event()
-        self.is_wanted = (
-            asyncio.Event()
-        )  # not set: its engine failed too often, and is not replaced
+        self.is_wanted = asyncio.Event()  # not set: its engine failed too often, and stays down
         self.is_wanted.set()
 
     @property
