@@ -100,7 +100,7 @@ def test_a_server_without_a_feed_cannot_be_watched(toy: Target) -> None:
 
 
 def test_requests_that_a_server_refuses_are_counted_and_the_others_measured() -> None:
-    sizes = RequestSizes(24, 40, 30)
+    sizes = RequestSizes(24, 40, 300)  # long enough to wait for each other on a slow machine
     narrow = ("--max-running", "1", "--max-queue", "4")
     with processes.pippin_server(str(BUNDLED_PATH), (*TOY, *narrow)) as target:
         report = measure_server(target.url, [Load(16)], sizes)

@@ -7,6 +7,7 @@ what is launched.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,11 +40,16 @@ WORKS = ("decode", "verify", "chunk")
 
 
 @pytest.fixture(scope="module")
-def counted() -> Any:
-    """In a process of its own, where mlx-lm's kernels are made and `mx.compile` fuses."""
-    done = subprocess.run(
-        [sys.executable, TOOL, "--json"], capture_output=True, text=True, env={}, check=True
-    )
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """In a process of its own, where mlx-lm's kernels are made and `mx.compile` fuses.
+
+    mlx keeps what it compiles in a folder of the temporary directory, and reads what another
+    process is still writing there.
+    """
+    own = {"TMPDIR": str(tmp_path_factory.mktemp("compiled")), "PATH": os.environ["PATH"]}
+    command = [sys.executable, TOOL, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=own, check=False)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
