@@ -8,6 +8,7 @@ print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].text)
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Unpack
 
 import numpy as np
 
+from pippin.backends.base import Backend
 from pippin.config import Config, EngineConfig, Speculate
 from pippin.embedding import embedding_of
 from pippin.engine.build_loop import build_loop
@@ -35,6 +37,7 @@ from pippin.offline.offline_requests import (
 )
 from pippin.offline.progress import progress_bar
 from pippin.offline.router import Router
+from pippin.scheduler.loop import Loop
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
@@ -54,7 +57,7 @@ class LLM:
     ) -> None:
         self.config = resolve(offline_config(model, dtype, engine, config))
         self.text = TextBundle.load(Path(self.config.model.model))
-        self.loop = build_loop(self.config, lambda _: None, for_streams=False)
+        self.loop = _build_loop(self.config)
         self._router = Router(self.loop)
         self._requests = OfflineRequests(self.text, self.loop.backend.spec)
 
@@ -82,9 +85,7 @@ class LLM:
             disk=None,
         )
         other.config = replace(self.config, engine=engine)
-        other.loop = build_loop(
-            other.config, lambda _: None, for_streams=False, backend=self.loop.backend
-        )
+        other.loop = _build_loop(other.config, self.loop.backend)
         other._router = Router(other.loop)
         return other
 
@@ -206,3 +207,11 @@ class LLM:
                 if piece.finish is not None and delta.finish is None:
                     self._router.finish(delta.id)  # a stop string
                 yield piece
+
+
+def _build_loop(config: Config, backend: Backend | None = None) -> Loop:
+    """Warmed up where it cannot be done later: no step is captured while requests run."""
+    loop = build_loop(config, lambda _: None, for_streams=False, backend=backend)
+    if loop.backend.warm_up_seconds == math.inf:
+        loop.warm_up.run_at_load(lambda _: None)
+    return loop
