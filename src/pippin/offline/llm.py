@@ -17,7 +17,6 @@ from typing import Unpack
 
 import numpy as np
 
-from pippin.backends.base import Backend
 from pippin.config import Config, EngineConfig, Speculate
 from pippin.embedding import embedding_of
 from pippin.engine.build_loop import build_loop
@@ -37,7 +36,6 @@ from pippin.offline.offline_requests import (
 )
 from pippin.offline.progress import progress_bar
 from pippin.offline.router import Router
-from pippin.scheduler.loop import Loop
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
@@ -57,7 +55,8 @@ class LLM:
     ) -> None:
         self.config = resolve(offline_config(model, dtype, engine, config))
         self.text = TextBundle.load(Path(self.config.model.model))
-        self.loop = _build_loop(self.config)
+        self.loop = build_loop(self.config, lambda _: None, for_streams=False)
+        self._warm_up()
         self._router = Router(self.loop)
         self._requests = OfflineRequests(self.text, self.loop.backend.spec)
 
@@ -85,7 +84,10 @@ class LLM:
             disk=None,
         )
         other.config = replace(self.config, engine=engine)
-        other.loop = _build_loop(other.config, self.loop.backend)
+        other.loop = build_loop(
+            other.config, lambda _: None, for_streams=False, backend=self.loop.backend
+        )
+        other._warm_up()
         other._router = Router(other.loop)
         return other
 
@@ -194,6 +196,11 @@ class LLM:
             completion.close(sequence)
         return completions
 
+    def _warm_up(self) -> None:
+        """Where it cannot be done later: no step is captured while requests run."""
+        if self.loop.backend.warm_up_seconds == math.inf:
+            self.loop.warm_up.run_at_load(lambda _: None)
+
     def _stream(self, sequences: Sequence[GeneratedSequence]) -> Iterator[str]:
         with closing(self._run([only_one(sequences)])) as pieces:
             yield from (piece.text for piece in pieces if piece.text)
@@ -207,11 +214,3 @@ class LLM:
                 if piece.finish is not None and delta.finish is None:
                     self._router.finish(delta.id)  # a stop string
                 yield piece
-
-
-def _build_loop(config: Config, backend: Backend | None = None) -> Loop:
-    """Warmed up where it cannot be done later: no step is captured while requests run."""
-    loop = build_loop(config, lambda _: None, for_streams=False, backend=backend)
-    if loop.backend.warm_up_seconds == math.inf:
-        loop.warm_up.run_at_load(lambda _: None)
-    return loop
