@@ -173,6 +173,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "bench": {"", "types", "amounts", "config", "metrics"},
     "bench.in_process.ceilings": {"bench", "backends.mlx.cpu.blas"},
+    "bench.in_process.torch_ceilings": {"bench"},
     "bench.in_process.speculate": {
         *("", "bench", "config", "offline.offline_requests"),
         *("scheduler.request", "scheduler.speculation.oracle"),
@@ -184,7 +185,11 @@ FOREIGN = {
     **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),
     "ray": "deploy",
 }
-EXEMPT = {"terminal.doctor", "bench.in_process.ceilings"}
+EXEMPT = {
+    "terminal.doctor",
+    "bench.in_process.ceilings",
+    "bench.in_process.torch_ceilings",
+}
 
 
 def module_name(path: Path) -> str:

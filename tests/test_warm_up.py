@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -80,6 +81,24 @@ def test_after_a_failure_it_is_left_at_that(caplog: pytest.LogCaptureFixture) ->
     assert plans[-1].retire
     assert "out of kernels" in caplog.text
     assert backend.ledger.nbytes == 0
+
+
+def test_more_is_run_after_all_shapes(caplog: pytest.LogCaptureFixture) -> None:
+    ran: list[int] = []
+
+    def fail(steps: Iterator[int], can_hold: Callable[[int], bool]) -> None:
+        assert can_hold(1)
+        ran.append(next(steps))
+        raise RuntimeError("no memory to pin")
+
+    _, backend = make(SHAPES)
+    warm_up = WarmUp(backend, lambda _: True, [fail, fail])
+    told: list[str] = []
+    warm_up.run_at_load(told.append)
+    assert told == [f"warming up {n} of 4" for n in (1, 2, 3)]
+    assert len(ran) == 1
+    assert warm_up.done
+    assert "no memory to pin" in caplog.text
 
 
 def test_lengths_are_rounded_up_by_little() -> None:

@@ -1,7 +1,9 @@
 """Writes a hybrid of random weights as Hugging Face stores one: Qwen3.5-0.8B's shape, or a tiny one.
 
-    python tools/make_random_hybrid.py DIR [--shape tiny | agents] [--max-len 65536]
+    python tools/make_random_hybrid.py DIR [--shape tiny | agents | qwen3-0.6b] [--max-len 65536]
     pippin serve --backend torch --model DIR
+
+Other shapes have attention alone: Qwen3-0.6B's, Llama-3.2-1B's, and eight layers of Qwen3-30B-A3B's.
 
 What a model writes is nonsense without training, but its speed is the same. The tokenizer is the
 bundled one, its vocabulary filled up, so that every token has text. The shape `agents` has
@@ -89,7 +91,64 @@ AGENTS = QWEN3_5_0_8B | {
     | {"max_position_embeddings": 131_072},
 }
 NUM_REASONING_LINES, NUM_WORDS_OF_A_LINE = 8, 5  # of the shape for agents, on average
-SHAPES = {"0.8b": QWEN3_5_0_8B, "tiny": TINY, "agents": AGENTS}
+_ATTENTION: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "eos_token_id": [2, 0],
+    "head_dim": 128,
+    "max_position_embeddings": 131_072 + 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+QWEN3_0_6B = _ATTENTION | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "tie_word_embeddings": True,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "vocab_size": 151_936,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+LLAMA_3_2_1B = _ATTENTION | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "tie_word_embeddings": True,
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "vocab_size": 128_256,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+}
+QWEN3_30B_A3B_8 = _ATTENTION | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,  # of 48
+    "vocab_size": 151_936,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+SHAPES = {
+    "0.8b": QWEN3_5_0_8B,
+    "tiny": TINY,
+    "agents": AGENTS,
+    "qwen3-0.6b": QWEN3_0_6B,
+    "llama-3.2-1b": LLAMA_3_2_1B,
+    "qwen3-30b-a3b-8": QWEN3_30B_A3B_8,
+}
 
 
 class RandomWeights:
@@ -263,16 +322,16 @@ def write_qwen_tokenizer(target: Path) -> dict[str, int]:
 def write_model(target: Path, shape: str, max_len: int | None = None) -> None:
     """Weights, config and tokenizer; `max_len`: tokens that it holds, if not as many as usual."""
     config = SHAPES[shape]
+    text = config.get("text_config", config)
     if max_len is not None:
-        config = config | {
-            "text_config": config["text_config"] | {"max_position_embeddings": max_len}
-        }
+        text = text | {"max_position_embeddings": max_len}
+        config = config | {"text_config": text} if "text_config" in config else text
     dtype = getattr(torch, config["dtype"])
     if shape == "agents":
         write_weights(target, config, dtype, write_qwen_tokenizer(target))
     else:
         write_weights(target, config, dtype)
-        write_tokenizer(target, config["text_config"]["vocab_size"])
+        write_tokenizer(target, text["vocab_size"])
 
 
 def main() -> None:

@@ -19,6 +19,9 @@
                 step, and that of chunks behind as many tokens
     budget      Qwen3.5-0.8B's shape within 6 GB: 32 rows, 20,000 random operations, never more than
                 103% of it, by torch's count and by nvidia-smi's
+    allocations 100,000 random allocations of a narrow model within 3 GB: admissions, captures, evictions,
+                restored prefixes, spills and loads; never more than 103% of it; a minute or two, only where
+                it is asked for
     races       200 random schedules, launched ahead of a GPU that is held up, against the same ones
                 with a wait after each step: tokens, and the bits of what was kept
     drafts      200 random schedules with drafts, half of them ahead of a GPU that is held up: the tokens
@@ -53,6 +56,7 @@ from collections.abc import Callable
 
 import torch
 
+from torch_gpu.allocations import allocations
 from torch_gpu.right import correct
 from torch_gpu.chunks import chunks
 from torch_gpu.families import families
@@ -127,7 +131,7 @@ USUAL = {
     "beside": beside,
     "churn": churn,
 }
-SECTIONS = USUAL | {"recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
+SECTIONS = USUAL | {"allocations": allocations, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
 
 
 def main() -> int:

@@ -15,13 +15,15 @@ from pippin import LLM, SamplingParams
 from pippin.bench.churn.rates import measure_rates
 from pippin.bench.errors import BenchError
 from pippin.bench.in_process import growth as growth_module
-from pippin.bench.in_process.ceilings import Ceilings, Products, read_products
+from pippin.bench.in_process.ceilings import Ceilings
 from pippin.bench.in_process.features import FeatureBench, features
 from pippin.bench.in_process.growth import growth
 from pippin.bench.in_process.one_batch import Timing, one_batch, summarize
+from pippin.bench.in_process.products import Context, Experts, Products, read_products
 from pippin.bench.prompts import Prompts
 from pippin.bench.results.pairs import WARM_UPS, Compared, Pairs, in_turn
 from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.types import Component, LayerSpec, ModelSpec
 
 TOY = Config(model=ModelConfig(backend="fake"))
 
@@ -203,6 +205,50 @@ def test_an_untied_head_replaces_the_embedding(tmp_path: Path) -> None:
 def test_a_quantized_checkpoint_has_no_ceilings(tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "m.safetensors"), {"w": mx.zeros((2, 2), mx.uint32)})
     assert read_products(tmp_path) is None
+
+
+def test_experts_count_as_far_as_tokens_take_them(tmp_path: Path) -> None:
+    weights = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": (6, 4) for n in range(8)}
+    weights |= {"model.layers.0.mlp.gate.weight": (8, 4), "model.embed_tokens.weight": (12, 4)}
+    weights |= {"model.layers.1.mlp.experts.down_proj": (8, 4, 6)}  # in one piece
+    arrays = {name: mx.zeros(shape) for name, shape in weights.items()}
+    mx.save_safetensors(str(tmp_path / "m.safetensors"), arrays)
+    (tmp_path / "config.json").write_text('{"text_config": {"num_experts_per_tok": 2}}')
+    products = read_products(tmp_path)
+    experts = (Experts(8, 2, (6, 4)), Experts(8, 2, (4, 6)))
+    assert products == Products([(8, 4)], (12, 4), "F32", experts)
+    assert products.flops_per_token() == 2 * (8 * 4 + 2 * 2 * 24)
+    assert products.step_numbers(1) == pytest.approx((8 + 12) * 4 + 2 * 2 * 24)
+    assert products.step_numbers(1000) == pytest.approx((8 + 12) * 4 + 2 * 8 * 24)
+
+
+def test_a_long_context_counts() -> None:
+    layers = (LayerSpec(0, Component.ATTENTION, 10), LayerSpec(1, Component.WINDOW, 8, 100))
+    state = LayerSpec(2, Component.STATE, 1000)
+    context = Context(ModelSpec("m", 12, 4096, (*layers, state)), 64)
+    assert context.step_bytes(50) == 50 * 18 + 2 * 1000
+    assert context.step_bytes(1000) == 1000 * 10 + 100 * 8 + 2 * 1000
+    whole, windowed = 1000 * 1000 / 2, 100 * 100 / 2 + 900 * 100
+    assert context.prompt_flops(1000) == 4 * 64 * (whole + windowed)
+
+
+@pytest.mark.parametrize("experts", [(), (Experts(8, 2, (32, 16)),)], ids=["dense", "experts"])
+def test_ceilings_of_torch_count_every_weight(
+    experts: tuple[Experts, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+    from pippin.bench.in_process import torch_ceilings
+
+    for name in ("MEMORY_BYTES", "CPU_MEMORY_BYTES"):
+        monkeypatch.setattr(torch_ceilings, name, 1 << 16)
+    products = Products([(32, 16), (16, 32)], (64, 16), "F16", experts)
+    ceilings = torch_ceilings.TorchCeilings(products, "float32")
+    of_experts = 4 * 2 * 32 * 16 if experts else 0
+    assert ceilings.step_bytes(1) == 4 * (32 * 16 + 16 * 32 + 64 * 16) + of_experts
+    assert ceilings.flops_per_token() == 2 * (32 * 16 + 16 * 32) + of_experts // 2
+    assert ceilings.prefill_seconds(8) > 0
+    assert ceilings.decode_seconds(2) > 0
+    assert ceilings.memory_bytes_per_second() > 0
 
 
 def test_ceilings_count_every_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,15 @@ import pytest
 from naive_cache import A, Ledger, S
 
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tree.canary import BASE, SEED, CacheCorruption, Canary, _mix, chain_hashes
+from pippin.cache.tree.canary import (
+    BASE,
+    LEAST_POWERS,
+    SEED,
+    CacheCorruption,
+    Canary,
+    _mix,
+    chain_hashes,
+)
 from pippin.cache.tree.radix import as_tokens
 
 
@@ -130,3 +138,13 @@ def test_idle_checks_count_everything_again(caplog: pytest.LogCaptureFixture) ->
 def test_an_empty_tree_can_be_swept() -> None:
     cache = PrefixCache([A], capacity_bytes=1, canary=Canary("raise"))
     assert cache.sweep(10) == 0
+
+
+def test_chains_longer_than_any_before_are_right() -> None:
+    """Powers are kept, and computed again where more are needed."""
+    tokens = as_tokens(range(3 * LEAST_POWERS))
+    whole = chain_hashes(tokens, 0, SEED)
+    cut = LEAST_POWERS - 1
+    first = chain_hashes(tokens[:cut], 0, SEED)
+    assert (whole[:cut] == first).all()
+    assert (chain_hashes(tokens[cut:], cut, int(first[-1])) == whole[cut:]).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 
 from pippin import LLM, SamplingParams
-from pippin.backends.base import PendingStep, StepPlan
+from pippin.backends.base import PendingStep, StepPlan, WarmUpShape
+from pippin.backends.fake import FakeBackend
+from pippin.backends.warm_up import WarmUp
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, OutOfMemory, PippinError, RequestError
 from pippin.messages import Submit
+from pippin.offline import llm as llm_module
+from pippin.scheduler.loop import Loop
 
 TOY = ModelConfig(backend="fake")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -339,3 +344,23 @@ def test_after_a_bug_in_a_step_nothing_pretends_to_go_on(monkeypatch: pytest.Mon
                 llm.generate([5, 6, 7], GREEDY)
         with pytest.raises(EngineDead, match="in the middle of a step"):
             llm.generate([5, 6, 7], GREEDY)
+
+
+def test_what_cannot_be_warmed_up_later_is_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs nothing is captured while requests run, and here no request leaves it the time."""
+    build = llm_module.build_loop
+
+    def build_captured(*args: Any, **options: Any) -> Loop:
+        loop = build(*args, **options)
+        backend = loop.backend
+        assert isinstance(backend, FakeBackend)
+        backend.shapes_to_warm_up, backend.warm_up_seconds = [WarmUpShape(1, 16)], math.inf
+        loop.warm_up = WarmUp(backend, lambda _: True)
+        return loop
+
+    monkeypatch.setattr(llm_module, "build_loop", build_captured)
+    with make_llm() as llm:
+        assert llm.loop.warm_up.done
+        other = llm.beside(prefix_cache=False)
+        assert other.loop.warm_up.done
+        assert other.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].tokens

@@ -7,7 +7,7 @@ import pytest
 
 from builders import Client, make_client, make_prompt, oracle
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tree.canary import CacheCorruption, Canary
+from pippin.cache.tree.canary import IDLE_SHARE, CacheCorruption, Canary
 from pippin.cache.tree.radix import Node, as_tokens
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
@@ -40,7 +40,7 @@ def test_the_tree_is_swept_when_work_runs_out_and_not_before(overlap: bool) -> N
 def test_a_logging_canary_reports_what_it_finds_and_the_engine_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    client = make_client(canary=Canary("log"))
+    client = make_client(canary=Canary("log", clock=lambda: 0.0))
     client.ask(make_prompt(100))
     chain = first_node(client, make_prompt(100)).chain
     assert chain is not None
@@ -50,6 +50,26 @@ def test_a_logging_canary_reports_what_it_finds_and_the_engine_goes_on(
     assert (stranger.tokens, stranger.finish) == oracle(make_prompt(50, family=2))
     assert "holds another sequence from token 0" in caplog.text
     assert "the cache does not add up" in caplog.text
+
+
+def test_a_logging_canary_takes_a_small_share_of_the_time() -> None:
+    """A request after the other: the engine is idle between any two of them."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.001  # a check takes a millisecond
+        return now[0]
+
+    canary = Canary("log", clock=clock)
+    client = make_client(canary=canary)
+    num_checks, counts = 0, [0]
+    for number in range(100):
+        client.ask(make_prompt(100, family=number))
+        now[0] += 0.01
+        counts.append(canary.checked)
+        num_checks += counts[-1] > counts[-2]
+    assert now[0] > 1.0
+    assert num_checks == pytest.approx(now[0] / (0.001 / IDLE_SHARE), abs=1.5)
 
 
 def test_a_raising_canary_finds_bytes_that_changed_while_nobody_used_them() -> None:

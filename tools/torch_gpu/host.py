@@ -23,6 +23,7 @@ from pippin.types import SamplingParams
 
 PROMPTS_EACH = 4  # of a length; the first is not timed
 REPLY_TOKENS = 24
+MOST_FIRST_MS = 60.0  # of a stream's gap
 
 
 @dataclass
@@ -124,14 +125,15 @@ def come_back(loop: Any, lengths: Iterable[int], name: str, *, exact: bool) -> N
         asker.empty_device()
 
 
-def gaps(loop: Any, length: int, num_streams: int, num_tokens: int, num_prompts: int) -> None:
-    """Streams' gaps alone, while prompts come from the host, and while they are computed."""
+def gaps(loop: Any, length: int, num_streams: int, num_tokens: int, num_prompts: int) -> dict[str, float]:
+    """Streams' gaps alone, while prompts come from the host, and while they are computed; the longest of each, ms."""
     asker, rng = Asker(loop), np.random.default_rng(1)
     vocab = loop.scheduler.spec.vocab_size
     known, new = (make_prompts(rng, vocab, length, num_prompts) for _ in range(2))
     for prompt in known:
         asker.ask(prompt)
     asker.empty_device()
+    longest: dict[str, float] = {}
     ways: dict[str, list[list[int]]] = {"alone": [], "prompts from the host": known, "prompts computed": new}
     for way, prompts in ways.items():
         streams = [asker.submit(prompt, num_tokens) for prompt in make_prompts(rng, vocab, 64, num_streams)]
@@ -150,7 +152,9 @@ def gaps(loop: Any, length: int, num_streams: int, num_tokens: int, num_prompts:
             f"{len(asked)} prompts of {length:,}, first token after {firsts:.1f} ms, {sum(a.from_host for a in asked):,} tokens from the host",
             flush=True,
         )
+        longest[way] = between[-1]
         asker.empty_device()
+    return longest
 
 
 def tell(loop: Any) -> None:
@@ -178,8 +182,12 @@ def host() -> None:
     began = time.perf_counter()
     loop = make_loop(backend, "24GB", "12GB")
     print(f"engine with 12 GB pinned after {time.perf_counter() - began:.1f} s", flush=True)
+    loop.warm_up.run_at_load(lambda _: None)
+    print(f"and warmed up after {time.perf_counter() - began:.1f} s", flush=True)
 
     def measure(loop: Any) -> None:
+        firsts = gaps(loop, 4096, num_streams=8, num_tokens=200, num_prompts=4)  # nothing was moved before
+        assert firsts["prompts from the host"] < MOST_FIRST_MS, "streams stop when a prompt first comes from the host"
         computes = loop.scheduler.pace.compute_seconds
         come_back(loop, (2048, 4096, 8192), "0.8B, bfloat16", exact=False)
         loop.scheduler.pace.compute_seconds = computes

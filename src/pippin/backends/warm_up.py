@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from time import monotonic
 
@@ -30,34 +30,48 @@ from pippin.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+More = Callable[[Iterator[int], Callable[[int], bool]], None]
+
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, top_k=20, top_p=0.95)
 
 
 class WarmUp:
-    """Only while no slot is held. `can_hold(n)`: whether so many bytes are free."""
+    """Only while no slot is held. `can_hold(n)`: whether so many bytes are free. `more`: called
+    after all shapes, with the numbers of steps and `can_hold`."""
 
-    def __init__(self, backend: Backend, can_hold: Callable[[int], bool]) -> None:
+    def __init__(
+        self, backend: Backend, can_hold: Callable[[int], bool], more: Sequence[More] = ()
+    ) -> None:
         self._backend = backend
         self._can_hold = can_hold
-        self._shapes = deque(backend.shapes_to_warm_up)
-        self._num_shapes = len(self._shapes)
+        self._left: deque[WarmUpShape | More] = deque([*backend.shapes_to_warm_up, *more])
+        self._number = len(self._left)
         self._steps = count(-(1 << 40))  # before those of any request
 
     @property
     def done(self) -> bool:
-        return not self._shapes
+        return not self._left
 
     def run_at_load(self, progress: Callable[[str], None]) -> None:
         """Before the first request is taken."""
         began = monotonic()
         while not self.done and monotonic() - began < self._backend.warm_up_seconds:
-            progress(f"warming up {self._num_shapes - len(self._shapes) + 1} of {self._num_shapes}")
+            progress(f"warming up {self._number - len(self._left) + 1} of {self._number}")
             self.run_next()
 
     def run_next(self) -> None:
         """The next shape; one that does not fit is passed over."""
-        shape = self._shapes.popleft()
+        following = self._left.popleft()
+        if isinstance(following, WarmUpShape):
+            self._run_shape(following)
+            return
+        try:
+            following(self._steps, self._can_hold)
+        except Exception as error:
+            self._give_up(error)
+
+    def _run_shape(self, shape: WarmUpShape) -> None:
         tokens = shape.num_before + shape.num_tokens + shape.num_steps + shape.depth
         if not self._can_hold(shape.num_rows * self._backend.row_bytes(tokens)):
             return
@@ -65,10 +79,14 @@ class WarmUp:
         try:
             for plan in steps:
                 self._run(plan)
-        except Exception as error:  # no request asked for it: it is only logged
-            logger.warning("no more warming up: %s", error, exc_info=error)
-            self._shapes.clear()
+        except Exception as error:
+            self._give_up(error)
         self._run(end)
+
+    def _give_up(self, error: Exception) -> None:
+        """No request asked for it: it is only logged."""
+        logger.warning("no more warming up: %s", error, exc_info=error)
+        self._left.clear()
 
     def _run(self, plan: StepPlan) -> None:
         for capture in self._backend.launch(plan).wait().captures:

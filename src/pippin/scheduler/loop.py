@@ -48,7 +48,11 @@ class Loop:
         self._last_error: Exception | None = None
         self.failure: PippinError | None = None  # why no step will be run any more
         self.on_start: Callable[[list[str]], None] = lambda ids: None  # called before a launch
-        self.warm_up = WarmUp(backend, lambda nbytes: nbytes <= scheduler.budget.free)
+        self.warm_up = WarmUp(
+            backend,
+            lambda nbytes: nbytes <= scheduler.budget.free,
+            scheduler.traffic.warm_ups(backend),
+        )
 
     # ---- a step ----------------------------------------------------------------------------
 

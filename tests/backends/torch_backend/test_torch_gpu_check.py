@@ -17,7 +17,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import chunks, limits, moe, mtp, packed, plays, races, right, tails
+from torch_gpu import allocations, chunks, limits, moe, mtp, packed, plays, races, right, tails
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
@@ -228,6 +228,24 @@ def test_a_budget_is_served_within_and_watched(capsys: pytest.CaptureFixture[str
         with pytest.raises(AssertionError, match="more than the budget"):
             limits.serve_within(200_000_000, lambda: (0, 210_000_000))
     assert "4 rows at most" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_random_allocations_are_counted_and_watched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"DEVICE": "cpu", "HALF": torch.float32, "KERNELS": False, "SERVED_SHAPE": SMALL}
+    small |= {"NUM_ROWS": 4, "NUM_ALLOCATIONS": 700, "LONGEST_PROMPT": 100, "MOST_SECONDS": 1e9}
+    for name, value in small.items():
+        monkeypatch.setattr(allocations, name, value)
+    with torch.inference_mode():
+        allocations.allocate_within(5_000_000, lambda: 1, lambda: 2)
+        for look, driver in ((5_200_000, 0), (0, 5_200_000)):
+            with pytest.raises(AssertionError, match="more than the budget"):
+                allocations.allocate_within(5_000_000, lambda n=look: n, lambda n=driver: n)
+    said = capsys.readouterr().out
+    assert "by the driver: at most 2 bytes of 5,000,000" in said
+    assert "4 rows at most" in said
 
 
 @pytest.mark.usefixtures("no_gpu")

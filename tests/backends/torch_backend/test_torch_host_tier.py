@@ -21,13 +21,15 @@ from torch_gpu import host as host_section
 from builders import AMPLE_BYTES
 from memory_store import MemoryStore
 from near_ties import assert_same
-from pippin.backends.base import Backend
+from pippin.backends.base import Backend, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.cache.host.host_store import HostStore
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import build_loop
 from pippin.engine.build_tiers import tier_batch_bytes
 from pippin.errors import ConfigError, LoadError
+from pippin.scheduler.traffic import warm_up_tiers
+from pippin.types import GRID, Component
 from reference import BUNDLED
 from serving import (
     TORCH,
@@ -155,6 +157,55 @@ def test_memory_that_cannot_be_pinned_is_an_error_at_start(monkeypatch: pytest.M
         LoadError, match=r"256\.0 MB of pinned .* \(CUDA.*: use .* --host-cache 128MB"
     ):
         engine_of(backend, "256MB")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "llama_windows", "qwen3"])
+def test_what_moves_to_and_from_the_host_is_warmed_up_at_load(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of every size in which memory is pinned, and prompts that are restored."""
+    monkeypatch.setattr(warm_up_tiers, "LEAST_BYTES", 1 << 14)
+    backend = discrete(make_torch_backend(name, num_slots=4))
+    loop = host_section.make_loop(backend, "1GB", "256MB")
+    plans: list[StepPlan] = []
+    launch = backend.launch
+    monkeypatch.setattr(backend, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    assert not loop.warm_up.done
+    loop.warm_up.run_at_load(lambda _: None)
+    assert loop.warm_up.done
+    loads = [load for plan in plans for load in plan.load]
+    spills = [spill for plan in plans for spill in plan.spill]
+    assert len(loads) == len(spills)
+    assert {load.component for load in loads} == set(backend.spec.components)
+    lengths = [load.num_tokens for load in loads if load.component is Component.ATTENTION]
+    batch_bytes = loop.scheduler.traffic.tiers[0].tiers.batch_bytes
+    most = min(batch_bytes // backend.spec.kv_bytes_per_token, backend.spec.max_len - GRID - 2)
+    assert most - GRID < lengths[0] == lengths[1] <= most
+    assert lengths[2:] == [lengths[0] >> n for n in range(1, len(lengths) - 1)]
+    assert len(lengths) > 3
+    rows = [row for plan in plans for row in plan.prefill]
+    assert [(row.start, len(row.tokens)) for row in rows] == [(lengths[0], 0), (lengths[0], GRID)]
+    assert backend.runner.pools.arena.used_bytes == 0
+    loop.close()
+
+
+def test_a_copy_that_fails_while_warming_up_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = discrete(make_torch_backend("qwen3_5", num_slots=4))
+    loop = host_section.make_loop(backend, "1GB", "256MB")
+    launch = backend.launch
+
+    def fails(plan: StepPlan) -> object:
+        if plan.prefill:
+            raise RuntimeError("out of kernels")
+        return launch(plan)
+
+    monkeypatch.setattr(backend, "launch", fails)
+    loop.warm_up.run_at_load(lambda _: None)
+    assert "no more warming up: out of kernels" in caplog.text
+    assert backend.runner.pools.arena.used_bytes == 0
+    loop.close()
 
 
 @pytest.mark.slow

@@ -164,15 +164,15 @@ class Runner:
         for spill in plan.spill:
             spilled = self._transfers.spill(spill)
             step.spilled.append(spilled)
-            if self.fingerprints is not None:
-                self.fingerprints.compare(plan.step, spill.payloads, spilled.note_damage)
+            step.compared += [(payload, spilled.note_damage) for payload in spill.payloads]
         if plan.load:
             step.loaded += self._transfers.load(plan.load, sent)
             # What it was loaded from may be used for something else once the step is committed.
             step.read_later(self._streams.bring([]), lambda: None)
         if self.fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
-            self.fingerprints.take(plan.step, [*made, *step.checkpoints.values(), *step.loaded])
+            made += [*step.checkpoints.values(), *step.loaded]
+            self.fingerprints.launch(plan.step, step.compared, made)
         self.pools.arena.compact(MOST_MOVED_BYTES)
 
     def _retire(self, step: TorchPending, retire: Retire) -> None:

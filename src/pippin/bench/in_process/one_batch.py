@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pippin import LLM
+from pippin.bench.in_process.products import Context, read_context, read_products
 from pippin.bench.in_process.steps import (
     decode_step_seconds,
     generate,
@@ -23,10 +24,17 @@ from pippin.bench.results.report import Report, Table, busy_note, number, say
 from pippin.bench.results.samples import median
 from pippin.config import Config
 
-if TYPE_CHECKING:
-    from pippin.bench.in_process.ceilings import Ceilings
-
 GIGA = 1e9
+
+
+class Ceilings(Protocol):
+    """Of a library, for a checkpoint's shapes."""
+
+    def step_bytes(self, rows: int) -> float: ...
+    def flops_per_token(self) -> int: ...
+    def prefill_seconds(self, rows: int) -> float: ...
+    def decode_seconds(self, rows: int) -> float: ...
+    def memory_bytes_per_second(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Timing:
     decode_tokens_per_second: float
     prefill_ceiling: float | None = None  # tokens a second that the bare products allow
     decode_ceiling: float | None = None
-    decode_memory_ceiling: float | None = None  # ... that reading the weights once a step allows
+    # ... that reading the weights and the rows' contexts once a step allows
+    decode_memory_ceiling: float | None = None
 
 
 def one_batch(
@@ -61,15 +70,19 @@ def one_batch(
             say(f"batch of {batch}, {input_len:,} tokens each")
             timings.append(time_batch(llm, batch, input_len, output_len, repeats))
         chunks = [min(llm.prefill_tokens, timing.batch * timing.input) for timing in timings]
-        ceilings = _find_ceilings(llm.config) if wants_ceilings else None
+        config, spec = llm.config, llm.loop.backend.spec
+    ceilings = _find_ceilings(config) if wants_ceilings else None  # its weights, after those of llm
     memory = 0.0
     if ceilings is None and wants_ceilings:
-        notes.append("Ceilings are measured for unquantized checkpoints on MLX only.")
+        notes.append(
+            "Ceilings are measured for unquantized checkpoints; on MLX for those without experts."
+        )
     if ceilings is not None:
         say("measuring what the machine allows")
         memory = ceilings.memory_bytes_per_second()
+        context = read_context(Path(config.model.model), spec)
         timings = [
-            _with_ceilings(timing, ceilings, chunk, memory)
+            _with_ceilings(timing, ceilings, context, chunk, output_len, memory)
             for timing, chunk in zip(timings, chunks, strict=True)
         ]
         notes.append(_describe(ceilings, max(chunks), memory))
@@ -106,20 +119,39 @@ def _steps_of_prefill(llm: LLM, num_tokens: int) -> int:
 
 
 def _find_ceilings(config: Config) -> Ceilings | None:
-    if config.model.backend != "mlx":
+    if config.model.backend == "fake":
         return None
-    from pippin.bench.in_process.ceilings import Ceilings, read_products  # mlx is not everywhere
-
     products = read_products(Path(config.model.model))
-    return Ceilings(products, config.model.dtype) if products else None
+    if products is None or (products.experts and config.model.backend == "mlx"):
+        return None
+    if config.model.backend == "mlx":  # neither library is everywhere
+        from pippin.bench.in_process import ceilings
+
+        return ceilings.Ceilings(products, config.model.dtype)
+    from pippin.bench.in_process import torch_ceilings
+
+    return torch_ceilings.TorchCeilings(products, config.model.dtype)
 
 
-def _with_ceilings(timing: Timing, ceilings: Ceilings, chunk: int, memory: float) -> Timing:
+def _with_ceilings(
+    timing: Timing,
+    ceilings: Ceilings,
+    context: Context,
+    chunk: int,
+    output_len: int,
+    memory: float,
+) -> Timing:
+    """Products of queries and keys at the rate of the others: long prompts are mostly those."""
+    products = ceilings.prefill_seconds(chunk)
+    flops = ceilings.flops_per_token() + context.prompt_flops(timing.input) / timing.input
+    step = ceilings.decode_seconds(timing.batch)
+    read = ceilings.step_bytes(timing.batch)
+    read += timing.batch * context.step_bytes(timing.input + output_len // 2)
     return dataclasses.replace(
         timing,
-        prefill_ceiling=chunk / ceilings.prefill_seconds(chunk),
-        decode_ceiling=timing.batch / ceilings.decode_seconds(timing.batch),
-        decode_memory_ceiling=timing.batch * memory / ceilings.weight_bytes,
+        prefill_ceiling=chunk / products * ceilings.flops_per_token() / flops,
+        decode_ceiling=timing.batch / step,
+        decode_memory_ceiling=timing.batch * memory / read,
     )
 
 
@@ -128,7 +160,8 @@ def _describe(ceilings: Ceilings, chunk: int, memory: float) -> str:
     return (
         f"Ceilings of this machine: {number(rate / GIGA)} GFLOP/s in a bare chain of the model's "
         f"products for {chunk} tokens, {number(memory / GIGA)} GB/s from memory, of which a "
-        f"step reads {number(ceilings.weight_bytes / 1e6)} MB of weights."
+        f"step of one row reads {number(ceilings.step_bytes(1) / 1e6)} MB of weights. Shares of "
+        "memory count the rows' contexts too, shares of products the attention of prompts."
     )
 
 

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from pippin.backends.base import Costs, Load, Spill, StepResult
+from pippin.backends.base import Backend, Costs, Load, Spill, StepResult
+from pippin.backends.warm_up import More
 from pippin.cache.peers.peer_store import PeerStore
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
@@ -27,6 +28,7 @@ from pippin.scheduler.traffic.handovers import Handovers
 from pippin.scheduler.traffic.loads import Loads
 from pippin.scheduler.traffic.pushes import Pushes
 from pippin.scheduler.traffic.spills import Spills
+from pippin.scheduler.traffic.warm_up_tiers import TierWarmUp
 from pippin.types import TierName
 
 MAX_LOST = 64  # keys that the tree learns of in one step
@@ -89,6 +91,14 @@ class Traffic:
             for one, tier_io in tiers
         )
         assert all(tier.tiers.level == level for level, tier in enumerate(self.tiers))
+
+    def warm_ups(self, backend: Backend) -> list[More]:
+        """What a device with a memory of its own is to do before it moves payloads of requests."""
+        if backend.device.unified or not backend.warm_up_seconds:
+            return []
+        return [
+            TierWarmUp(backend, tier.tier_io, tier.tiers.batch_bytes).run for tier in self.tiers
+        ]
 
     @property
     def busy(self) -> bool:

@@ -3,12 +3,15 @@
 One is taken of what a step captures or loads, and again of what a later one restores or spills: of
 each cell, of each state slot and of each hidden vector the sum of all words, as 64 bits. So any
 word that has changed shows; words of one cell or slot that have changed places do not.
+
+All that a step sums is launched at its end, together: a launch of its own for each payload would
+take the host longer than the device.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,10 +26,12 @@ from pippin.types import Payload
 
 MOST_WORDS = 8 << 20  # that are gathered at a time
 LONG_RUN = 64 << 10  # words that are worth a launch of their own
+ALIGNED = 2  # starts, of 8 bytes: a kernel is compiled again for what begins elsewhere
 
 # Of int32 memory, the words from each start (int64, on the device) on: int64, one for each.
 SumWords = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Reader = Callable[[np.ndarray], None]  # of a payload's prints: int64, one for each token
+Compared = tuple[Payload, Callable[[], None]]  # what is called if it has changed
 
 
 class TorchFingerprints(FingerprintReads):
@@ -37,46 +42,49 @@ class TorchFingerprints(FingerprintReads):
         self._streams = streams
         self._sum_words = sum_words
 
-    def take(self, step: int, payloads: Sequence[Payload]) -> None:
-        """Of what this step has made, after all that it does."""
-        self._sum(step, step + 1, [(payload, _keeper(payload)) for payload in payloads])
+    def of_restored(self, slot: int, restore: Restore) -> Iterator[Compared]:
+        for component, start, end, payload in restore.placed():
+            yield payload, partial(self.note, Damage(slot, component, start, end))
 
-    def compare(
-        self, step: int, payloads: Sequence[Payload], on_change: Callable[[], None]
-    ) -> None:
-        """What an earlier step made; reported with this one's result."""
-        self._sum(step, step, [(payload, _comparer(payload, on_change)) for payload in payloads])
-
-    def compare_restored(self, step: int, restored: Iterable[tuple[int, Restore]]) -> None:
-        """By slot."""
-        asked: list[tuple[Payload, Reader]] = []
-        for slot, restore in restored:
-            for component, start, end, payload in restore.placed():
-                note = partial(self.note, Damage(slot, component, start, end))
-                asked.append((payload, _comparer(payload, note)))
-        self._sum(step, step, asked)
-
-    def _sum(self, step: int, due: int, asked: Sequence[tuple[Payload, Reader]]) -> None:
-        """Few launches, however many payloads there are: runs of one length go together."""
-        if not asked:
+    def launch(self, step: int, compared: Sequence[Compared], made: Sequence[Payload]) -> None:
+        """After all that this step does. `compared`: what earlier ones made, reported with this
+        one's result; `made`: by this one, read with the next one's."""
+        payloads = [*(payload for payload, _ in compared), *made]
+        if not payloads:
             return
-        runs: dict[int, list[np.ndarray]] = defaultdict(list)
-        readers: dict[int, list[tuple[int, Reader]]] = defaultdict(list)
-        sums: list[torch.Tensor] = []
-        order: list[tuple[int, Reader]] = []
-        for payload, reader in asked:
+        arrival, places = self._sum(payloads)
+        readers: list[Reader] = [_comparer(*asked) for asked in compared]
+        readers += [_keeper(payload) for payload in made]
+        found, num_compared = list(zip(places, readers, strict=True)), len(compared)
+        for due, part in ((step, found[:num_compared]), (step + 1, found[num_compared:])):
+            if part:
+                self.add(step, due, partial(_read, arrival, part))
+
+    def _sum(self, payloads: Sequence[Payload]) -> tuple[Arrival, list[slice]]:
+        """Sums on their way, and where among them each payload's are."""
+        places = [slice(0)] * len(payloads)
+        runs: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)  # by words of each
+        hidden: list[int] = []
+        for number, payload in enumerate(payloads):
             if isinstance(payload, HiddenPayload):
-                sums.append(_sum_hidden(payload))
-                order.append((1, reader))
+                hidden.append(number)
             else:
                 starts, num_words = self._runs(payload)
-                runs[num_words].append(starts)
-                readers[num_words].append((len(starts), reader))
+                runs[num_words].append((number, starts))
+        end, groups = 0, dict[int, np.ndarray]()
         for num_words, parts in runs.items():
-            sums += self._sum_runs(np.concatenate(parts), num_words)
-            order += readers[num_words]
-        arrival = self._streams.bring([torch.cat(sums)])
-        self.add(step, due, partial(_read, arrival, order))
+            for number, starts in parts:
+                places[number] = slice(end, end + len(starts))
+                end += len(starts)
+            padding = [starts[-1:]] * (end % ALIGNED)
+            end += len(padding)
+            groups[num_words] = np.concatenate([*(starts for _, starts in parts), *padding])
+        sums = self._sum_runs(groups)
+        if hidden:
+            sums.append(_sum_hidden([payloads[number] for number in hidden]))
+            for place, number in enumerate(hidden, start=end):
+                places[number] = slice(place, place + 1)
+        return self._streams.bring([torch.cat(sums) if len(sums) > 1 else sums[0]]), places
 
     def _runs(self, payload: Payload) -> tuple[np.ndarray, int]:
         """Where a payload's words lie: int64 starts, and how many from each on."""
@@ -88,32 +96,42 @@ class TorchFingerprints(FingerprintReads):
         num_words = layout.slab_bytes // 4
         return np.array([payload.slab * num_words]), num_words
 
-    def _sum_runs(self, starts: np.ndarray, num_words: int) -> list[torch.Tensor]:
-        """int64, in pieces."""
+    def _sum_runs(self, groups: Mapping[int, np.ndarray]) -> list[torch.Tensor]:
+        """int64, in pieces. `groups`: starts, by how many words from each on."""
         memory = self._pools.memory.view(torch.int32)
-        if self._sum_words is not None:
-            return [self._sum_words(memory, self._pools.index(starts), num_words)]
+        if self._sum_words is None:
+            return [p for n, starts in groups.items() for p in self._gather(memory, starts, n)]
+        if not groups:
+            return []
+        every = self._pools.index(np.concatenate([*groups.values()]))
+        parts = every.split([len(starts) for starts in groups.values()])
+        return [self._sum_words(memory, part, n) for part, n in zip(parts, groups, strict=True)]
+
+    def _gather(
+        self, memory: torch.Tensor, starts: np.ndarray, num_words: int
+    ) -> Iterator[torch.Tensor]:
+        """By plain operations."""
         if num_words >= LONG_RUN:
-            return [memory[start : start + num_words].sum().view(1) for start in starts]
+            yield from (memory[start : start + num_words].sum().view(1) for start in starts)
+            return
         lines, size = memory.view(-1, num_words), max(MOST_WORDS // num_words, 1)
-        pieces = (starts[i : i + size] // num_words for i in range(0, len(starts), size))
-        return [lines[self._pools.index(piece)].sum(dim=1) for piece in pieces]
+        for i in range(0, len(starts), size):
+            yield lines[self._pools.index(starts[i : i + size] // num_words)].sum(dim=1)
 
 
-def _read(arrival: Arrival, readers: Sequence[tuple[int, Reader]]) -> None:
-    """`readers`: with how many sums each, in order."""
+def _read(arrival: Arrival, readers: Sequence[tuple[slice, Reader]]) -> None:
     (sums,) = arrival.wait()
-    found, first = sums.numpy(), 0
-    for count, reader in readers:
-        reader(found[first : first + count].copy())
-        first += count
+    found = sums.numpy()
+    for place, reader in readers:
+        reader(found[place].copy())
 
 
-def _sum_hidden(payload: HiddenPayload) -> torch.Tensor:
-    assert payload.hidden is not None
-    content = payload.hidden.contiguous().view(torch.uint8)
-    words = torch.int32 if content.nbytes % 4 == 0 else torch.uint8
-    return content.view(words).sum().view(1)
+def _sum_hidden(payloads: Sequence[Payload]) -> torch.Tensor:
+    vectors = [p.hidden for p in payloads if isinstance(p, HiddenPayload) and p.hidden is not None]
+    assert len(vectors) == len(payloads)
+    content = torch.stack(vectors).view(torch.uint8)
+    words = torch.int32 if content.shape[1] % 4 == 0 else torch.uint8
+    return content.view(words).sum(dim=1)
 
 
 def _keeper(payload: Payload) -> Reader:

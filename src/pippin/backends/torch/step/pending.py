@@ -11,7 +11,7 @@ import torch
 from pippin.backends.base import Restore, StepResult
 from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.step_outputs import StepOutputs
-from pippin.backends.torch.pools.fingerprints import TorchFingerprints
+from pippin.backends.torch.pools.fingerprints import Compared, TorchFingerprints
 from pippin.backends.torch.pools.payloads import StatePayload
 from pippin.backends.torch.streams import Arrival
 
@@ -20,6 +20,8 @@ from pippin.backends.torch.streams import Arrival
 class TorchPending(StepOutputs):
     sample_masked: Callable[[TorchPending, np.ndarray], None]  # with masks of `masked`
     fingerprints: TorchFingerprints | None = None
+    # What is restored or spilled, and what to call if it is not what it was.
+    compared: list[Compared] = field(default_factory=list)
     masked: list[tuple[SampleRow, torch.Tensor]] = field(default_factory=list)  # with their logits
     # By slot, states whose positions are known with the result: then they are captures.
     checkpoints: dict[int, StatePayload] = field(default_factory=dict)
@@ -45,7 +47,8 @@ class TorchPending(StepOutputs):
     def check_restored(self, restored: Iterable[tuple[int, Restore]]) -> None:
         """Have what rows are restored from compared with what it was."""
         if self.fingerprints is not None:
-            self.fingerprints.compare_restored(self.plan.step, restored)
+            for slot, restore in restored:
+                self.compared += self.fingerprints.of_restored(slot, restore)
 
     def read_later(self, arrival: Arrival, read: Callable[..., None]) -> None:
         """With the tensors that arrive."""
