@@ -33,10 +33,11 @@ def recurrence() -> None:
 
 
 def products() -> None:
-    """Tiles of the product kernel, for the shapes of a step of one row; cuBLAS beside them."""
+    """Tiles of the product kernels, for the shapes of a step of one row and of four; cuBLAS beside them."""
     import torch.nn.functional as F  # noqa: N812
 
-    from pippin.backends.torch.kernels.products import Tile, product
+    from pippin.backends.torch.kernels.epilogues import Tile
+    from pippin.backends.torch.kernels.products import product
     from pippin.backends.torch.models.parts import Linear
 
     device = torch.device("cuda")
@@ -44,28 +45,23 @@ def products() -> None:
     for name, (num_out, size, gated) in shapes.items():
         copies = max(1, (200 << 20) // (num_out * size * 2))  # more than the L2 holds
         weights = [torch.randn(num_out, size, device=device).bfloat16() * 0.02 for _ in range(copies)]
-        x = torch.randn(1, size, device=device).bfloat16()
-        found = {}
+        block_k = 1 << (size - 1).bit_length()
+        tiles = {1: [Tile(n, block_k, w) for n in (2, 4, 8) for w in (2, 4, 8)], 4: [Tile(16, min(k, block_k), w) for k in (512, 1024, 2048) for w in (2, 4, 8)]}
+        for num_rows, tried in tiles.items():
+            x = torch.randn(num_rows, size, device=device).bfloat16()
 
-        def timed(run: Callable[[torch.Tensor], object]) -> float:
-            return replayed_ms(lambda: [run(w) for w in weights]) / copies * 1e3
+            def timed(run: Callable[[torch.Tensor], object]) -> float:
+                return replayed_ms(lambda: [run(w) for w in weights]) / copies * 1e3
 
-        found["cuBLAS"] = timed(lambda w: F.linear(x, w))
-        ns = (4, 8, 16, 32)
-        ks = (256, 512, 1024)
-        for n in ns:
-            for k in ks:
-                for warps, stages in ((4, 3), (4, 5), (8, 3)) if name != "head" else ((4, 3),):
-                    if n * k > 16384 or k > size:
-                        continue
-                    tile = Tile(n, k, warps, stages)
-                    try:
-                        found[f"n{n} k{k} w{warps} s{stages}"] = timed(lambda w, t=tile: product(x, Linear(w), swiglu=gated, tile=t))
-                    except Exception as error:  # noqa: BLE001
-                        found[f"n{n} k{k} w{warps} s{stages}: {type(error).__name__}"] = 1e9
-        best = sorted(found.items(), key=lambda item: item[1])[:4]
-        floor = num_out * size * 2 / 4.3e12 * 1e6
-        print(f"{name}: read {floor:.1f} us; cuBLAS {found['cuBLAS']:.1f}; " + "; ".join(f"{key} {us:.1f}" for key, us in best), flush=True)
+            found = {"cuBLAS": timed(lambda w, x=x: F.linear(x, w))}
+            for tile in tried:
+                try:
+                    found[str(tile)] = timed(lambda w, t=tile, x=x: product(x, Linear(w), swiglu=gated, tile=t))
+                except Exception as error:  # noqa: BLE001
+                    found[f"{tile}: {type(error).__name__}"] = 1e9
+            best = sorted(found.items(), key=lambda item: item[1])[:4]
+            floor = num_out * size * 2 / 4.3e12 * 1e6
+            print(f"{name}, {num_rows} rows: read {floor:.1f} us; cuBLAS {found['cuBLAS']:.1f}; " + "; ".join(f"{key} {us:.1f}" for key, us in best), flush=True)
 
 
 def profile() -> None:

@@ -32,8 +32,8 @@ source = ASTSource(
     constexprs={{(names.index(name),): value for name, value in constants.items()}},
     attrs={{place: [["tt.divisibility", 16]] for place in aligned}},
 )
-target = GPUTarget("cuda", 90, 32)
-print(triton.compile(source, target=target, options={{"num_warps": 4}}).asm["ptx"])
+target, options = GPUTarget("cuda", 90, 32), {{"num_warps": 4, "launch_pdl": True}}
+print(triton.compile(source, target=target, options=options).asm["ptx"])
 """
 
 
@@ -51,7 +51,7 @@ from pippin.backends.torch.kernels.epilogues import CONV, ConvStep
 from pippin.backends.torch.kernels.products import _product as kernel
 
 constants = dict(bias=None, residual=None, K=128, NORM=True, BIAS=False, EPILOGUE=CONV, TAPS=4)
-constants |= dict(LINES=4, BLOCK_N=4, BLOCK_K=128, STAGES=5)
+constants |= dict(LINES=4, BLOCK_N=4, BLOCK_K=128, PDL=True)
 values, others = ("x", "w", "out"), dict(norm="*fp32", eps="fp32")
 others |= dict(conv=ConvStep(f"*{sys.argv[1]}", f"*{sys.argv[1]}", "*i32", "*i32"))
 aligned = ("w", "conv", "conv_stride", "num_out")
@@ -123,3 +123,22 @@ others = {name: "*i32" for name in kernel.arg_names[:8]}
 def test_kernels_of_drafts_compile_for_a_gpu(name: str) -> None:
     """The interpreter takes what a compiler does not, types of branches above all."""
     assert "st.global" in compiled(DRAFTS[name], "bf16")
+
+
+FEW_ROWS = """
+from pippin.backends.torch.kernels.few_rows import _few_rows as kernel
+
+constants = dict(bias=None, residual=None, K=1024, NORM=True, BIAS=False, EPILOGUE=0, ROWS=8)
+constants |= dict(BLOCK_N=16, BLOCK_K=1024, PARTS=4, STAGES=2, PDL=True)
+values, others, aligned = ("x", "w", "out"), dict(norm="*fp32", eps="fp32"), ("x", "w", "num_out")
+"""
+
+
+@pytest.mark.parametrize("kernel", [CONVOLUTION_OF_ONE_ROW, FEW_ROWS], ids=["one row", "few rows"])
+def test_weights_are_loaded_before_a_kernel_waits_for_the_one_before_it(kernel: str) -> None:
+    """And the kernel behind it may start at once."""
+    loads = re.findall(r"griddepcontrol\.\w+|ld\.global", compiled(kernel, "bf16"))
+    waits = loads.index("griddepcontrol.wait")
+    assert loads[0] == "griddepcontrol.launch_dependents"
+    assert loads[1:waits].count("ld.global") >= 2
+    assert "ld.global" in loads[waits:], "x cannot be there before"

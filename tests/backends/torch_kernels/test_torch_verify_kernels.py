@@ -6,9 +6,16 @@ import pytest
 
 pytest.importorskip("interpreted")
 
+import numpy as np
+import torch
+
 from builders import AMPLE_BYTES
 from pippin.backends.base import DecodeRow, PrefillRow, Retire
 from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.kernels.verify.delta import conv_verify
+from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.step.decode_inputs import FIELDS, Inputs
+from pippin.backends.torch.step.verify.words import Places, VerifySize, span_for
 from test_contract import Steps, admit, make_tokens, restore
 from test_draft_contract import MAX_DEPTH, Reply, goes_on, started
 from torch_serving import load_torch
@@ -98,3 +105,22 @@ def test_a_drafter_drafts_by_kernels_what_it_drafts_by_plain_operations(
 def _drafts(backend: TorchBackend, slot: int) -> list[int]:
     drafts: list[int] = backend._future_map.drafts[slot].tolist()
     return drafts
+
+
+def test_a_convolution_reads_nothing_behind_the_last_new_token() -> None:
+    """A row of one token that has room for kept drafts: what follows may be no memory of ours."""
+    layers = load_torch("qwen3_5").decoder.layers
+    mixer = next(layer.mixer for layer in layers if isinstance(layer.mixer, DeltaLayer))
+    num_taps, channels = mixer.taps.shape
+    width = channels + 2 * mixer.shape.num_v_heads
+    beyond = torch.full((8, mixer.project.weight.shape[0]), -1e30, device=mixer.taps.device)
+    beyond[0] = torch.linspace(-1, 1, beyond.shape[1])
+    conv, kept = beyond.new_zeros(2, num_taps - 1, channels), beyond.new_zeros(2, 4, width)
+    size = VerifySize(num_rows=1, depth=0, span=span_for(MAX_DEPTH))
+    words = torch.zeros(size.num_fields, 1, dtype=torch.int32, device=beyond.device)
+    none = words[0]
+    places = Places(size, words, Inputs(words[: len(FIELDS)]), none, none, none, counts=none)
+    with np.errstate(over="raise"):  # Triton's interpreter is numpy
+        mixed, _ = conv_verify(beyond[:1], mixer, conv, kept, places)
+    newest = beyond[0, :channels] * mixer.taps[-1]
+    torch.testing.assert_close(mixed[0], torch.nn.functional.silu(newest), rtol=1e-5, atol=1e-6)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.attention_blocks import add_values, capped
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.step.decode_inputs import Inputs
@@ -54,6 +55,26 @@ def _stretch(num_seen, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.cons
 
 
 @triton.jit
+def _block(here, values, cells_of, start, end, position, kv_stride, i, BLOCK: tl.constexpr):
+    """Keys and values of tokens from `start` on, and which of them were there before this one."""
+    t = start + tl.arange(0, BLOCK)
+    is_old = (t < end) & (t < position)
+    cell = tl.load(cells_of + t, mask=is_old, other=0).to(tl.int64) * kv_stride
+    block = here + cell[:, None] + i[None, :]
+    k = tl.load(block, mask=is_old[:, None], other=0.0)
+    v = tl.load(block + values, mask=is_old[:, None], other=0.0)
+    return k, v, is_old
+
+
+@triton.jit
+def _scores(q, k, is_old, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP:
+        scores = capped(scores, softcap)
+    return tl.where(is_old[None, :], scores, float("-inf"))
+
+
+@triton.jit
 def _attend(
     qkv,
     q_norm,
@@ -88,7 +109,12 @@ def _attend(
     BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    if not EARLY:
+        wait_for_previous(PDL)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_kv: tl.constexpr = HEADS // KV_HEADS
     half: tl.constexpr = ROTATED // 2
@@ -107,6 +133,12 @@ def _attend(
     turn = position.to(tl.int64) * half + tl.where(i < half, i, i - half)
     cos = tl.load(cos_table + turn, mask=rotates, other=1.0)
     sin = tl.load(sin_table + turn, mask=rotates, other=0.0)
+    cells_of = table + tl.load(slots + row).to(tl.int64) * table_stride
+    here = kv + kv_head * D
+    values = KV_HEADS * D
+    k, v, is_old = _block(here, values, cells_of, first, end, position, kv_stride, i, BLOCK)
+    if EARLY:
+        wait_for_previous(PDL)
     x = qkv + row.to(tl.int64) * row_stride
     keys = x + HEADS * D * (2 if GATED else 1) + kv_head * D
     q = _normed(x + head[:, None] * D, q_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
@@ -114,19 +146,11 @@ def _attend(
     top = tl.full([GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([GROUP], tl.float32)
     found = tl.zeros([GROUP, D], tl.float32)
-    cells_of = table + tl.load(slots + row).to(tl.int64) * table_stride
-    here = kv + kv_head * D
-    for start in range(first, end, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        is_old = (t < end) & (t < position)
-        cell = tl.load(cells_of + t, mask=is_old, other=0).to(tl.int64) * kv_stride
-        block = here + cell[:, None] + i[None, :]
-        k = tl.load(block, mask=is_old[:, None], other=0.0)
-        v = tl.load(block + KV_HEADS * D, mask=is_old[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SOFTCAP:
-            scores = capped(scores, softcap)
-        scores = tl.where(is_old[None, :], scores, float("-inf"))
+    scores = _scores(q, k, is_old, softcap, SOFTCAP, PRECISION)
+    top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
+    for start in range(first + BLOCK, end, BLOCK):
+        k, v, is_old = _block(here, values, cells_of, start, end, position, kv_stride, i, BLOCK)
+        scores = _scores(q, k, is_old, softcap, SOFTCAP, PRECISION)
         top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
     if end == position + 1:  # the new token is in this stretch
         k_new = _normed(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
@@ -167,7 +191,10 @@ def _write_keys(
     NORM: tl.constexpr,
     D: tl.constexpr,
     ROTATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     row, kv_head = tl.program_id(0), tl.program_id(1)
     half: tl.constexpr = ROTATED // 2
     position = tl.load(positions + row)
@@ -212,6 +239,7 @@ def write_keys(
         D=layer.shape.head_dim,
         ROTATED=layer.rope.dim,
         num_warps=1,
+        **dependent(qkv.device),
     )
 
 
@@ -234,7 +262,10 @@ def _combine(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     s, i = tl.arange(0, SPLITS), tl.arange(0, D)
     at = (row * HEADS + head) * SPLITS + s
@@ -276,8 +307,14 @@ def attention_step(
     kv: torch.Tensor,  # [cells, 2, kv heads, channels], a view of the pool
     table: torch.Tensor,  # int32 [slots, positions]: the cells of tokens before this one
     inputs: Inputs,
+    *,
+    early: bool = False,
 ) -> torch.Tensor:
-    """[rows, heads * channels], what the last product reads."""
+    """[rows, heads * channels], what the last product reads.
+
+    `early`: inputs, and the cells before this token, were written before the step, so they may be
+    read while the kernel before this one runs.
+    """
     num_rows, heads, dim = qkv.shape[0], layer.shape.num_heads, layer.shape.head_dim
     splits, least = splits_for(num_rows * layer.shape.num_kv_heads)
     block = BLOCK_T if dim <= 128 else BLOCK_T // 2
@@ -316,8 +353,10 @@ def attention_step(
         ROTATED=layer.rope.dim,
         GROUP=max(16, triton.next_power_of_2(heads // layer.shape.num_kv_heads)),
         PRECISION=precision_of(qkv.dtype),
+        EARLY=early,
         num_warps=4,
         num_stages=2,
+        **dependent(qkv.device),
     )
     _combine[(num_rows, heads)](
         qkv,
@@ -330,5 +369,6 @@ def attention_step(
         **sizes,
         SINKS=scoring.sinks is not None,
         num_warps=4,
+        **dependent(qkv.device),
     )
     return out

@@ -1,7 +1,7 @@
 """A decode step out of kernels: few launches, no host, shapes that depend on its width alone.
 
-One row takes products of our own, with norms, sums and convolutions inside; more rows take
-cuBLAS, with kernels between. Equal to `PlainForward.tokens` but for rounding.
+A few rows take products of our own, with norms and sums inside; more rows take cuBLAS, with
+kernels between. Equal to `PlainForward.tokens` but for rounding.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import torch
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.epilogues import ConvStep
 from pippin.backends.torch.kernels.latent_step import latent_step
-from pippin.backends.torch.kernels.layers import feed_forward, run_layers
-from pippin.backends.torch.kernels.packed.linear import by_kernels, is_stacked
+from pippin.backends.torch.kernels.layers import most_fused, run_fused, run_layers
+from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.packed.rows import look_up_packed
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.recurrent.delta_step import conv_step, delta_step
 from pippin.backends.torch.kernels.recurrent.mamba_step import mamba_step
-from pippin.backends.torch.kernels.rows import look_up, norm_rows
+from pippin.backends.torch.kernels.rows import look_up
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.models.mamba_layer import MambaLayer
-from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp
 from pippin.backends.torch.plain.recurrent import convolve_step
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.decode_inputs import Inputs
@@ -42,14 +41,13 @@ class DecodeKernels:
         self._decoder = by_kernels(decoder)
         self._pools = pools
         self._table = table
-        plain = all(map(_is_plain, decoder.layers)) and decoder.head.is_plain
-        self._fuses = plain and not is_stacked(decoder)
+        self._most_fused = most_fused(decoder)
 
     def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] of the tokens that `future`, int32 [slots], has of the rows."""
         x = self._decoder.scaled(self._look_up(future, inputs))
-        if x.shape[0] == 1 and self._fuses:
-            return self._one_row(x, inputs)
+        if len(x) <= self._most_fused:
+            return self._fused(x, inputs)
         return self._decoder.head(run_layers(self._decoder, x, partial(self._mix, inputs=inputs)))
 
     def _look_up(self, future: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -58,27 +56,30 @@ class DecodeKernels:
             return look_up(embed, future, self._table, inputs)
         return look_up_packed(embed, future, self._table, inputs)
 
-    def _one_row(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        for layer in self._decoder.layers:
-            mixer, norm = layer.mixer, layer.input_norm
-            if isinstance(mixer, AttentionLayer):
-                y = self._attend(mixer, layer.number, product(x, mixer.qkv, norm=norm), inputs)
-            else:
-                assert isinstance(mixer, DeltaLayer)
-                before = self._pools.conv[layer.number]
-                conv = ConvStep(before, mixer.taps, inputs.state_in, inputs.state_out)
-                projected = product(x, mixer.project, norm=norm, conv=conv)
-                y = self._recur(mixer, layer.number, projected, inputs)
-            x = product(y, mixer.out, residual=x)
-            x = self._one_row_mlp(layer, x)
-        return product(x, self._decoder.head, norm=self._decoder.norm)
+    def _fused(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        def conv_of(layer: DecoderLayer) -> ConvStep | None:
+            mixer = layer.mixer
+            if not isinstance(mixer, DeltaLayer) or len(x) > 1:
+                return None
+            before = self._pools.conv[layer.number]
+            return ConvStep(before, mixer.taps, inputs.state_in, inputs.state_out)
 
-    def _one_row_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
-        mlp, norm = layer.mlp, layer.mlp_norm
-        assert mlp is not None
-        if not isinstance(mlp, DenseMlp) or mlp.activation.kind != "silu":
-            return x + feed_forward(mlp, norm_rows(x, norm))
-        return product(product(x, mlp.gate_up, norm=norm, swiglu=True), mlp.down, residual=x)
+        mix = partial(self._mix_projected, inputs=inputs)
+        y = run_fused(self._decoder, x, mix, conv_of)
+        return product(y, self._decoder.head, norm=self._decoder.norm)
+
+    def _mix_projected(
+        self, layer: DecoderLayer, projected: torch.Tensor, inputs: Inputs
+    ) -> torch.Tensor:
+        """Of few rows: what the last product reads."""
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionLayer):
+            return self._attend(mixer, layer.number, projected, inputs)
+        assert isinstance(mixer, DeltaLayer)
+        if len(projected) > 1:
+            conv = self._pools.conv[layer.number]
+            conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)
+        return self._recur(mixer, layer.number, projected, inputs)
 
     def _mix(self, layer: DecoderLayer, normed: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """Of many rows."""
@@ -118,7 +119,8 @@ class DecodeKernels:
         self, mixer: AttentionLayer, number: int, projected: torch.Tensor, inputs: Inputs
     ) -> torch.Tensor:
         projected = mixer.normed(projected)
-        return attention_step(projected, mixer, self._pools.kv[number], self._table, inputs)
+        kv = self._pools.kv[number]
+        return attention_step(projected, mixer, kv, self._table, inputs, early=True)
 
     def _recur(
         self,
@@ -131,16 +133,3 @@ class DecodeKernels:
         if isinstance(mixer, MambaLayer):
             return mamba_step(projected, mixer, state, inputs.state_in, inputs.state_out)
         return delta_step(projected, mixer, state, inputs.state_in, inputs.state_out)
-
-
-def _is_plain(layer: DecoderLayer) -> bool:
-    """Whether products of one row have its norms and sums inside."""
-    norms = (layer.input_norm, layer.mlp_norm)
-    return (
-        all(norm is not None and not norm.centred for norm in norms)
-        and isinstance(layer.mixer, AttentionLayer | DeltaLayer)
-        and isinstance(layer.mlp, DenseMlp | ExpertMlp)
-        and (layer.mixed_norm, layer.fed_norm) == (None, None)
-        and layer.scale == 1.0
-        and not layer.parallel
-    )

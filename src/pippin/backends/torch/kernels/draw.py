@@ -15,6 +15,7 @@ import triton.language as tl
 
 from pippin.backends.sampling.noise import THREEFRY_PARITY, THREEFRY_ROTATIONS
 from pippin.backends.sampling.rules import FAR
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.top_p import least_in_top_p
 from pippin.backends.torch.step.decode_inputs import Choice, Inputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_kept
@@ -75,7 +76,10 @@ def _largest_of_blocks(
     num_blocks,
     NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     row, block = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
@@ -110,8 +114,10 @@ def _largest_of_all(
     vocab_size,
     num_blocks,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Row 0 of `out` the tokens, row 1 whether a row's logits are NaN."""
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     inside = block < num_blocks
@@ -146,6 +152,7 @@ def draw(
         NOISE=noise is not None,
         BLOCK=BLOCK,
         num_warps=8,
+        **dependent(logits.device),
     )
     _largest_of_all[(num_rows,)](
         logits,
@@ -159,6 +166,7 @@ def draw(
         num_blocks,
         BLOCKS=triton.next_power_of_2(num_blocks),
         num_warps=1,
+        **dependent(logits.device),
     )
 
 

@@ -17,6 +17,15 @@ PLAIN, RESIDUAL, SWIGLU, CONV = range(4)
 _RESIDUAL, _SWIGLU, _CONV = (tl.constexpr(i) for i in (RESIDUAL, SWIGLU, CONV))
 
 
+@dataclass(frozen=True)
+class Tile:
+    """Of a product: rows of the weight, and channels, which are all there are or more."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
 class ConvStep(NamedTuple):
     """Where the last inputs of a recurrent layer's channels lie."""
 
@@ -55,12 +64,21 @@ NO_EPILOGUE = Epilogue()
 
 
 @triton.jit
+def load_residual(residual, n, num_out, EPILOGUE: tl.constexpr):
+    """What `finish_sums` adds: it arrives while the sums are made."""
+    found = n * 0.0
+    if EPILOGUE == _RESIDUAL:
+        found = tl.load(residual + n, mask=n < num_out, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
 def finish_sums(
     sums,
     sums2,  # with SWIGLU: of the rows behind the first num_out
     mean_square,  # of x, with NORM
     bias,
-    residual,
+    added,  # with RESIDUAL
     conv,
     out,
     n,
@@ -84,7 +102,7 @@ def finish_sums(
         if EPILOGUE == _SWIGLU:
             sums2 += tl.load(bias + num_out + n, mask=in_n, other=0.0).to(tl.float32)
     if EPILOGUE == _RESIDUAL:
-        sums += tl.load(residual + n, mask=in_n, other=0.0).to(tl.float32)
+        sums += added
     if EPILOGUE == _SWIGLU:
         sums = sums * tl.sigmoid(sums) * sums2
     if EPILOGUE == _CONV:

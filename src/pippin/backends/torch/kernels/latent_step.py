@@ -12,6 +12,7 @@ import triton.language as tl
 
 from pippin.backends.torch.kernels.attention_blocks import add_values
 from pippin.backends.torch.kernels.attention_step import _combine, _stretch, splits_for
+from pippin.backends.torch.kernels.dependent import dependent
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.step.decode_inputs import Inputs
@@ -121,5 +122,6 @@ def latent_step(
         D=rank,
         SINKS=False,
         WINDOW=False,
+        **dependent(q.device),
     )
     return out

@@ -1,4 +1,5 @@
-"""The decoder's layers for many rows: sums and norms are one kernel, large products are cuBLAS's.
+"""The decoder's layers. For many rows sums and norms are one kernel, and large products cuBLAS's;
+for a few they are products of our own, with norms and sums inside.
 
 Knows no pools: a caller mixes the tokens.
 """
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from pippin.backends.torch.kernels.epilogues import ConvStep
 from pippin.backends.torch.kernels.experts.products import (
     ExpertTile,
     expert_product,
@@ -19,8 +21,13 @@ from pippin.backends.torch.kernels.experts.products import (
     weighted_sum,
 )
 from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, route
+from pippin.backends.torch.kernels.few_rows import MOST_HIDDEN, MOST_ROWS
+from pippin.backends.torch.kernels.packed.linear import is_packed, is_stacked
+from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
+from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix
+from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Mlp, Norm, SquaredMlp, gated
 
 
@@ -33,6 +40,56 @@ def run_layers(decoder: Decoder, x: torch.Tensor, mix: Mix) -> torch.Tensor:
         y = norm_rows(part.run(normed), part.norm_behind)
         x, normed = add_norm(x, y if part.scale == 1.0 else y * part.scale, norm)
     return normed
+
+
+MixProjected = Callable[[DecoderLayer, torch.Tensor], torch.Tensor]
+ConvOf = Callable[[DecoderLayer], ConvStep | None]
+
+
+def run_fused(
+    decoder: Decoder, x: torch.Tensor, mix: MixProjected, conv_of: ConvOf = lambda layer: None
+) -> torch.Tensor:
+    """As `run_layers`, of few rows and before the last norm: norms, sums, gated products and, where
+    `conv_of` has one, convolutions are parts of the products. `mix` is of what a mixer projects."""
+    for layer in decoder.layers:
+        mixer = layer.mixer
+        assert isinstance(mixer, AttentionLayer | DeltaLayer)
+        first = mixer.qkv if isinstance(mixer, AttentionLayer) else mixer.project
+        projected = product(x, first, norm=layer.input_norm, conv=conv_of(layer))
+        x = product(mix(layer, projected), mixer.out, residual=x)
+        x = _fused_mlp(layer, x)
+    return x
+
+
+def _fused_mlp(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+    mlp, norm = layer.mlp, layer.mlp_norm
+    assert mlp is not None
+    if isinstance(mlp, ExpertMlp):
+        return _feed_experts(mlp, norm_rows(x, norm), residual=x)
+    if not isinstance(mlp, DenseMlp) or mlp.activation.kind != "silu":
+        return x + feed_forward(mlp, norm_rows(x, norm))
+    return product(product(x, mlp.gate_up, norm=norm, swiglu=True), mlp.down, residual=x)
+
+
+def most_fused(decoder: Decoder) -> int:
+    """Rows that `run_fused` takes at most."""
+    if not all(map(_is_plain, decoder.layers)) or not decoder.head.is_plain or is_stacked(decoder):
+        return 0
+    is_few = decoder.dtype != torch.float32 and decoder.shape.hidden <= MOST_HIDDEN
+    return MOST_ROWS if is_few and not is_packed(decoder) else 1
+
+
+def _is_plain(layer: DecoderLayer) -> bool:
+    """Whether products of few rows have its norms and sums inside."""
+    norms = (layer.input_norm, layer.mlp_norm)
+    return (
+        all(norm is not None and not norm.centred for norm in norms)
+        and isinstance(layer.mixer, AttentionLayer | DeltaLayer)
+        and isinstance(layer.mlp, DenseMlp | ExpertMlp)
+        and (layer.mixed_norm, layer.fed_norm) == (None, None)
+        and layer.scale == 1.0
+        and not layer.parallel
+    )
 
 
 class _Part(NamedTuple):
@@ -66,14 +123,27 @@ def feed_forward(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
         return mlp.down(swiglu(up) if is_silu else gated(up, mlp.activation))
     if isinstance(mlp, SquaredMlp):
         return mlp(x)
+    return _feed_experts(mlp, x)
+
+
+def _feed_experts(
+    mlp: ExpertMlp, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     if mlp.shape.scoring == "softmax" and mlp.shape.scale == 1.0 and mlp.shape.num_groups == 1:
-        return run_experts(mlp, x, route(mlp.router(x), mlp.shape))
+        weight = mlp.router.weight
+        one_row = len(x) == 1 and isinstance(weight, torch.Tensor) and weight.dtype == x.dtype
+        logits = product(x, mlp.router) if one_row else mlp.router(x)
+        return run_experts(mlp, x, route(logits, mlp.shape), residual=residual)
     weights, chosen = mlp.route(x)  # plain operations, which wait for nothing
-    return run_experts(mlp, x, Routes(weights, chosen.int()))
+    return run_experts(mlp, x, Routes(weights, chosen.int()), residual=residual)
 
 
 def run_experts(
-    mlp: ExpertMlp, x: torch.Tensor, routes: Routes, tile: ExpertTile | None = None
+    mlp: ExpertMlp,
+    x: torch.Tensor,
+    routes: Routes,
+    tile: ExpertTile | None = None,
+    residual: torch.Tensor | None = None,  # [tokens, hidden]: what the result is added to
 ) -> torch.Tensor:
     num_tokens, num_chosen = routes.chosen.shape
     num_pairs, num_experts = routes.chosen.numel(), mlp.shape.num_experts
@@ -92,11 +162,11 @@ def run_experts(
     y = expert_product(y, mlp.down, blocks, num_pairs, num_chosen, tile, swiglu=False)
     y = _biased(y, mlp.down_bias, routes)
     if mlp.shared is None:
-        return weighted_sum(y, routes)
+        return weighted_sum(y, routes, residual)
     shared = feed_forward(mlp.shared, x)
     if mlp.shared_gate is None:
-        return weighted_sum(y, routes) + shared
-    return weighted_sum(y, routes, shared, mlp.shared_gate(x))
+        return weighted_sum(y, routes, residual) + shared
+    return weighted_sum(y, routes, residual, shared, mlp.shared_gate(x))
 
 
 def _biased(y: torch.Tensor, bias: torch.Tensor | None, routes: Routes) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.models.parts import Norm
 from pippin.backends.torch.step.chunk_inputs import BlockInputs
 from pippin.backends.torch.step.decode_inputs import Inputs
@@ -18,8 +19,19 @@ KEPT_BLOCK = 256  # channels of a program that keeps inputs
 
 @triton.jit
 def _add_norm(
-    x, y, weight, total, out, eps, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+    x,
+    y,
+    weight,
+    total,
+    out,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, BLOCK)
     inside = i < N
@@ -57,12 +69,27 @@ def add_norm(
         BLOCK=triton.next_power_of_2(x.shape[1]),
         ADD=y is not None,
         num_warps=4,
+        **dependent(x.device),
     )
     return total, out
 
 
 @triton.jit
-def _look_up(embed, future, table, slots, positions, cells, out, stride, N, BLOCK: tl.constexpr):
+def _look_up(
+    embed,
+    future,
+    table,
+    slots,
+    positions,
+    cells,
+    out,
+    stride,
+    N,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)  # and only then allow the next one: this is a step's first kernel
+    allow_next(PDL)
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row).to(tl.int64)
@@ -82,13 +109,23 @@ def look_up(
     rows, size = (inputs.slot, inputs.position, inputs.cell), embed.shape[1]
     out = torch.empty(len(rows[0]), size, dtype=embed.dtype, device=embed.device)
     _look_up[(len(rows[0]), triton.cdiv(size, 1024))](
-        embed, future, table, *rows, out, table.stride(0), size, BLOCK=1024
+        embed,
+        future,
+        table,
+        *rows,
+        out,
+        table.stride(0),
+        size,
+        BLOCK=1024,
+        **dependent(out.device),
     )
     return out
 
 
 @triton.jit
-def _swiglu(x, out, N: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu(x, out, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
@@ -102,7 +139,8 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     """[rows, 2 n], gate and up, to [rows, n]."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
-    _swiglu[(num_rows, triton.cdiv(size, 1024))](x, out, N=size, BLOCK=1024, num_warps=4)
+    grid = (num_rows, triton.cdiv(size, 1024))
+    _swiglu[grid](x, out, N=size, BLOCK=1024, num_warps=4, **dependent(x.device))
     return out
 
 
@@ -172,7 +210,19 @@ def conv_rows(
 
 
 @triton.jit
-def _gated_norm(y, z, weight, out, z_stride, eps, HEADS: tl.constexpr, D: tl.constexpr):
+def _gated_norm(
+    y,
+    z,
+    weight,
+    out,
+    z_stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, D)
     at = (token * HEADS + head) * D + i
@@ -187,7 +237,16 @@ def gated_norm(y: torch.Tensor, z: torch.Tensor, norm: Norm) -> torch.Tensor:
     tokens, heads, dim = y.shape
     out = torch.empty(tokens, heads * dim, dtype=z.dtype, device=z.device)
     _gated_norm[(tokens, heads)](
-        y, z, norm.weight, out, z.stride(0), norm.eps, HEADS=heads, D=dim, num_warps=1
+        y,
+        z,
+        norm.weight,
+        out,
+        z.stride(0),
+        norm.eps,
+        HEADS=heads,
+        D=dim,
+        num_warps=1,
+        **dependent(y.device),
     )
     return out
 

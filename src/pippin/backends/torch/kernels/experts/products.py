@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.experts.routing import ExpertBlocks, Routes
 from pippin.backends.torch.kernels.packed.numbers import arrays_of, constants_of, packed_sums
 from pippin.backends.torch.kernels.products import precision_of
@@ -76,7 +77,10 @@ def _expert_product(
     GROUP: tl.constexpr = 0,
     PER_WORD: tl.constexpr = 0,  # numbers of a packed weight's word; 0: it is dense
     OFFSET: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     block = tl.program_id(0)
     expert = tl.load(experts + block).to(tl.int64)
     i = tl.arange(0, PAIRS)
@@ -151,14 +155,19 @@ def _expert_product(
 def _weighted_sum(
     y,
     weights,
+    residual,
     shared,
     shared_gate,
     out,
     N,
     CHOSEN: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < N
@@ -170,6 +179,10 @@ def _weighted_sum(
     if SHARED:
         gate = tl.sigmoid(tl.load(shared_gate + token).to(tl.float32))
         found += gate * tl.load(shared + token * N + n, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        # Rounded where plain operations round.
+        found = found.to(out.dtype.element_ty).to(tl.float32)
+        found += tl.load(residual + token * N + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * N + n, found.to(out.dtype.element_ty), mask=inside)
 
 
@@ -208,6 +221,7 @@ def expert_product(
         PRECISION=precision_of(x.dtype),
         **(constants_of(weight) if isinstance(weight, Packed) else {}),
         num_warps=tile.num_warps,
+        **dependent(x.device),
     )
     return out
 
@@ -215,6 +229,7 @@ def expert_product(
 def weighted_sum(
     y: torch.Tensor,  # [pairs, n]
     routes: Routes,
+    residual: torch.Tensor | None = None,  # [tokens, n]
     shared: torch.Tensor | None = None,  # [tokens, n]
     shared_gate: torch.Tensor | None = None,  # [tokens, 1], before its sigmoid
 ) -> torch.Tensor:
@@ -225,13 +240,16 @@ def weighted_sum(
     _weighted_sum[(num_tokens, triton.cdiv(size, _SUMMED))](
         y,
         routes.weights,
+        residual,
         shared,
         shared_gate,
         out,
         size,
         CHOSEN=num_chosen,
+        RESIDUAL=residual is not None,
         SHARED=shared is not None,
         BLOCK=_SUMMED,
         num_warps=4,
+        **dependent(y.device),
     )
     return out

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.shapes import ExpertShape
 
 _SCANNED = 4096  # pairs that a program looks at together
@@ -30,8 +31,11 @@ def _route(
     NORMALISED: tl.constexpr,
     BLOCK_E: tl.constexpr,  # E, up to a power of two
     BLOCK_C: tl.constexpr,  # CHOSEN, likewise
+    PDL: tl.constexpr,
 ):
     """Of equal shares the first expert is chosen; of NaN any that exists."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     e, c = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
     inside = e < E
@@ -135,6 +139,7 @@ def route(logits: torch.Tensor, shape: ExpertShape) -> Routes:
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_C=triton.next_power_of_2(shape.num_chosen),
         num_warps=1,
+        **dependent(logits.device),
     )
     return Routes(weights, chosen)
 

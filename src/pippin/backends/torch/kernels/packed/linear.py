@@ -44,6 +44,15 @@ def by_kernels(part: Part) -> Part:
 
 def is_stacked(decoder: Decoder) -> bool:
     """Whether a product's rows are stored in different ways, which no one kernel reads."""
+    return any(isinstance(linear.weight, Stacked) for linear in _linears(decoder))
+
+
+def is_packed(decoder: Decoder) -> bool:
+    """Whether a product has a packed weight."""
+    return any(isinstance(linear.weight, Packed) for linear in _linears(decoder))
+
+
+def _linears(decoder: Decoder) -> list[Linear]:
     found: list[Linear] = []
 
     def note(linear: Linear) -> Linear:
@@ -51,7 +60,7 @@ def is_stacked(decoder: Decoder) -> bool:
         return linear
 
     _map_linears(decoder, note)
-    return any(isinstance(linear.weight, Stacked) for linear in found)
+    return found
 
 
 def _map_linears(part: Any, change: Callable[[Linear], Linear]) -> Any:

@@ -14,8 +14,9 @@ import triton.language as tl
 
 from pippin.backends.torch.models.packed import BITS, Packed
 
-RAISED = {"int4": 128.0, "int8": 256.0, "fp4": 0.0, "fp8": 0.0}
 KINDS = {"int4": 0, "int8": 1, "fp4": 2, "fp8": 3}
+_LIFT = 100  # as a power of 2, so that products with what lies that low are of a usual size
+_RISE = tl.constexpr(2.0 ** (149 - _LIFT))
 _INT4, _INT8, _FP4 = (tl.constexpr(KINDS[name]) for name in ("int4", "int8", "fp4"))
 
 
@@ -44,9 +45,52 @@ def constants_of(weight: Packed) -> dict[str, int | bool]:
     }
 
 
+@triton.constexpr_function
+def _shift_of(part, kind):
+    """By how much a word is shifted so that all of a part is among its lowest 24 bits."""
+    bits = 4 if kind == _INT4 else 8
+    return 8 if (part + 1) * bits > 24 else 0
+
+
+@triton.constexpr_function
+def _mask_of(part, kind):
+    bits = 4 if kind == _INT4 else 8
+    return (2**bits - 1) << (part * bits - _shift_of(part, kind))
+
+
+@triton.constexpr_function
+def _lift_of(part, kind):
+    bits = 4 if kind == _INT4 else 8
+    return 2.0 ** (_LIFT - part * bits + _shift_of(part, kind))
+
+
+@triton.jit
+def sunk(words, PART: tl.constexpr, KIND: tl.constexpr):
+    """float32: a part of each word. Of integers, times 2 ** (its place - 149): 24 bits of a word
+    are a float of that size as they are, so that masking is all there is to do."""
+    if KIND <= _INT8:
+        part = words >> _shift_of(PART, KIND) if _shift_of(PART, KIND) > 0 else words
+        found = (part & _mask_of(PART, KIND)).to(tl.float32, bitcast=True)
+    else:
+        found = number(words, PART, KIND)
+    return found
+
+
+@triton.jit
+def lifted(x, PART: tl.constexpr, KIND: tl.constexpr):
+    """float32: what a part of each word, as `sunk`, is multiplied with."""
+    return x * _lift_of(PART, KIND) if KIND <= _INT8 else x
+
+
+@triton.jit
+def risen(sums, KIND: tl.constexpr):
+    """Of sums of `sunk` times `lifted`: those of the numbers themselves."""
+    return sums * _RISE if KIND <= _INT8 else sums
+
+
 @triton.jit
 def raised(words, PART: tl.constexpr, KIND: tl.constexpr):
-    """float32: a part of each word, plus what its kind is raised by (`RAISED`)."""
+    """float32: a part of each word, of 4 bits plus 128, of 8 bits plus 256."""
     if KIND == _INT4:
         # The bits are the highest of a mantissa, of what lies between 128 and 256.
         bits = words << (16 - 4 * PART) if PART < 4 else words >> (4 * PART - 16)

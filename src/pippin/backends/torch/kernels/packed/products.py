@@ -2,10 +2,10 @@
 
 As `kernels/products.py`, which see, and with its epilogues. What is read is a quarter or half of a
 dense weight, so everything else counts as well. A thread has several rows of the weight, which
-share what it reads of x. Numbers stay raised by a constant, which costs nothing to make of bits,
-and four words, always of one group, are multiplied by their scale together:
+share what it reads of x. Integers are multiplied as they lie in their word, and four words, always
+of one group, by their scale together:
 
-    sum of weight * x = scale * (sum of raised * x) + (offset - constant * scale) * (sum of x)
+    sum of weight * x = scale * (sum of number * x) + offset * (sum of x)
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.kernels.epilogues import SWIGLU, Epilogue, finish_sums
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
+from pippin.backends.torch.kernels.epilogues import SWIGLU, Epilogue, finish_sums, load_residual
 from pippin.backends.torch.kernels.packed.numbers import (
-    RAISED,
     arrays_of,
     constants_of,
     factor,
-    raised,
+    lifted,
+    risen,
+    sunk,
 )
 from pippin.backends.torch.models.packed import Packed
 from pippin.backends.torch.models.parts import Norm
@@ -33,29 +35,33 @@ _SWIGLU = tl.constexpr(SWIGLU)
 @dataclass(frozen=True)
 class PackedRowTile:
     block_n: int
-    words: int
     num_warps: int
-    num_stages: int
 
 
 def packed_row_tile_for(num_out: int, num_words: int) -> PackedRowTile:
-    """A warp reads 128 words of a row at a time; 1, 2 or 4 of them share a row."""
-    num_warps = 1 << (max(1, min(4, num_words // 128)).bit_length() - 1)
-    block_n = 4 if num_out <= 2048 else 8
-    return PackedRowTile(block_n, 128 * num_warps, num_warps, 3)
+    """A thread has four words of each row."""
+    num_warps = triton.next_power_of_2(num_words) // 128
+    return PackedRowTile(4 if num_out <= 2048 else 8, max(1, min(16, num_warps)))
 
 
 @triton.jit
-def _scaled(found, total, weight, at, mask, OFFSET: tl.constexpr, PLUS: tl.constexpr):
+def _scales(weight, row, group, mask, K: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr):
+    """Of every four words: what they are multiplied by, and what is added."""
+    at = row * (K // GROUP) + group
     scale = factor(weight.scales, at, mask)
+    offset = scale
     if OFFSET:
         offset = tl.load(weight.offsets + at, mask=mask, other=0.0).to(tl.float32)
-        found = found * scale + (offset - PLUS * scale) * total
-    elif PLUS != 0:
-        found = (found - PLUS * total) * scale
-    else:
-        found *= scale
-    return found
+    return scale, offset
+
+
+@triton.jit
+def _scaled_sum(found, total, scale, offset, KIND: tl.constexpr, OFFSET: tl.constexpr):
+    """[rows], of sums of four words each."""
+    found = risen(found, KIND) * scale
+    if OFFSET:
+        found += offset * total
+    return tl.sum(found, axis=1)
 
 
 @triton.jit
@@ -76,63 +82,63 @@ def _row_product(
     GROUP: tl.constexpr,
     PER_WORD: tl.constexpr,
     OFFSET: tl.constexpr,
-    PLUS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     EPILOGUE: tl.constexpr,
     TAPS: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,
-    STAGES: tl.constexpr,
+    WORDS: tl.constexpr,  # of a row, up to a power of two
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
     per_group: tl.constexpr = GROUP // PER_WORD
     num_words: tl.constexpr = K // PER_WORD
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = n < num_out
-    squares = tl.zeros([WORDS], tl.float32)
-    wide = tl.zeros([BLOCK_N, WORDS // 4], tl.float32)
-    wide2 = tl.zeros([BLOCK_N, WORDS // 4], tl.float32)
+    w, four = tl.arange(0, WORDS), tl.arange(0, WORDS // 4)
+    in_n, in_w = n < num_out, w < num_words
+    inside = in_n[:, None] & in_w[None, :]
+    is_four = in_n[:, None] & (four < num_words // 4)[None, :]
+    group = (four // (per_group // 4))[None, :]
     row = n.to(tl.int64)[:, None]
-    row2 = row + num_out
-    for start in tl.range(0, num_words, WORDS, num_stages=STAGES):
-        w = start + tl.arange(0, WORDS)
-        in_w = w < num_words
-        inside = in_n[:, None] & in_w[None, :]
-        words = tl.load(weight.words + row * num_words + w[None, :], mask=inside, other=0)
-        found = tl.zeros([BLOCK_N, WORDS], tl.float32)
+    # All that does not depend on x is loaded before waiting for it.
+    words = tl.load(weight.words + row * num_words + w[None, :], mask=inside, other=0)
+    scale, offset = _scales(weight, row, group, is_four, K, GROUP, OFFSET)
+    if EPILOGUE == _SWIGLU:
+        row2 = row + num_out
+        words2 = tl.load(weight.words + row2 * num_words + w[None, :], mask=inside, other=0)
+        scale2, offset2 = _scales(weight, row2, group, is_four, K, GROUP, OFFSET)
+        found2 = tl.zeros([BLOCK_N, WORDS], tl.float32)
+    wait_for_previous(PDL)
+    added = load_residual(residual, n, num_out, EPILOGUE)
+    squares = tl.zeros([WORDS], tl.float32)
+    total = tl.zeros([WORDS], tl.float32)
+    found = tl.zeros([BLOCK_N, WORDS], tl.float32)
+    channel = (w // per_group) * GROUP + w % per_group
+    for part in tl.static_range(PER_WORD):
+        at = channel + part * per_group
+        value = tl.load(x + at, mask=in_w, other=0.0).to(tl.float32)
+        if NORM:
+            squares += value * value
+            value *= tl.load(norm + at, mask=in_w, other=0.0)
+        total += value
+        value = lifted(value, part, KIND)
+        found += sunk(words, part, KIND) * value[None, :]
         if EPILOGUE == _SWIGLU:
-            words2 = tl.load(weight.words + row2 * num_words + w[None, :], mask=inside, other=0)
-            found2 = tl.zeros([BLOCK_N, WORDS], tl.float32)
-        total = tl.zeros([WORDS], tl.float32)
-        channel = (w // per_group) * GROUP + w % per_group
-        for part in tl.static_range(PER_WORD):
-            at = channel + part * per_group
-            value = tl.load(x + at, mask=in_w, other=0.0).to(tl.float32)
-            if NORM:
-                squares += value * value
-                value *= tl.load(norm + at, mask=in_w, other=0.0)
-            total += value
-            found += raised(words, part, KIND) * value[None, :]
-            if EPILOGUE == _SWIGLU:
-                found2 += raised(words2, part, KIND) * value[None, :]
-        four = start // 4 + tl.arange(0, WORDS // 4)
-        is_four = in_n[:, None] & (four < num_words // 4)[None, :]
-        group = (four // (per_group // 4))[None, :]
-        total4 = tl.sum(tl.reshape(total, [WORDS // 4, 4]), axis=1)[None, :]
-        found4 = tl.sum(tl.reshape(found, [BLOCK_N, WORDS // 4, 4]), axis=2)
-        at_group = row * (K // GROUP) + group
-        wide += _scaled(found4, total4, weight, at_group, is_four, OFFSET, PLUS)
-        if EPILOGUE == _SWIGLU:
-            found4 = tl.sum(tl.reshape(found2, [BLOCK_N, WORDS // 4, 4]), axis=2)
-            at_group = row2 * (K // GROUP) + group
-            wide2 += _scaled(found4, total4, weight, at_group, is_four, OFFSET, PLUS)
+            found2 += sunk(words2, part, KIND) * value[None, :]
+    total4 = tl.sum(tl.reshape(total, [WORDS // 4, 4]), axis=1)[None, :]
+    found4 = tl.sum(tl.reshape(found, [BLOCK_N, WORDS // 4, 4]), axis=2)
+    sums = _scaled_sum(found4, total4, scale, offset, KIND, OFFSET)
+    sums2 = sums
+    if EPILOGUE == _SWIGLU:
+        found4 = tl.sum(tl.reshape(found2, [BLOCK_N, WORDS // 4, 4]), axis=2)
+        sums2 = _scaled_sum(found4, total4, scale2, offset2, KIND, OFFSET)
     finish_sums(
-        tl.sum(wide, axis=1),
-        tl.sum(wide2, axis=1),
+        sums,
+        sums2,
         tl.sum(squares, axis=0) / K,
         bias,
-        residual,
+        added,
         conv,
         out,
         n,
@@ -157,6 +163,7 @@ def row_product(
     tile: PackedRowTile | None = None,
 ) -> torch.Tensor:
     """[1, N]"""
+    assert len(x) == 1
     num_out = weight.shape[0] // (2 if epilogue.kind == SWIGLU else 1)
     tile = tile or packed_row_tile_for(num_out, weight.words.shape[-1])
     out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
@@ -170,13 +177,12 @@ def row_product(
         K=weight.shape[1],
         eps=norm.eps if norm else 0.0,
         **constants_of(weight),
-        PLUS=RAISED[weight.numbers],
         **epilogue.arguments(),
         NORM=norm is not None,
         BIAS=bias is not None,
         BLOCK_N=tile.block_n,
-        WORDS=tile.words,
-        STAGES=tile.num_stages,
+        WORDS=triton.next_power_of_2(weight.words.shape[-1]),
         num_warps=tile.num_warps,
+        **dependent(x.device),
     )
     return out

@@ -13,6 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.dependent import (
+    allow_next,
+    dependent,
+    wait_for_previous,
+)
 from pippin.backends.torch.kernels.packed.numbers import (
     arrays_of,
     constants_of,
@@ -70,7 +75,10 @@ def _few_rows(
     WORDS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
@@ -137,6 +145,7 @@ def few_rows(
         STAGES=tile.num_stages,
         PRECISION=precision_of(x.dtype),
         num_warps=tile.num_warps,
+        **dependent(x.device),
     )
     return out[0] if splits == 1 else out.sum(dim=0).to(x.dtype)
 
@@ -200,7 +209,10 @@ def _look_up(
     PER_WORD: tl.constexpr,
     OFFSET: tl.constexpr,
     WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)  # and only then allow the next one: this is a step's first kernel
+    allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     slot = tl.load(slots + row).to(tl.int64)
@@ -245,5 +257,6 @@ def look_up_packed(
         K=size,
         **constants_of(embed),
         **block,
+        **dependent(out.device),
     )
     return out

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.shapes import DeltaShape
@@ -65,13 +66,20 @@ def _delta_step(
     DV: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     key_head = head // (V_HEADS // K_HEADS)
     channels: tl.constexpr = 2 * K_HEADS * DK + V_HEADS * DV
     parts: tl.constexpr = DV // COLUMNS
     x = projected + row.to(tl.int64) * row_stride
     i, c, p = tl.arange(0, DK), tl.arange(0, COLUMNS), tl.arange(0, parts)
+    before = state + tl.load(states_in + row).to(tl.int64) * state_stride + head * DK * DV
+    after = state + tl.load(states_out + row).to(tl.int64) * state_stride + head * DK * DV
+    if parts == 1:  # a state is an earlier step's
+        whole = tl.load(before + i[:, None] * DV + c[None, :])
+    wait_for_previous(PDL)
     q = tl.load(x + key_head * DK + i).to(tl.float32)
     k = tl.load(x + K_HEADS * DK + key_head * DK + i).to(tl.float32)
     b = tl.load(x + channels + V_HEADS * DV + head).to(tl.float32)
@@ -81,13 +89,11 @@ def _delta_step(
     a = a + tl.load(dt_bias + head)
     softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
     gate = tl.exp(tl.load(decay + head) * softplus)
-    before = state + tl.load(states_in + row).to(tl.int64) * state_stride + head * DK * DV
-    after = state + tl.load(states_out + row).to(tl.int64) * state_stride + head * DK * DV
     y = tl.zeros([parts, COLUMNS], tl.float32)
     for part in tl.range(0, parts, num_stages=STAGES):
         j = part * COLUMNS + c
         within = i[:, None] * DV + j[None, :]
-        held = tl.load(before + within) * gate
+        held = whole * gate if parts == 1 else tl.load(before + within) * gate
         v = tl.load(x + 2 * K_HEADS * DK + head * DV + j).to(tl.float32)
         added = (v - tl.sum(held * k[:, None], axis=0)) * tl.sigmoid(b)
         held += k[:, None] * added[None, :]
@@ -115,7 +121,10 @@ def _conv_step(
     TAPS: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < num_channels
@@ -160,6 +169,7 @@ def conv_step(
         BIASED=layer.conv_bias is not None,
         BLOCK=1024,
         num_warps=4,
+        **dependent(projected.device),
     )
 
 
@@ -193,5 +203,6 @@ def delta_step(
         COLUMNS=tile.columns,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
+        **dependent(projected.device),
     )
     return out

@@ -20,26 +20,40 @@ COLUMNS = 32  # of a state, in one program
 
 
 @triton.jit
-def _input(conv, kept, new, place, count, stride, c, inside, channels, width, HELD):
-    """Of the convolution, so many behind the oldest that a row's state has."""
+def _input(conv, kept, new, place, count, stride, c, inside, channels, width, HELD, WIDTH):
+    """Of the convolution, so many behind the oldest that a row's state has. None behind the last
+    new one: what lies there may be no memory of ours."""
     place += tl.zeros_like(c)  # a mask is of vectors alone: the interpreter takes no others
     old = tl.load(conv + place * channels + c, mask=inside & (place < HELD), other=0.0)
     at = place - HELD
     run = tl.load(kept + at * width + c, mask=inside & (at >= 0) & (at < count), other=0.0)
-    fresh = tl.load(new + (at - count) * stride, mask=inside & (at >= count), other=0.0)
+    is_new = (at >= count) & (at < count + WIDTH)
+    fresh = tl.load(new + (at - count) * stride, mask=inside & is_new, other=0.0)
     return old.to(tl.float32) + run.to(tl.float32) + fresh.to(tl.float32)
 
 
 @triton.jit
 def _convolved(
-    conv, kept, new, taps, place, count, stride, c, inside, channels, width, TAPS: tl.constexpr
+    conv,
+    kept,
+    new,
+    taps,
+    place,
+    count,
+    stride,
+    c,
+    inside,
+    channels,
+    width,
+    TAPS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Of inputs from a place on, behind silu."""
     found = tl.zeros(c.shape, tl.float32)
     for tap in tl.static_range(TAPS):
         weight = tl.load(taps + tap * channels + c, mask=inside, other=0.0)
         value = _input(
-            conv, kept, new, place + tap, count, stride, c, inside, channels, width, TAPS - 1
+            conv, kept, new, place + tap, count, stride, c, inside, channels, width, TAPS - 1, WIDTH
         )
         found += value * weight.to(tl.float32)
     return found * tl.sigmoid(found)
@@ -80,7 +94,19 @@ def _conv_verify(
     new = projected + (row * WIDTH).to(tl.int64) * row_stride + column
     for t in tl.static_range(KEPT):
         found = _convolved(
-            before, own, new, taps, t, count, row_stride, c, is_conv, num_channels, width, TAPS
+            before,
+            own,
+            new,
+            taps,
+            t,
+            count,
+            row_stride,
+            c,
+            is_conv,
+            num_channels,
+            width,
+            TAPS,
+            WIDTH,
         )
         is_kept = inside & (c * 0 + t < count)
         raw = tl.load(own + t * width + c, mask=is_kept, other=0.0)
@@ -90,7 +116,19 @@ def _conv_verify(
     for t in tl.static_range(WIDTH):
         place = count + t
         y = _convolved(
-            before, own, new, taps, place, count, row_stride, c, is_conv, num_channels, width, TAPS
+            before,
+            own,
+            new,
+            taps,
+            place,
+            count,
+            row_stride,
+            c,
+            is_conv,
+            num_channels,
+            width,
+            TAPS,
+            WIDTH,
         )
         at = mixed + (row * WIDTH + t).to(tl.int64) * num_channels + c
         tl.store(at, y.to(mixed.dtype.element_ty), mask=is_conv)
@@ -98,7 +136,7 @@ def _conv_verify(
     for tap in tl.static_range(TAPS - 1):
         place = count + 1 + tap
         value = _input(
-            before, own, new, place, count, row_stride, c, is_conv, num_channels, width, held
+            before, own, new, place, count, row_stride, c, is_conv, num_channels, width, held, WIDTH
         )
         tl.debug_barrier()
         at = after + tap * num_channels + c

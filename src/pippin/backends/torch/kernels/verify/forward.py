@@ -15,9 +15,10 @@ import torch
 from pippin.backends.torch.drafts.entries import Entries, StepDrafter
 from pippin.backends.torch.kernels.attention_step import attention_step, write_keys
 from pippin.backends.torch.kernels.draw import choose
-from pippin.backends.torch.kernels.layers import run_layers
+from pippin.backends.torch.kernels.layers import most_fused, run_fused, run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
-from pippin.backends.torch.kernels.rows import gated_norm
+from pippin.backends.torch.kernels.products import product
+from pippin.backends.torch.kernels.rows import gated_norm, norm_rows
 from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
 from pippin.backends.torch.kernels.verify.places import accept, expand
 from pippin.backends.torch.models.attention_layer import AttentionLayer
@@ -55,16 +56,21 @@ class VerifyKernels:
         self._table = table
         self._future = future
         self._drafter = drafter
+        self._most_fused = most_fused(decoder)
 
     def logits(self, size: VerifySize, words: torch.Tensor) -> tuple[torch.Tensor, PlaceInputs]:
         """[tokens, vocab] of every row's input token and drafts."""
         waste_cell = self._pools.layout.waste_cell
         places = expand(size, words, self._future, self._table, waste_cell)
         x = self._decoder.embedded(places.tokens)
-        mix = partial(self._mix, places=places)
-        hidden = run_layers(self._decoder, x, mix)
-        inputs = PlaceInputs(_unowned(places.inputs.words), places, hidden)
-        return self._decoder.head(hidden), inputs
+        if len(x) <= self._most_fused:
+            y = run_fused(self._decoder, x, partial(self._mix_projected, places=places))
+            hidden = norm_rows(y, self._decoder.norm)
+            logits = product(hidden, self._decoder.head)
+        else:
+            hidden = run_layers(self._decoder, x, partial(self._mix, places=places))
+            logits = self._decoder.head(hidden)
+        return logits, PlaceInputs(_unowned(places.inputs.words), places, hidden)
 
     def choose(
         self, logits: torch.Tensor, inputs: Inputs, future: torch.Tensor, choice: Choice
@@ -108,20 +114,29 @@ class VerifyKernels:
         self._future.stash_drafts(slots, drafts)
 
     def _mix(self, layer: DecoderLayer, normed: torch.Tensor, places: Places) -> torch.Tensor:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionLayer):
+            return mixer.out(self._mix_projected(layer, mixer.qkv(normed), places))
+        assert isinstance(mixer, DeltaLayer)
+        return mixer.out(self._mix_projected(layer, mixer.project(normed), places))
+
+    def _mix_projected(
+        self, layer: DecoderLayer, projected: torch.Tensor, places: Places
+    ) -> torch.Tensor:
+        """What the last product reads."""
         mixer, number = layer.mixer, layer.number
         if isinstance(mixer, AttentionLayer):
-            projected, kv = mixer.normed(mixer.qkv(normed)), self._pools.kv[number]
+            projected, kv = mixer.normed(projected), self._pools.kv[number]
             write_keys(projected, mixer, kv, places.inputs)
-            return mixer.out(attention_step(projected, mixer, kv, self._table, places.inputs))
+            return attention_step(projected, mixer, kv, self._table, places.inputs)
         assert isinstance(mixer, DeltaLayer)
-        projected = mixer.project(normed)
         conv, recurrent = self._pools.conv[number], self._pools.recurrent[number]
         kept = self._kept.of_layer(number)
         mixed, replayed = conv_verify(projected, mixer, conv, kept, places)
         y = delta_verify(projected, mixed, replayed, mixer, recurrent, places)
         shape = mixer.shape
         z = projected[:, shape.num_channels : shape.num_channels + shape.num_v_heads * shape.v_dim]
-        return mixer.out(gated_norm(y, z, mixer.norm))
+        return gated_norm(y, z, mixer.norm)
 
 
 def _unowned(words: torch.Tensor) -> torch.Tensor:
