@@ -86,7 +86,8 @@ from pippin.backends.mlx.attention.head_ropes import HeadNorms  # noqa: E402
 from pippin.backends.mlx.attention.plain_attention import attend_joined  # noqa: E402
 from pippin.backends.mlx.layout import Layout  # noqa: E402
 from pippin.backends.mlx.trial_run import deferred_norms  # noqa: E402
-from pippin.backends.mlx.gpu import delta_layer, expert_choice, packed_attention  # noqa: E402
+from pippin.backends.mlx.gpu import delta_layer, expert_choice  # noqa: E402
+from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of  # noqa: E402
 from pippin.backends.mlx.load import LoadedModel  # noqa: E402
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState  # noqa: E402
 from pippin.backends.mlx.recurrent.choices import Choice, Times  # noqa: E402
@@ -140,7 +141,7 @@ FAMILIES = (
     Family("qwen3_5", 2),
     Family("qwen3_5_moe", 2),
     Family("glm4_moe", 1, "deepseek_v3", GLM),
-    Family("deepseek_v3"),  # latents: rows are cohorts
+    Family("deepseek_v3", changes=(("kv_lora_rank", 64), ("qk_rope_head_dim", 32))),
 )
 
 
@@ -157,7 +158,7 @@ def _choose_attention(
     layout: Layout, forward: Forward, norms: HeadNorms, **_: Any
 ) -> AttentionPaths:
     """As at load, but for numbers: plain operations stand for the kernel while it is tried."""
-    kernel = packed_attention.for_layout(layout)
+    kernel = kernel_of(layout)
     if kernel is None:
         return AttentionPaths()
     return AttentionPaths(kernel, norms=deferred_norms(layout, forward, attend_joined, norms))

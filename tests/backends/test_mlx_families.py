@@ -104,7 +104,7 @@ def make_loop(
     """`like_a_gpu`: rows are packed and lengths padded, with plain operations for the kernel, and
     prompts are held back.
 
-    Rows with latents are never packed, nor those of a model without attention.
+    Rows of a model without attention are never packed.
     """
     loaded = model or served(family)
     if like_a_gpu and loaded.layout.packs_rows:
@@ -198,6 +198,23 @@ def test_norms_and_rotations_are_left_to_attention(family: str, num_norms: int) 
     norms = left_norms(family)
     assert norms is not None
     assert len(norms) == num_norms
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear"])
+def test_rotations_beside_latents_are_left_to_attention(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a model that rotates nothing."""
+    rotated: list[bool] = []
+
+    def noted(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        rotated.append(call.ropes is not None)
+        return attend_joined(call)
+
+    paths = AttentionPaths(noted, norms=left_norms(family))
+    serve(family, [Case(5, 2)], like_a_gpu=True, attention=paths)
+    assert rotated
+    assert all(each is (family == "deepseek_v3") for each in rotated)
 
 
 @pytest.mark.parametrize(

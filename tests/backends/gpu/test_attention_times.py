@@ -204,7 +204,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, family: str, *, deterministic: boo
     """As on a GPU whose kernel is plain operations."""
     monkeypatch.setattr(load, "on_cpu", lambda: False)
     monkeypatch.setattr(load, "_merge_linear_layers", lambda *_: None)
-    monkeypatch.setattr(trial_run.packed_attention, "for_layout", lambda _: kernel)
+    monkeypatch.setattr(trial_run, "kernel_of", lambda _: kernel)
     return load.prepare(*build(family), dtype="float32", deterministic=deterministic)
 
 
@@ -240,7 +240,7 @@ def test_a_kernel_that_is_off_is_not_used(
         out, *tail = attend_joined(call)
         return out * 1.5, tail[0], tail[1]
 
-    monkeypatch.setattr(trial_run.packed_attention, "for_layout", lambda _: off)
+    monkeypatch.setattr(trial_run, "kernel_of", lambda _: off)
     loaded = load.prepare(*build("qwen3"))
     found, calls = trial_run.packed_rows(loaded.layout, loaded.forward)
     assert found is None

@@ -192,12 +192,20 @@ class Layout:
         caches = [self.caches[index] for index in self.kv_indices]
         windows = {(cache.window, cache.chunked) for cache in caches}
         pieces = all(cache.reads is Reads.PIECES for cache in caches)
-        return pieces and bool(caches) and len(windows) == len(self.window_classes)
+        one_way = bool(caches) and len(windows) == len(self.window_classes)
+        return one_way and (pieces or self.has_latents)
+
+    @property
+    def has_latents(self) -> bool:
+        """Every attention layer keeps latents."""
+        caches = [self.caches[index] for index in self.kv_indices]
+        return bool(caches) and all(cache.reads is Reads.LATENT for cache in caches)
 
     @property
     def packs(self) -> bool:
-        """And what a token sees of them is all, or a window that slides."""
-        return self.packs_rows and not any(cache.chunked for cache in self.caches)
+        """And they are keys and values, of which a token sees all or a window that slides."""
+        chunked = any(cache.chunked for cache in self.caches)
+        return self.packs_rows and not self.has_latents and not chunked
 
     def reading(self, how: Reads, *, instead_of: Collection[Reads]) -> Layout:
         """The same layers, but those that read their KV in certain ways do it as `how` says."""

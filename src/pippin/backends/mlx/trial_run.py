@@ -16,8 +16,8 @@ import numpy as np
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.attention.plain_attention import attend_joined, held_against_plain
-from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.attention_times import AttentionLayer
+from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward
@@ -78,7 +78,7 @@ def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, 
 
     Every layer's attention is held against plain operations on the very same numbers.
     """
-    kernel = packed_attention.for_layout(layout)
+    kernel = kernel_of(layout)
     errors: list[mx.array] = []
     layers: dict[str, AttentionLayer] = {}
 

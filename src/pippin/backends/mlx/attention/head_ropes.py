@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -66,10 +66,29 @@ class Rope:
         return self.scale * drop_ins.frequencies(self.dims, self.base)
 
 
-class DeferredRopes:
-    """Of one step."""
+@dataclass(frozen=True, eq=False)
+class Unrotated:
+    """Stands for queries or keys beside latents, which are yet to be rotated.
 
-    def __init__(self, positions: mx.array, norms: HeadNorms) -> None:
+    A model does no more with them than to scale the queries and to multiply by the keys, for which
+    its cache has given it something else (latent_kv.py); anything else on it is an error.
+    """
+
+    x: mx.array
+    rope: Rope
+
+    def __mul__(self, scale: float) -> Unrotated:
+        return Unrotated(self.x, replace(self.rope, gain=self.rope.gain * scale))
+
+    def __matmul__(self, keys: mx.array) -> Unrotated:
+        return self
+
+
+class DeferredRopes:
+    """Of one step. `latents`: what is rotated lies beside latents."""
+
+    def __init__(self, positions: mx.array, norms: HeadNorms, *, latents: bool = False) -> None:
+        self._latents = latents
         self._positions = positions  # the very array that caches have as their offset
         self._norm_weights = norms
         self._norms: deque[tuple[mx.array, Norm]] = deque()  # whose results rope is yet to be given
@@ -82,9 +101,12 @@ class DeferredRopes:
         self._norms.append((x, Norm(self._norm_weights[id(weight)], eps)))
         return True
 
-    def takes_rope(self, x: mx.array, dims: int, offset: Any, **options: Any) -> bool:
+    def rope(self, x: mx.array, dims: int, offset: Any, **options: Any) -> Any:
+        """What the model is given in place of what it asked for; None if it must be computed."""
         if offset is not self._positions or x.ndim != 4 or x.shape[2] != 1:
-            return False
+            return None
+        if self._latents:
+            return Unrotated(x, Rope(dims, norm=None, **options))
         norm = None
         if self._norms:  # of queries, then of keys, as they are rotated; or of one after the other
             normed, norm = self._norms.popleft()
@@ -92,7 +114,7 @@ class DeferredRopes:
             if normed.shape not in (x.shape, (rows, 1, heads, dim)):
                 raise TypeError(CHANGED)
         self._ropes[id(x)] = x, Rope(dims, norm=norm, **options)
-        return True
+        return x
 
     def of(self, queries: mx.array, keys: mx.array) -> tuple[Rope, Rope] | None:
         """What is left to be done to these; both or neither were rotated."""
@@ -137,12 +159,11 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **options: Any) -
     return drop_ins.rms_norm(x, weight, eps, **options)
 
 
-def rope(x: mx.array, dims: int, *, freqs: mx.array | None = None, **options: Any) -> mx.array:
+def rope(x: mx.array, dims: int, *, freqs: mx.array | None = None, **options: Any) -> Any:
     """Drop-in for `mx.fast.rope`."""
     ropes = _deferred.get()
-    if ropes is not None and ropes.takes_rope(x, dims, freqs=freqs, **options):
-        return x
-    return drop_ins.rope(x, dims, freqs=freqs, **options)
+    left = None if ropes is None else ropes.rope(x, dims, freqs=freqs, **options)
+    return left if left is not None else drop_ins.rope(x, dims, freqs=freqs, **options)
 
 
 class GainRope(YarnRoPE):
@@ -150,13 +171,13 @@ class GainRope(YarnRoPE):
 
     def __call__(
         self, x: mx.array, offset: Any = 0, scale: float = 1.0, inverse: bool = False
-    ) -> mx.array:
+    ) -> Any:
         ropes, whole = _deferred.get(), x.shape[-1] == self.dims and not inverse
         if ropes is not None and whole:
             options = {"traditional": self.traditional, "base": None, "freqs": self._freqs}
             options |= {"scale": scale, "gain": self.mscale}
-            if ropes.takes_rope(x, self.dims, offset, **options):
-                return x
+            if (left := ropes.rope(x, self.dims, offset, **options)) is not None:
+                return left
         y: mx.array = super().__call__(x, offset, scale, inverse)  # type: ignore[no-untyped-call]
         return y
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.head_ropes import CHANGED, Rope, Unrotated
+from pippin.backends.mlx.attention.packed_kv import PackedRowKV
+from pippin.backends.mlx.attention.paths import PackedCall
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.attention.split_attention import shared_scores
 
@@ -16,14 +21,15 @@ class LatentKV(RowKV):
 
         scores = scaled q · latent + (scaled rotated q · rotated key), which the model itself adds
 
-    A piece is [latent: keys and values at once | rotated keys]. The model is handed an identity in
-    place of all rotated keys, so what it adds are its rotated queries, and no key is moved.
+    Over cohorts a piece is [latent: keys and values at once | rotated keys]. The model gets an
+    identity in place of all rotated keys, so what it adds are its rotated queries, and no key is
+    moved.
     `layout.discover` has found that its layers do compute this.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         super().update_and_fetch(keys, values)
-        return keys, mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
+        return keys, _identity(values.shape[-1], values.dtype)
 
     def make_mask(self, *_: Any, **__: Any) -> None:
         return None
@@ -49,3 +55,40 @@ class LatentKV(RowKV):
     def _parted(self, q: mx.array) -> tuple[mx.array, mx.array]:
         rank = self.tail[0].shape[-1]
         return q[..., :rank], q[..., rank:]
+
+
+class PackedLatentKV(PackedRowKV):
+    """The same over packed rows, for one kernel."""
+
+    def update_and_fetch(self, keys: mx.array, values: Any) -> tuple[mx.array, mx.array]:
+        """`values`: rotated keys, or keys that are yet to be rotated."""
+        left = isinstance(values, Unrotated)
+        self._rope: Rope | None = values.rope if left else None
+        array: mx.array = values.x if left else values
+        self._handed_out(keys, array)
+        return keys, _identity(array.shape[-1], array.dtype)
+
+    def make_mask(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def attend_masked(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        if isinstance(mask, Unrotated) != (self._rope is not None):
+            raise TypeError(CHANGED)
+        self._asked = mask
+        return self.attend(queries, scale, self.layer_cache.window, sinks)
+
+    def _call(self, *given: Any) -> PackedCall:
+        call, asked = super()._call(*given), self._asked
+        if self._rope is None:
+            return replace(call, rotated=asked.astype(call.q.dtype))
+        return replace(call, rotated=asked.x, ropes=(asked.rope, self._rope))
+
+
+@cache
+def _identity(size: int, dtype: mx.Dtype) -> mx.array:
+    """Made once: every step would make it again."""
+    identity = mx.eye(size, dtype=dtype)[None, None]
+    mx.eval(identity)
+    return identity

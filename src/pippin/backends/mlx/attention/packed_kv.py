@@ -34,12 +34,23 @@ class PackedRowKV(RowKV):
     def attend(
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        assert self._new is not None
         assert window == self.layer_cache.window, "packed rows see what their layer keeps"
-        step = self.step
-        shape = step.shape.mains
+        shape = self.step.shape.mains
         assert isinstance(shape, PackedShape)
-        call = PackedCall(
+        call = self._call(queries, scale, sinks, shape.longest[self._class])
+        kernel = shape.paths.kernel
+        if kernel is None or shape.paths.of_packed(call) is Path.JOINED:
+            out, *self.tail = attend_joined(call)
+        else:
+            out, *self.tail = kernel(call)
+        return out
+
+    def _call(
+        self, queries: mx.array, scale: float, sinks: mx.array | None, num_columns: int
+    ) -> PackedCall:
+        assert self._new is not None
+        ropes = self.step.ropes
+        return PackedCall(
             queries,
             *self._new,
             (self.tail[0], self.tail[1]),
@@ -48,13 +59,7 @@ class PackedRowKV(RowKV):
             self.step.tree["cursor"],
             scale,
             sinks,
-            shape.longest[self._class],
+            num_columns,
             self.offset,
-            None if step.ropes is None else step.ropes.of(queries, self._new[0]),
+            None if ropes is None else ropes.of(queries, self._new[0]),
         )
-        kernel = shape.paths.kernel
-        if kernel is None or shape.paths.of_packed(call) is Path.JOINED:
-            out, *self.tail = attend_joined(call)
-        else:
-            out, *self.tail = kernel(call)
-        return out

@@ -44,6 +44,9 @@ class PackedCall:
     num_columns: int  # of the longest row, or more
     positions: mx.array | None = None  # int32 [rows]: where each row's token stands
     ropes: tuple[Rope, Rope] | None = None  # what is yet to be done to `q` and to `k`
+    # Of latents, [rows, query heads, 1, R]: scaled queries of the rotated keys. `k` are then
+    # latents, keys and values at once, `v` rotated keys; `ropes` are of these two.
+    rotated: mx.array | None = None
 
 
 # What the rows attend to, [rows, query heads, tokens, Dv], and the new tails.

@@ -26,8 +26,12 @@ def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     )
     tail = call.visible_tail.reshape(*visible.shape[:2], -1)
     mask = mx.concatenate([visible, tail], axis=-1)[:, None]
+    q, scale = call.q, call.scale
+    if call.rotated is not None:
+        q, scale = mx.concatenate([q * scale, call.rotated.astype(q.dtype)], axis=-1), 1.0
+        keys, values = mx.concatenate([keys, values], axis=-1), keys
     out = mx.fast.scaled_dot_product_attention(
-        call.q, keys, values, scale=call.scale, mask=mask, sinks=call.sinks
+        q, keys, values, scale=scale, mask=mask, sinks=call.sinks
     )
     return out, *new_tail
 
@@ -38,6 +42,9 @@ def _rotated(call: PackedCall) -> PackedCall:
         return call
     assert call.positions is not None
     of_queries, of_keys = call.ropes
+    if call.rotated is not None:
+        rotated = of_queries.apply(call.rotated, call.positions)
+        return replace(call, rotated=rotated, v=of_keys.apply(call.v, call.positions), ropes=None)
     q, k = of_queries.apply(call.q, call.positions), of_keys.apply(call.k, call.positions)
     return replace(call, q=q, k=k, ropes=None)
 
@@ -91,7 +98,9 @@ def _in_float32(call: PackedCall) -> PackedCall:
         for keys, values in (call.tail, *call.mains)
     )
     sinks = None if call.sinks is None else call.sinks.astype(mx.float32)
-    return replace(call, q=q, k=k, v=v, tail=tail, mains=mains, sinks=sinks)
+    rotated = None if call.rotated is None else call.rotated.astype(mx.float32)
+    parts = {"tail": tail, "mains": mains, "sinks": sinks, "rotated": rotated}
+    return replace(call, q=q, k=k, v=v, **parts)
 
 
 def _new_tail(call: PackedCall) -> KV:

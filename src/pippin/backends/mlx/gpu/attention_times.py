@@ -29,7 +29,12 @@ from pippin.backends.mlx.attention.paths import (
     kind_of,
 )
 from pippin.backends.mlx.attention.plain_attention import held_against_plain
-from pippin.backends.mlx.gpu import packed_attention, packed_kernels
+from pippin.backends.mlx.gpu import (
+    latent_attention,
+    latent_kernel,
+    packed_attention,
+    packed_kernels,
+)
 from pippin.backends.mlx.layout import ROUNDING, LayerCache, Layout, Reads
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, StepResult
@@ -67,12 +72,15 @@ class AttentionLayer:
     dtype: mx.Dtype
     scale: float
     sinks: mx.array | None
+    latents: bool = False  # for keys and values, and positions beside them
 
     @classmethod
     def of(cls, call: PackedCall) -> AttentionLayer:
         keys, values = ((side.shape[1], side.shape[3]) for side in call.tail)
         kind = kind_of(call.q, call.tail, call.sinks)
-        return cls(kind, call.q.shape[1], (keys, values), call.q.dtype, call.scale, call.sinks)
+        latents = call.rotated is not None
+        shapes = keys, values
+        return cls(kind, call.q.shape[1], shapes, call.q.dtype, call.scale, call.sinks, latents)
 
     @property
     def token_bytes(self) -> int:
@@ -87,7 +95,8 @@ def choose_attention(
     seconds_of: Timer = shortest_seconds,
 ) -> AttentionPaths:
     """By the times in the file at `path`, and new ones for what is not there."""
-    timed = (packed_attention, packed_kernels, plain_attention, row_kv, split_attention)
+    timed = (packed_attention, packed_kernels, latent_attention, latent_kernel)
+    timed += (plain_attention, row_kv, split_attention)
     ours = machine(timed)
     remembered = RememberedTimes(path or times_file(SUBJECT), ours, dict[str, float])
     began = perf_counter()
@@ -154,9 +163,8 @@ class TimedStep:
         *,
         compiled: bool = True,
     ) -> None:
-        cache = LayerCache(
-            0, Component.ATTENTION, None, layer.shapes, (layer.dtype,) * 2, Reads.PIECES
-        )
+        reads = Reads.LATENT if layer.latents else Reads.PIECES
+        cache = LayerCache(0, Component.ATTENTION, None, layer.shapes, (layer.dtype,) * 2, reads)
         layout = Layout((cache,) * LAYERS, nesting=(0,) * LAYERS)
         rows = DecodeRows(layout, AttentionPaths(kernel, {layer.kind: only_way(path)}))
         slots = range(1, size.num_rows + 1)
@@ -190,15 +198,18 @@ class OnlyAttention:
 
     def __init__(self, layer: AttentionLayer, num_rows: int) -> None:
         self._layer = layer
-        self._queries = _random(layer, (num_rows, layer.num_query_heads, 1, layer.shapes[0][1]))
+        self._queries, self._rotated = (
+            _random(layer, (num_rows, layer.num_query_heads, 1, dim)) for _, dim in layer.shapes
+        )
         self._new = [_random(layer, (num_rows, heads, 1, dim)) for heads, dim in layer.shapes]
-        mx.eval(self._queries, self._new)
+        mx.eval(self._queries, self._rotated, self._new)
 
     def __call__(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         layer, q = self._layer, self._queries
         for cache in caches:
             cache.update_and_fetch(*self._new)
-            out = cache.attend_masked(q, layer.scale, cache.make_mask(1), layer.sinks)
+            mask = self._rotated if layer.latents else cache.make_mask(1)
+            out = cache.attend_masked(q, layer.scale, mask, layer.sinks)
             q = q + out[..., :1]
         return q.reshape(tokens.shape[0], 1, -1)
 

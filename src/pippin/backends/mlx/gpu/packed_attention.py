@@ -19,10 +19,10 @@ from functools import cache
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.head_ropes import Rope
-from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
-from pippin.backends.mlx.device import gpu_cores, on_metal
+from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, PackedCall
+from pippin.backends.mlx.device import gpu_cores
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, HEADER
-from pippin.backends.mlx.layout import LayerCache, Layout
+from pippin.backends.mlx.layout import LayerCache
 
 FEWEST_THREADS, MOST_THREADS = 128, 256  # of a threadgroup; not measured on Apple GPUs
 # Numbers in threadgroup memory, where SIMD groups add up: Metal has 8,192. A key is there too.
@@ -69,14 +69,8 @@ class Form:
         return cls(queries, repeats // queries, lanes, vec, min(threads, MOST_THREADS))
 
 
-def for_layout(layout: Layout) -> AttendPacked | None:
-    """The kernel for these layers on Metal; None elsewhere, and where it does not fit them."""
-    caches = [layout.caches[index] for index in layout.kv_indices]
-    fits = on_metal() and layout.packs_rows and all(map(_takes, caches))
-    return attend_packed if fits else None
-
-
-def _takes(cache: LayerCache) -> bool:
+def takes(cache: LayerCache) -> bool:
+    """Whether the kernel is for such a layer."""
     dims = [dim for _, dim in cache.shapes]
     whole = all(dim % 32 == 0 for dim in dims) and max(dims) % min(dims) == 0
     return whole and len(set(cache.dtypes)) == 1
@@ -108,32 +102,50 @@ def _kernels() -> tuple[Kernel, Kernel]:
     return attend, add_up
 
 
+def add_up_kernel() -> Kernel:
+    """Adds the stretches of rows up."""
+    return _kernels()[1]
+
+
 @cache
-def _number(value: float) -> mx.array:
+def number(value: float) -> mx.array:
     return mx.array([value], dtype=mx.float32)
 
 
 def _numbers(scale: float, ropes: tuple[Rope, Rope] | None) -> mx.array:
-    """Scale, epsilons, gain, angles and weights of norms, made once for each layer: a compiled
-    step would make them again. Eight at the least: Metal has fewer in another address space."""
+    """Scale, epsilons, gain, angles and weights of norms."""
     parts = [] if ropes is None else [rope.norm for rope in ropes]
     arrays = [norm.weight for norm in parts if norm is not None]
     if ropes is not None and ropes[0].freqs is not None:
         arrays.append(ropes[0].freqs)
     gain = 1.0 if ropes is None else ropes[0].gain
     rotation = None if ropes is None else (ropes[0].dims, ropes[0].base, ropes[0].scale, gain)
-    key = scale, rotation, tuple(norm and norm.eps for norm in parts), tuple(map(id, arrays))
-    if key not in _made:
+
+    def make() -> list[mx.array]:
         eps = [0.0 if norm is None else norm.eps for norm in parts] or [0.0, 0.0]
         made = [mx.array([scale, *eps, gain, *[0.0] * 4])]
         made += [] if ropes is None else [ropes[0].angles()]
-        made += [norm.weight.astype(mx.float32) for norm in parts if norm is not None]
-        numbers = mx.concatenate(made)
+        return made + [norm.weight.astype(mx.float32) for norm in parts if norm is not None]
+
+    return remembered_numbers(
+        (scale, rotation, *(norm and norm.eps for norm in parts)), arrays, make
+    )
+
+
+def remembered_numbers(
+    key: tuple[object, ...], arrays: list[mx.array], make: Callable[[], list[mx.array]]
+) -> mx.array:
+    """What a kernel is given beside rows, made once for each layer: a compiled step would make it
+    again. `arrays`: that it is made of. Eight numbers at the least: Metal has fewer in another
+    address space."""
+    whole_key = key, tuple(map(id, arrays))
+    if whole_key not in _made:
+        numbers = mx.concatenate(make())
         mx.eval(numbers)
         if len(_made) >= MOST_REMEMBERED:
             _made.clear()
-        _made[key] = numbers, arrays
-    return _made[key][0]
+        _made[whole_key] = numbers, arrays
+    return _made[whole_key][0]
 
 
 # With the arrays whose ids are in the key, so that no others get these.
@@ -147,7 +159,7 @@ def _sizes(columns: tuple[int, ...]) -> mx.array:
 
 
 @cache
-def _no_columns(num_heads: int, dim: int, v_dim: int, dtype: mx.Dtype) -> list[mx.array]:
+def no_columns(num_heads: int, dim: int, v_dim: int, dtype: mx.Dtype) -> list[mx.array]:
     """Stand for a segment that there is not."""
     columns = [mx.zeros((num_heads, 1, size), dtype) for size in (dim, v_dim)]
     mx.eval(columns)  # or every compiled step would make them again
@@ -180,10 +192,10 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     positions = call.cursor if call.positions is None else call.positions
     numbers = _numbers(call.scale, call.ropes)
     sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
-    some_sinks = _number(0.0) if sinks is None else sinks
+    some_sinks = number(0.0) if sinks is None else sinks
     parts = (num_rows, num_query_heads, num_tokens)
     mains = [side for pair in call.mains for side in pair]
-    mains += _no_columns(num_heads, dim, v_dim, q.dtype) * (MOST_SEGMENTS - len(call.mains))
+    mains += no_columns(num_heads, dim, v_dim, q.dtype) * (MOST_SEGMENTS - len(call.mains))
     out, weights, tail_k, tail_v = attend(
         inputs=[
             *(q, call.k, v, *tail, *mains, _sizes(tuple(keys.shape[1] for keys in mains[::2]))),

@@ -21,7 +21,7 @@ from pippin.backends.mlx.attention.decode_step import (
     Tree,
 )
 from pippin.backends.mlx.attention.head_ropes import DeferredRopes, deferring
-from pippin.backends.mlx.attention.latent_kv import LatentKV
+from pippin.backends.mlx.attention.latent_kv import LatentKV, PackedLatentKV
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.attention.table_kv import TableRowKV, TableShape
@@ -89,7 +89,9 @@ class DecodeForward:
         hidden = None
         if isinstance(shape.mains, PackedShape) and shape.drafts is None:
             norms = shape.mains.paths.norms
-            step.ropes = None if norms is None else DeferredRopes(tree["offset"], norms)
+            if norms is not None:
+                latents = layout.has_latents
+                step.ropes = DeferredRopes(tree["offset"], norms, latents=latents)
         with deferring(step.ropes):
             if shape.drafts is not None and self._with_hidden is not None:
                 logits, hidden = self._with_hidden(tree["tokens"], caches)
@@ -124,6 +126,6 @@ def _state_view(replay: Replay | None, cache: LayerCache, entries: Sequence[mx.a
 def _view(step: DecodeStep, cache: LayerCache, place: int) -> RowKV:
     """What an attention layer sees; `place`: of the cache among the KV caches."""
     if cache.reads is Reads.LATENT:
-        assert isinstance(step.shape.mains, CohortsShape), "rows with latents are never packed"
-        return LatentKV(step, cache, place)
+        packed = isinstance(step.shape.mains, PackedShape)
+        return (PackedLatentKV if packed else LatentKV)(step, cache, place)
     return _VIEWS[type(step.shape.mains)](step, cache, place)
