@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.switch_layers import SwitchGLU
 
+from every_family import EVERY
 from families import CONFIGS, build_from
 from metal.emulator import FORWARD, needs_clang, use_emulator
-from pippin.backends.mlx.gpu import expert_choice
+from pippin.backends.mlx.gpu import expert_choice, expert_sums, grouped_experts
 from pippin.backends.mlx.gpu.expert_choice import OURS, choose_experts, use_expert_kernel
+from pippin.backends.mlx.gpu.expert_sums import added_up, biased_swiglu
+from pippin.backends.mlx.gpu.grouped_experts import GroupedChoice
+from pippin.backends.mlx.gpu.stacked_experts import StackedGLU, stack_experts
 
 pytestmark = [needs_clang, pytest.mark.slow]
 
@@ -22,9 +29,12 @@ BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 @pytest.fixture(autouse=True)
 def _metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_emulator(monkeypatch, orders=(FORWARD,))
-    expert_choice._kernel.cache_clear()
+    kernels = expert_choice._kernel, grouped_experts._kernel, expert_sums._kernels
+    for each in kernels:
+        each.cache_clear()
     yield
-    expert_choice._kernel.cache_clear()
+    for each in kernels:
+        each.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -66,24 +76,156 @@ def test_no_expert_is_chosen_twice_nor_one_that_there_is_not() -> None:
     np.testing.assert_array_equal(experts[3], [*range(3, 40, 4), 1, 5])
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "gpt_oss"])
-def test_a_layer_computes_what_it_did(family: str) -> None:
-    model = build_from(CONFIGS[family])
+@pytest.mark.parametrize(
+    ("choice", "dtype"),
+    [
+        (GroupedChoice(256, 8, 8, 4, 2.5, True), F32),  # DeepSeek V3
+        (GroupedChoice(384, 8, 1, 1, 2.827, True), BF16),  # Kimi K2
+        (GroupedChoice(160, 8, 1, 1, 2.5, True), F16),  # GLM-4.6
+        (GroupedChoice(64, 4, 1, 1, 1.8, True), F32),  # GLM-4.7-Flash
+        (GroupedChoice(40, 6, 5, 2, 1.0, False), F32),
+        (GroupedChoice(32, 3, 32, 31, 1.0, True), F32),
+    ],
+)
+def test_the_best_groups_and_the_largest_of_them_are_chosen(
+    choice: GroupedChoice, dtype: mx.Dtype
+) -> None:
+    rng = np.random.default_rng(choice.num_experts)
+    gates = mx.array(rng.normal(size=(5, choice.num_experts))).astype(dtype)
+    bias = rng.uniform(-0.1, 0.1, choice.num_experts)
+    experts, weights = choice.choose(gates[:, None], mx.array(bias))
+    assert weights.dtype == F32
+    share = 1 / (1 + np.exp(-np.array(gates.astype(F32)).astype(np.float64)))
+    for row in range(5):
+        score = share[row] + bias
+        groups = score.reshape(choice.num_groups, -1)
+        best = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
+        dropped = np.argsort(best)[: choice.num_groups - choice.num_kept]
+        groups[dropped] = 0.0
+        largest = np.argsort(-score)[: choice.num_chosen]
+        np.testing.assert_array_equal(np.sort(np.array(experts)[row, 0]), np.sort(largest))
+        own = share[row][np.array(experts)[row, 0]]
+        own = own * choice.factor / (own.sum() if choice.normed else 1.0)
+        np.testing.assert_allclose(np.array(weights)[row, 0], own, rtol=1e-5)
+
+
+def test_no_expert_of_groups_is_chosen_twice_nor_one_that_there_is_not() -> None:
+    rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
+    for kept in (2, 5):
+        choice = GroupedChoice(40, 12, 5, kept, 1.0, True)
+        experts = np.array(choice.choose(mx.array(rows), mx.zeros(40))[0])
+        assert [len(set(row)) for row in experts.tolist()] == [12] * 4
+        assert experts.max() < 40
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("size", [64, 288])
+def test_experts_are_added_up_and_activated(dtype: mx.Dtype, size: int) -> None:
+    """As gpt-oss does it: with a bias for each expert, and clipped."""
+    rng = np.random.default_rng(size)
+    shape, num_experts = (2, 3, 4), 7
+
+    def draw(*extents: int) -> tuple[mx.array, np.ndarray]:
+        drawn = mx.array(3 * rng.normal(size=extents)).astype(dtype)
+        return drawn, np.array(drawn.astype(F32)).astype(np.float64)
+
+    experts = rng.integers(0, num_experts, shape)
+    at = mx.array(experts).astype(mx.uint32)
+    (results, r), (weights, w), (bias, b) = draw(*shape, size), draw(*shape), draw(7, size)
+    (both, wide), (double, d) = draw(*shape, 1, 2 * size), draw(num_experts, 2 * size)
+    x, gate = np.split(wide + d[experts][..., None, :], 2, axis=-1)
+    x, gate = np.clip(x, -7, 7), np.minimum(gate, 7)
+    found = (
+        (added_up(results, weights), (r * w[..., None]).sum(axis=-2)),
+        (added_up(results, weights, bias, at), ((r + b[experts]) * w[..., None]).sum(axis=-2)),
+        (
+            biased_swiglu(both, double, at, alpha=1.702, limit=7.0),
+            (x + 1) * gate / (1 + np.exp(-1.702 * gate)),
+        ),
+    )
+    rtol = {F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype]
+    for ours, plain in found:
+        atol = rtol * np.abs(plain).max()
+        np.testing.assert_allclose(np.array(ours.astype(F32)), plain, atol=atol)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    """A clip would hide it."""
+    none = mx.full((1, 1, 1, 64), float("nan"))
+    bias, at = mx.zeros((2, 64)), mx.zeros((1, 1), mx.uint32)
+    found = biased_swiglu(none, bias, at, alpha=1.702, limit=7.0)
+    assert mx.isnan(found).all().item()
+
+
+FAMILIES = ["qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "in groups", "glm4_moe"]
+IN_GROUPS = CONFIGS["deepseek_v3"] | {"n_routed_experts": 16, "num_experts_per_tok": 3}
+IN_GROUPS |= {"n_group": 4, "topk_group": 2}
+
+
+def built(family: str) -> Any:
+    return build_from({**CONFIGS, **EVERY, "in groups": IN_GROUPS}[family])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])  # of 40 mlx-lm sorts the experts
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_computes_what_it_did(family: str, num_tokens: int) -> None:
+    model = built(family)
     layer: Any = next(part for _, part in model.named_modules() if type(part) in OURS)
-    x = mx.random.normal((3, 1, 64), key=mx.random.key(1))
+    x = mx.random.normal((num_tokens, 1, 64), key=mx.random.key(1))
     expected = layer(x)
+    stack_experts(model)
     use_expert_kernel(model)
     assert type(layer) in OURS.values()
+    assert any(type(part) is StackedGLU for _, part in layer.named_modules())
     assert mx.allclose(layer(x), expected, atol=1e-5 * float(mx.abs(expected).max())).item()
 
 
-def test_layers_stay_as_they_are_where_the_kernel_is_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("bias", [False, True])
+def test_stacked_experts_compute_what_they_did(bias: bool, num_tokens: int, mode: str) -> None:
+    plain = SwitchGLU(64, 96, 5, bias=bias)
+    plain.update(tree_map(lambda a: mx.random.normal(a.shape, key=mx.random.key(a.size)), plain))
+    nn.quantize(plain, 32, 4, mode=mode)
+    x = mx.random.normal((num_tokens, 64), key=mx.random.key(0))
+    chosen = mx.random.randint(0, 5, (num_tokens, 2), key=mx.random.key(1))
+    expected = plain(x, chosen)
+    before = dict(tree_flatten(plain.parameters()))
+    stack_experts(plain)
+    assert type(plain) is StackedGLU
+    assert mx.allclose(plain(x, chosen), expected, rtol=1e-5, atol=1e-4).item()
+    after = dict(tree_flatten(plain.parameters()))
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "right", "wrong", "family"),
+    [
+        (expert_choice, "SOURCE", "own / total", "own", "gpt_oss"),
+        (grouped_experts, "SOURCE", "own / total", "own", "deepseek_v3"),
+        (grouped_experts, "SOURCE", "num_below < Dropped", "num_below < 0", "in groups"),
+        (expert_sums, "ADD_UP", "sum +=", "sum =", "deepseek_v3"),
+        (expert_sums, "ADD_UP", "result +=", "result -=", "gpt_oss"),
+        (expert_sums, "ACTIVATE", "x + 1.0f", "x", "gpt_oss"),
+    ],
+)
+def test_layers_stay_as_they_are_where_a_kernel_is_off(
+    module: Any,
+    name: str,
+    right: str,
+    wrong: str,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for wrong in (expert_choice.SOURCE.replace("own / total", "own"), "no Metal"):
-        monkeypatch.setattr(expert_choice, "SOURCE", wrong)
-        expert_choice._kernel.cache_clear()
-        model = build_from(CONFIGS["gpt_oss"])
+    source = getattr(module, name)
+    assert right in source
+    for broken in (source.replace(right, wrong), "no Metal"):
+        monkeypatch.setattr(module, name, broken)
+        for each in (expert_choice._kernel, grouped_experts._kernel, expert_sums._kernels):
+            each.cache_clear()
+        model = built(family)
         use_expert_kernel(model)
         assert not any(type(part) in OURS.values() for _, part in model.named_modules())
         assert "experts are chosen by mlx-lm" in caplog.text

@@ -50,6 +50,7 @@ from pippin.backends.mlx.families.rows_code import use_rows_code
 from pippin.backends.mlx.gpu import expert_products
 from pippin.backends.mlx.gpu.delta_layer import use_delta_kernel
 from pippin.backends.mlx.gpu.expert_choice import use_expert_kernel
+from pippin.backends.mlx.gpu.stacked_experts import stack_experts
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
@@ -190,6 +191,7 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
         pack_head(model)
     elif on_metal() and not safe:
         use_delta_kernel(model)
+        stack_experts(model)
         use_expert_kernel(model)
     return Head(model)
 

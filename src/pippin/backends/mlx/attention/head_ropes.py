@@ -78,6 +78,8 @@ class Unrotated:
     rope: Rope
 
     def __mul__(self, scale: float) -> Unrotated:
+        if isinstance(scale, mx.array):  # a scale for each row
+            raise TypeError(CHANGED)
         return Unrotated(self.x, replace(self.rope, gain=self.rope.gain * scale))
 
     def __matmul__(self, keys: mx.array) -> Unrotated:

@@ -1,5 +1,5 @@
-"""Which experts a token goes to, as one Metal kernel, and what they make of it added up as one
-product. Knows no weights.
+"""Layers of experts: which ones a token goes to, as one Metal kernel, and what they make of it
+added up as another.
 
     router -> [ the largest, and their weights ] -> experts -> [ weights @ results ]
 
@@ -16,10 +16,17 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.models.deepseek_v3 import DeepseekV3MoE
+from mlx_lm.models.deepseek_v32 import DeepseekV32MoE
+from mlx_lm.models.glm4_moe import MoE as GlmMoE
+from mlx_lm.models.glm4_moe_lite import Glm4MoeLiteMoE
 from mlx_lm.models.gpt_oss import MLPBlock
 from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
+from pippin.backends.mlx.gpu.expert_sums import added_up, adds_up_right, biased_swiglu
+from pippin.backends.mlx.gpu.grouped_experts import GroupedChoice
+from pippin.backends.mlx.gpu.stacked_experts import FEWEST_SORTED, StackedGLU
 from pippin.backends.mlx.layout import ROUNDING
 
 FEW_TOKENS = 64
@@ -106,11 +113,6 @@ def choose_experts(scores: mx.array, num_chosen: int, *, among: bool) -> tuple[m
     return experts, weights
 
 
-def added_up(results: mx.array, weights: mx.array) -> mx.array:
-    """results [..., chosen, n], weights [..., chosen] -> [..., n]"""
-    return (weights.astype(results.dtype)[..., None, :] @ results).squeeze(-2)
-
-
 class Qwen3Experts(Qwen3MoeSparseMoeBlock):
     """mlx-lm's layer, made over in place by `use_expert_kernel`, and so are the others."""
 
@@ -142,13 +144,36 @@ class GptOssExperts(MLPBlock):
             y = super().__call__(x)
             return y
         experts, weights = choose_experts(self.router(x), self.num_experts_per_tok, among=True)
-        return added_up(self.experts(x, experts), weights)
+        if type(self.experts) is not StackedGLU or experts.size >= FEWEST_SORTED:
+            return added_up(self.experts(x, experts), weights)
+        stacked, bias, down = self.experts._without_biases()
+        limits = {"alpha": self.experts.activation._alpha, "limit": self.experts.activation._limit}
+        both = stacked(mx.expand_dims(x, (-2, -3)), experts)
+        y = down(biased_swiglu(both, bias, experts, **limits), experts).squeeze(-2)
+        return added_up(y, weights, self.experts.down_proj.bias, experts)
 
 
+class GroupedExperts:
+    """Of a layer that mlx-lm has written once for each of these families."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        y: mx.array
+        if not _takes(self, x):
+            y = super().__call__(x)  # type: ignore[misc]
+            return y
+        gate = self.gate
+        scores = x @ gate.weight.T
+        experts, weights = GroupedChoice.of(self).choose(scores, gate.e_score_correction_bias)
+        y = added_up(self.switch_mlp(x, experts), weights)
+        return y if self.config.n_shared_experts is None else y + self.shared_experts(x)
+
+
+GROUPED = (DeepseekV3MoE, DeepseekV32MoE, GlmMoE, Glm4MoeLiteMoE)
 OURS: dict[type[Module], type[Module]] = {
     Qwen3MoeSparseMoeBlock: Qwen3Experts,
     Qwen3NextSparseMoeBlock: Qwen3NextExperts,
     MLPBlock: GptOssExperts,
+    **{theirs: type(theirs.__name__, (GroupedExperts, theirs), {}) for theirs in GROUPED},
 }
 
 
@@ -157,26 +182,38 @@ def _takes(layer: Any, x: mx.array) -> bool:
 
 
 def use_expert_kernel(model: Module) -> None:
-    """Make over every layer that the kernel is for, if it chooses right."""
+    """Make over every layer that the kernels are for, if they choose and add up right."""
     layers = [part for _, part in model.named_modules() if type(part) in OURS]
-    sizes = {_sizes(layer) for layer in layers}
+    choices = {_choice(layer): layer for layer in layers}
     try:
-        off = [size for size in sizes if not chooses_right(*size)]
+        off = [choice for choice, layer in choices.items() if not _is_right(choice, layer)]
+        adds_up = all(map(adds_up_right, (mx.float32, mx.bfloat16))) if layers else True
     except Exception as failure:  # whatever a kernel can do on a machine that we have never seen
         logger.warning("experts are chosen by mlx-lm: %s", failure, exc_info=failure)
         return
-    for size in off:
-        logger.warning("experts are chosen by mlx-lm: the kernel is off for %d of %d", *size[::-1])
+    if not adds_up:
+        logger.warning("experts are chosen by mlx-lm: the kernel that adds them up is off")
+        return
+    for choice in off:
+        logger.warning("experts are chosen by mlx-lm: the kernel is off for %s", choice)
     for layer in layers:
-        if _sizes(layer) not in off:
+        if _choice(layer) not in off:
             layer.__class__ = OURS[type(layer)]
 
 
-def _sizes(layer: Any) -> tuple[int, int]:
-    """How many experts there are, and how many are chosen."""
+def _choice(layer: Any) -> GroupedChoice | tuple[int, int]:
+    """How it chooses: for those without groups, of how many experts how many."""
+    if isinstance(layer, GROUPED):
+        return GroupedChoice.of(layer)
     if isinstance(layer, MLPBlock):
         return layer.num_local_experts, layer.num_experts_per_tok
     return layer.num_experts, layer.top_k
+
+
+def _is_right(choice: GroupedChoice | tuple[int, int], layer: Any) -> bool:
+    if isinstance(choice, GroupedChoice):
+        return choice.chooses_right(layer)
+    return chooses_right(*choice)
 
 
 def chooses_right(num_experts: int, num_chosen: int) -> bool:
