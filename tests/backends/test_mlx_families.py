@@ -200,6 +200,16 @@ def test_norms_and_rotations_are_left_to_attention(family: str, num_norms: int) 
     assert len(norms) == num_norms
 
 
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_nothing_is_left_to_attention_that_does_not_do_it(family: str) -> None:
+    def careless(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        return attend_joined(replace(call, ropes=None))
+
+    loaded = served(family)
+    norms = head_norms(loaded.model)
+    assert deferred_norms(loaded.layout, loaded.forward, careless, norms) is None
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear"])
 def test_rotations_beside_latents_are_left_to_attention(
     family: str, monkeypatch: pytest.MonkeyPatch

@@ -28,11 +28,11 @@ BUDGETS = {
         26,
         25.5,
     ),  # 10 or 37 of a Gated DeltaNet layer, 11 or 15 of an attention layer
-    "qwen3_moe": (14, 32, 38),  # a router, its choice, three products of experts, their sum
-    "gpt_oss": (18, 31, 42),  # and a bias for each product of an expert
-    "qwen3_5_moe": (16.5, 41, 48.5),  # and an expert for every token
-    "glm4_moe": (23, 36, 43),
-    "deepseek_v3": (29, 0, 45),  # of latents no drafts are verified
+    "qwen3_moe": (13, 25, 36),  # a router, its choice, two products of experts, their sum
+    "gpt_oss": (13, 29, 38),
+    "qwen3_5_moe": (15.5, 39, 46.5),  # and an expert for every token
+    "glm4_moe": (16, 28, 41),  # likewise
+    "deepseek_v3": (22, 0, 43),  # of latents no drafts are verified
 }
 
 

@@ -11,16 +11,23 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from families import CONFIGS
 from metal.compiled_kernel import CLANG
 from metal.emulator import BACKWARD, FORWARD, EmulatedKernel, use_emulator
 from metal.faults import KernelFault
 from metal.latent_rows import LatentRows
 from metal.packed_rows import CURSOR
-from pippin.backends.mlx.attention.head_ropes import Rope
+from pippin.backends.mlx.attention.head_ropes import Rope, head_norms
 from pippin.backends.mlx.attention.paths import AttendPacked
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.gpu import latent_attention, packed_attention
+from pippin.backends.mlx.gpu import kernel_of_layout, latent_attention, packed_attention
+from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of
 from pippin.backends.mlx.gpu.latent_attention import LatentForm, attend_latents, num_stretches
+from pippin.backends.mlx.layout import LayerCache, Layout, Reads
+from pippin.backends.mlx.load import prepare
+from pippin.backends.mlx.trial_run import deferred_norms, packed_rows
+from pippin.types import Component
+from small_models import build_from
 
 NEEDS_KERNEL = [
     pytest.mark.slow,
@@ -151,6 +158,36 @@ def test_queries_and_keys_are_rotated(
     atol = {F32: 5e-6, F16: 2e-3, BF16: 1.6e-2}[dtype]
     for ours, plain in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, plain, atol=atol * max(1, np.abs(plain).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [KERNEL])
+def test_a_model_is_held_against_plain_operations_at_load(
+    function: AttendPacked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its rotations are left to the kernel; where that is off, rows are cohorts."""
+    monkeypatch.setattr(EmulatedKernel, "orders", (FORWARD,))
+    monkeypatch.setattr(kernel_of_layout, "on_metal", lambda: True)
+    config = CONFIGS["deepseek_v3"] | {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    loaded = prepare(build_from(config), config)
+    kernel, layers = packed_rows(loaded.layout, loaded.forward)
+    assert kernel is function
+    assert [layer.latents for layer in layers.values()] == [True]
+    norms = head_norms(loaded.model)
+    assert deferred_norms(loaded.layout, loaded.forward, kernel, norms) is not None
+    broken = latent_attention.ATTEND_LATENTS.replace("product *= scale;", "")
+    monkeypatch.setattr(latent_attention, "ATTEND_LATENTS", broken)
+    latent_attention._kernel.cache_clear()
+    assert packed_rows(loaded.layout, loaded.forward)[0] is None
+    assert "the kernel is off" in caplog.text
+
+
+def test_other_layers_have_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_of_layout, "on_metal", lambda: True)
+    for dims, taken in (((512, 64), True), ((512, 16), False), ((1024, 64), False)):
+        sides, types = ((1, dims[0]), (1, dims[1])), (F16, F16)
+        cache = LayerCache(0, Component.ATTENTION, None, sides, types, Reads.LATENT)
+        assert (kernel_of(Layout((cache,), (0,))) is attend_latents) is taken
 
 
 def test_a_form_fits_a_device() -> None:

@@ -77,8 +77,8 @@ class Unrotated:
     x: mx.array
     rope: Rope
 
-    def __mul__(self, scale: float) -> Unrotated:
-        if isinstance(scale, mx.array):  # a scale for each row
+    def __mul__(self, scale: object) -> Unrotated:
+        if not isinstance(scale, float):  # one for each row
             raise TypeError(CHANGED)
         return Unrotated(self.x, replace(self.rope, gain=self.rope.gain * scale))
 

@@ -99,8 +99,7 @@ def _in_float32(call: PackedCall) -> PackedCall:
     )
     sinks = None if call.sinks is None else call.sinks.astype(mx.float32)
     rotated = None if call.rotated is None else call.rotated.astype(mx.float32)
-    parts = {"tail": tail, "mains": mains, "sinks": sinks, "rotated": rotated}
-    return replace(call, q=q, k=k, v=v, **parts)
+    return replace(call, q=q, k=k, v=v, tail=tail, mains=mains, sinks=sinks, rotated=rotated)
 
 
 def _new_tail(call: PackedCall) -> KV:

@@ -95,8 +95,8 @@ def choose_attention(
     seconds_of: Timer = shortest_seconds,
 ) -> AttentionPaths:
     """By the times in the file at `path`, and new ones for what is not there."""
-    timed = (packed_attention, packed_kernels, latent_attention, latent_kernel)
-    timed += (plain_attention, row_kv, split_attention)
+    kernels = (packed_attention, packed_kernels, latent_attention, latent_kernel)
+    timed = (*kernels, plain_attention, row_kv, split_attention)
     ours = machine(timed)
     remembered = RememberedTimes(path or times_file(SUBJECT), ours, dict[str, float])
     began = perf_counter()
