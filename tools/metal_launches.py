@@ -82,11 +82,11 @@ from pippin.backends.mlx import load  # noqa: E402
 from pippin.backends.mlx.attention.paths import AttentionPaths  # noqa: E402
 from pippin.backends.mlx.drafts.draft_rows import DraftRows, find_draft_layers  # noqa: E402
 from pippin.backends.mlx.cpu.operations import drop_ins  # noqa: E402
-from pippin.backends.mlx.attention.head_ropes import HeadNorms  # noqa: E402
+from pippin.backends.mlx.attention.head_ropes import head_norms  # noqa: E402
 from pippin.backends.mlx.attention.plain_attention import attend_joined  # noqa: E402
 from pippin.backends.mlx.layout import Layout  # noqa: E402
-from pippin.backends.mlx.trial_run import deferred_norms  # noqa: E402
-from pippin.backends.mlx.gpu import delta_layer, expert_choice  # noqa: E402
+from pippin.backends.mlx.trial_run import adds_later, deferred_norms  # noqa: E402
+from pippin.backends.mlx.gpu import added_norms, delta_layer, expert_choice  # noqa: E402
 from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of  # noqa: E402
 from pippin.backends.mlx.load import LoadedModel  # noqa: E402
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState  # noqa: E402
@@ -156,13 +156,24 @@ def build(family: Family, num_periods: int) -> LoadedModel:
 
 
 def _choose_attention(
-    layout: Layout, forward: Forward, norms: HeadNorms, **_: Any
+    model: Any, layout: Layout, forward: Forward, **_: Any
 ) -> AttentionPaths:
     """As at load, but for numbers: plain operations stand for the kernel while it is tried."""
     kernel = kernel_of(layout)
     if kernel is None:
         return AttentionPaths()
-    return AttentionPaths(kernel, norms=deferred_norms(layout, forward, attend_joined, norms))
+    norms = deferred_norms(layout, forward, attend_joined, head_norms(model))
+    added_norms.use_pending_sums(model)
+    in_one, added_norms.add_and_norm = added_norms.add_and_norm, _add_then_norm
+    adds = adds_later(layout, forward, AttentionPaths(attend_joined, norms=norms))
+    added_norms.add_and_norm = in_one
+    return AttentionPaths(kernel, norms=norms, adds_later=adds)
+
+
+def _add_then_norm(
+    x: mx.array, y: mx.array, weight: mx.array, eps: float
+) -> tuple[mx.array, mx.array]:
+    return x + y, mx.fast.rms_norm(x + y, weight, eps)
 
 
 def _theirs(choice: Choice) -> Choice:

@@ -21,12 +21,14 @@ from pippin.backends.mlx.attention.head_ropes import HeadNorms, head_norms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall, Path
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.gpu import added_norms
+from pippin.backends.mlx.gpu.added_norms import use_pending_sums
 from pippin.backends.mlx.gpu.attention_times import only_way
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.shapes import Ladder
-from pippin.backends.mlx.trial_run import deferred_norms, packed_rows
+from pippin.backends.mlx.trial_run import adds_later, deferred_norms, packed_rows
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
@@ -93,6 +95,24 @@ def left_norms(family: str) -> HeadNorms | None:
     return deferred_norms(loaded.layout, loaded.forward, attend_joined, norms)
 
 
+@cache
+def sums_are_left(family: str) -> bool:
+    """To the norms that follow."""
+    loaded = served(family)
+    use_pending_sums(loaded.model)
+    return adds_later(loaded.layout, loaded.forward, AttentionPaths(attend_joined))
+
+
+@pytest.fixture(autouse=True)
+def _plain_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain operations for that kernel too."""
+
+    def plain(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+        return x + y, mx.fast.rms_norm(x + y, weight, eps)
+
+    monkeypatch.setattr(added_norms, "add_and_norm", plain)
+
+
 def make_loop(
     family: str,
     num_slots: int = 16,
@@ -108,7 +128,9 @@ def make_loop(
     """
     loaded = model or served(family)
     if like_a_gpu and loaded.layout.packs_rows:
-        attention = attention or AttentionPaths(attend_as_a_kernel, norms=left_norms(family))
+        attention = attention or AttentionPaths(
+            attend_as_a_kernel, norms=left_norms(family), adds_later=sums_are_left(family)
+        )
     if attention is not None:
         loaded = replace(loaded, attention=attention)
     backend = MLXBackend(loaded, num_slots=num_slots, debug=True)
@@ -198,6 +220,17 @@ def test_norms_and_rotations_are_left_to_attention(family: str, num_norms: int) 
     norms = left_norms(family)
     assert norms is not None
     assert len(norms) == num_norms
+
+
+@pytest.mark.parametrize(
+    ("family", "left"),
+    [
+        *(("llama", True), ("qwen3_5", True), ("gpt_oss", True), ("deepseek_v3", True)),
+        ("gemma3", False),  # norms what it adds
+    ],
+)
+def test_sums_are_left_to_norms(family: str, left: bool) -> None:
+    assert sums_are_left(family) is left
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])

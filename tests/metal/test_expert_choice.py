@@ -133,10 +133,12 @@ def test_experts_are_added_up_and_activated(dtype: mx.Dtype, size: int) -> None:
     at = mx.array(experts).astype(mx.uint32)
     (results, r), (weights, w), (bias, b) = draw(*shape, size), draw(*shape), draw(7, size)
     (both, wide), (double, d) = draw(*shape, 1, 2 * size), draw(num_experts, 2 * size)
+    beside, own = draw(*shape[:-1], size)
     x, gate = np.split(wide + d[experts][..., None, :], 2, axis=-1)
     x, gate = np.clip(x, -7, 7), np.minimum(gate, 7)
     found = (
         (added_up(results, weights), (r * w[..., None]).sum(axis=-2)),
+        (added_up(results, weights, beside=beside), (r * w[..., None]).sum(axis=-2) + own),
         (added_up(results, weights, bias, at), ((r + b[experts]) * w[..., None]).sum(axis=-2)),
         (
             biased_swiglu(both, double, at, alpha=1.702, limit=7.0),

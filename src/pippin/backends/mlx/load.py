@@ -17,15 +17,16 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
 from pippin.backends.mlx import substitutions
-from pippin.backends.mlx.attention.head_ropes import HeadNorms, head_norms
+from pippin.backends.mlx.attention.head_ropes import head_norms
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.cpu.operations.bindings import operations, without_operations
 from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
-from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.device import on_cpu, on_metal
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, load_mtp_head
 from pippin.backends.mlx.families import refusals
+from pippin.backends.mlx.gpu.added_norms import use_pending_sums
 from pippin.backends.mlx.gpu.attention_times import choose_attention
 from pippin.backends.mlx.gpu.stacked_linear import stack_linear_layers
 from pippin.backends.mlx.head import Head, measure_hidden
@@ -36,7 +37,7 @@ from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rows.decode_forward import Forward
-from pippin.backends.mlx.trial_run import deferred_norms, packed_rows, runnable_layout
+from pippin.backends.mlx.trial_run import adds_later, deferred_norms, packed_rows, runnable_layout
 from pippin.errors import LoadError, UnsupportedLayout
 
 load_model = import_load_model()
@@ -193,7 +194,7 @@ def prepare(
         recurrences=recurrences,
         attention=AttentionPaths()
         if safe
-        else _choose_attention(layout, forward, head_norms(model), deterministic=deterministic),
+        else _choose_attention(model, layout, forward, deterministic=deterministic),
         safe=safe,
         mtp_head=mtp_head if hidden_bytes else None,
     )
@@ -204,7 +205,7 @@ def _mlx_lm_kinds(choices: Iterable[Choice]) -> frozenset[Kind]:
 
 
 def _choose_attention(
-    layout: Layout, forward: Forward, norms: HeadNorms, *, deterministic: bool
+    model: Module, layout: Layout, forward: Forward, *, deterministic: bool
 ) -> AttentionPaths:
     """On GPUs, where launches count."""
     if on_cpu() or not layout.packs_rows:
@@ -215,7 +216,11 @@ def _choose_attention(
     paths = AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
     if paths.kernel is None:
         return paths
-    return replace(paths, norms=deferred_norms(layout, forward, paths.kernel, norms))
+    paths = replace(paths, norms=deferred_norms(layout, forward, paths.kernel, head_norms(model)))
+    if not on_metal():
+        return paths
+    use_pending_sums(model)
+    return replace(paths, adds_later=adds_later(layout, forward, paths))
 
 
 def _try_plain_forward(model: Module) -> None:

@@ -11,6 +11,8 @@
     Linear                         GPU: those of one input as one product;
                                    CPU: one operation (cpu/operations)
     rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
+    rms_norm (Metal)               with the sum before it, in decode steps (gpu/added_norms.py)
+    SwitchGLU (Metal)              both products of an input as one (gpu/stacked_experts.py)
     GatedDeltaNet                  runs drafts, and those that were accepted (recurrent/replay.py);
                                    CPU: one operation between its products
     Llama 4, MiniMax M3            code that has a position for each row (families/)
@@ -47,7 +49,7 @@ from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
 from pippin.backends.mlx.cpu.operations.linear import pack_head
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.families.rows_code import use_rows_code
-from pippin.backends.mlx.gpu import expert_products
+from pippin.backends.mlx.gpu import added_norms, expert_products
 from pippin.backends.mlx.gpu.delta_layer import use_delta_kernel
 from pippin.backends.mlx.gpu.expert_choice import use_expert_kernel
 from pippin.backends.mlx.gpu.stacked_experts import stack_experts
@@ -136,7 +138,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "ssm_update": ssm_update,
     "normalize_qk": normalize_qk,
     "swiglu": drop_ins.swiglu,
-    "rms_norm": head_ropes.rms_norm,
+    "rms_norm": added_norms.rms_norm,
     "rope": head_ropes.rope,
     "gather_mm": expert_products.gather_mm,
     "gather_qmm": expert_products.gather_qmm,

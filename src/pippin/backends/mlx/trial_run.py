@@ -125,6 +125,24 @@ def deferred_norms(
     return None
 
 
+def adds_later(layout: Layout, forward: Forward, paths: AttentionPaths) -> bool:
+    """Whether layers' sums can be left to the norms that follow: likewise by the logits."""
+    found = []
+    for left in (False, True):
+        prompts = [PromptState(), PromptState(), PromptState()]
+        _prefill(layout, forward, (2, 3, 1), prompts)
+        rows = DecodeRows(layout, replace(paths, adds_later=left))
+        try:
+            logits = _advance(rows, prompts, DecodeForward(layout, forward))
+            mx.eval(logits)
+        except Exception as error:  # whatever the model's own code raises
+            logger.info("sums are not left to norms: %s", error)
+            return False
+        found.append(logits.astype(mx.float32))
+    plain, ours = found
+    return bool(mx.abs(ours - plain).max() <= ROUNDING * mx.abs(plain).max())
+
+
 def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeForward) -> mx.array:
     """Logits of one step of all rows."""
     rows.join(list(enumerate(prompts, start=1)))

@@ -75,6 +75,7 @@ class AttentionPaths:
     times: Mapping[str, PathTimes] = field(default_factory=dict)  # by kind of layer
     # Rotations are left to attention over packed rows, with these norms before them.
     norms: HeadNorms | None = None
+    adds_later: bool = False  # a layer's sums are left to the norms that follow
 
     def of_packed(self, call: PackedCall) -> Path:
         """The kernel reads what rows hold. To join them is to pad them to the longest."""

@@ -164,8 +164,9 @@ class GroupedExperts:
         gate = self.gate
         scores = x @ gate.weight.T
         experts, weights = GroupedChoice.of(self).choose(scores, gate.e_score_correction_bias)
-        y = added_up(self.switch_mlp(x, experts), weights)
-        return y if self.config.n_shared_experts is None else y + self.shared_experts(x)
+        shared = None if self.config.n_shared_experts is None else self.shared_experts(x)
+        y = added_up(self.switch_mlp(x, experts), weights, beside=shared)
+        return y
 
 
 GROUPED = (DeepseekV3MoE, DeepseekV32MoE, GlmMoE, Glm4MoeLiteMoE)

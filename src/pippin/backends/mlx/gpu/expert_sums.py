@@ -30,6 +30,7 @@ ADD_UP = """
       if (Biased) result += static_cast<float>(bias[static_cast<size_t>(experts[at]) * Size + c]);
       sum += static_cast<float>(weights[at]) * result;
     }
+    if (Beside) sum += static_cast<float>(beside[static_cast<size_t>(token) * Size + c]);
     out[static_cast<size_t>(token) * Size + c] = static_cast<T>(sum);
 """
 
@@ -55,7 +56,7 @@ def _kernels() -> tuple[Kernel, Kernel]:
     return (
         make(
             name="pippin_add_up_experts",
-            input_names=["results", "weights", "bias", "experts"],
+            input_names=["results", "weights", "bias", "experts", "beside"],
             output_names=["out"],
             source=ADD_UP,
         ),
@@ -80,18 +81,21 @@ def added_up(
     weights: mx.array,
     bias: mx.array | None = None,
     experts: mx.array | None = None,
+    beside: mx.array | None = None,
 ) -> mx.array:
     """results [..., chosen, n], weights [..., chosen] -> [..., n]; with the bias [experts, n] of
-    each expert, if there is one."""
+    each expert and what is `beside` them [..., n], if there is any."""
     *shape, num_chosen, size = results.shape
+    none = _numbers(*[0.0] * 8)
     (out,) = _kernels()[0](
         inputs=[
             *(results, weights),
-            *((_numbers(*[0.0] * 8), weights) if bias is None else (bias, experts)),
+            *((none, weights) if bias is None else (bias, experts)),
+            none if beside is None else beside,
         ],
         template=[
             *(("T", results.dtype), ("Chosen", num_chosen), ("Size", size)),
-            ("Biased", bias is not None),
+            *(("Biased", bias is not None), ("Beside", beside is not None)),
         ],
         grid=(size, math.prod(shape), 1),
         threadgroup=(THREADS, 1, 1),
@@ -126,13 +130,16 @@ def adds_up_right(dtype: mx.Dtype) -> bool:
         return mx.random.normal(extents, key=mx.random.key(sum(extents))).astype(dtype)
 
     experts = mx.arange(math.prod(shape), dtype=mx.uint32).reshape(shape) % num_experts
-    results, bias = draw(*shape, size), draw(num_experts, size)
+    results, bias, beside = draw(*shape, size), draw(num_experts, size), draw(*shape[:-1], size)
     weights = mx.softmax(draw(*shape).astype(mx.float32), axis=-1)
     both, wide = 4 * draw(*shape, 1, 2 * size), draw(num_experts, 2 * size)
     x, gate = mx.split((both + wide[experts][..., None, :]).astype(mx.float32), 2, axis=-1)
     activated = swiglu_oai(gate, x)
     pairs = [
-        (added_up(results, weights), (results * weights[..., None]).sum(axis=-2)),
+        (
+            added_up(results, weights, beside=beside),
+            (results * weights[..., None]).sum(axis=-2) + beside,
+        ),
         (
             added_up(results, weights, bias, experts),
             ((results + bias[experts]) * weights[..., None]).sum(axis=-2),

@@ -25,6 +25,7 @@ from pippin.backends.mlx.attention.latent_kv import LatentKV, PackedLatentKV
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.attention.table_kv import TableRowKV, TableShape
+from pippin.backends.mlx.gpu.added_norms import adding_later
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.recurrent.draft_states import DraftStates, Replay
@@ -86,13 +87,14 @@ class DecodeForward:
         ]
         of_kind = {False: iter(kv), True: iter(states)}
         caches = layout.nest([next(of_kind[cache.is_state]) for cache in layout.caches])
-        hidden = None
+        hidden, adds_later = None, False
         if isinstance(shape.mains, PackedShape) and shape.drafts is None:
+            adds_later = shape.mains.paths.adds_later
             norms = shape.mains.paths.norms
             if norms is not None:
                 latents = layout.has_latents
                 step.ropes = DeferredRopes(tree["offset"], norms, latents=latents)
-        with deferring(step.ropes):
+        with deferring(step.ropes), adding_later(active=adds_later):
             if shape.drafts is not None and self._with_hidden is not None:
                 logits, hidden = self._with_hidden(tree["tokens"], caches)
             else:
