@@ -46,6 +46,7 @@ def stack_experts(model: Module) -> None:
     for _, part in model.named_modules():
         if type(part) is SwitchGLU and _likeness(part.up_proj) == _likeness(part.gate_proj):
             _stack(part)
+            mx.clear_cache()  # of what was stacked: layers of experts are most of a model
 
 
 def without_bias(part: Any) -> Any:
