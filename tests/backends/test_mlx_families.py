@@ -226,7 +226,7 @@ def test_norms_and_rotations_are_left_to_attention(family: str, num_norms: int) 
     ("family", "left"),
     [
         *(("llama", True), ("qwen3_5", True), ("gpt_oss", True), ("deepseek_v3", True)),
-        ("gemma3", False),  # norms what it adds
+        ("gemma3", False),  # its sum is a function, which is substituted on GPUs
     ],
 )
 def test_sums_are_left_to_norms(family: str, left: bool) -> None:

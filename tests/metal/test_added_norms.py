@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import gemma3_text
 
 from metal.emulator import needs_clang, use_emulator
 from metal.faults import KernelFault
@@ -90,6 +91,23 @@ def test_a_model_is_tried_at_load(family: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(added_norms, "SOURCE", broken)
     added_norms._kernel.cache_clear()
     assert not adds_later(loaded.layout, loaded.forward, paths)
+
+
+def test_gemma_adds_by_a_function_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is substituted on GPUs. In float16 it has limits, and is computed at once."""
+    monkeypatch.setattr(gemma3_text, "clip_residual", added_norms.clip_residual)
+    loaded = served("gemma3")
+    use_pending_sums(loaded.model)
+    paths = AttentionPaths(attend_joined)
+    assert adds_later(loaded.layout, loaded.forward, paths)
+    x, y = mx.full((1, 64), 5e4), mx.full((1, 64), 4e4)
+    for dtype, limit in ((F32, 9e4), (F16, 65504.0)):
+        given = x.astype(dtype), y.astype(dtype)
+        pending = added_norms.clip_residual(PendingSum(given[0]), given[1])
+        assert isinstance(pending, PendingSum) is (dtype == F32)
+        found = pending.array if isinstance(pending, PendingSum) else pending
+        assert mx.array_equal(found, added_norms.clip_residual(*given)).item()
+        assert float(found.max()) == limit
 
 
 def test_layers_are_made_over_once_and_only_inside() -> None:

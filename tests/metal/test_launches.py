@@ -22,7 +22,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "metal_launches.py"
 BUDGETS = {
     "llama": (8, 12, 18),
     "qwen3": (8, 14, 20),
-    "gemma3": (12, 16, 24),  # two more norms
+    "gemma3": (10, 16, 24),  # two more norms
     "qwen3_5": (
         8.5,
         26,

@@ -11,7 +11,8 @@
     Linear                         GPU: those of one input as one product;
                                    CPU: one operation (cpu/operations)
     rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
-    rms_norm (Metal)               with the sum before it, in decode steps (gpu/added_norms.py)
+    rms_norm (Metal)               with the sum before it, in decode steps (gpu/added_norms.py);
+                                   clip_residual (Gemma 3) is such a sum
     SwitchGLU (Metal)              both products of an input as one (gpu/stacked_experts.py)
     GatedDeltaNet                  runs drafts, and those that were accepted (recurrent/replay.py);
                                    CPU: one operation between its products
@@ -38,7 +39,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.convolution import Conv1d
 from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models import activations as mlx_lm_activations
-from mlx_lm.models import base, gated_delta, ssm
+from mlx_lm.models import base, gated_delta, gemma3_text, ssm
 
 from pippin.backends.mlx.attention import head_ropes
 from pippin.backends.mlx.attention.decode_step import NOT_ITS_KEYS, WITHOUT_ITS_MASK, RowMask
@@ -71,6 +72,7 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     "swiglu": mlx_lm_activations.swiglu,
     "rms_norm": mx.fast.rms_norm,
     "rope": mx.fast.rope,
+    "clip_residual": gemma3_text.clip_residual,
     "gather_mm": mx.gather_mm,
     "gather_qmm": mx.gather_qmm,
 }
@@ -140,6 +142,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "swiglu": drop_ins.swiglu,
     "rms_norm": added_norms.rms_norm,
     "rope": head_ropes.rope,
+    "clip_residual": added_norms.clip_residual,
     "gather_mm": expert_products.gather_mm,
     "gather_qmm": expert_products.gather_qmm,
 }
@@ -175,7 +178,7 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
         head_ropes.use_gain_rope(model)
         mx.fast.rms_norm, mx.fast.rope = _DISPATCHERS["rms_norm"], _DISPATCHERS["rope"]
     if not cpu:
-        names.append("normalize_qk")
+        names += ["normalize_qk", "clip_residual"]
         mx.gather_mm, mx.gather_qmm = _DISPATCHERS["gather_mm"], _DISPATCHERS["gather_qmm"]
     for module in _python_modules(model):
         for name in names:

@@ -18,11 +18,14 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.models import gemma3_text
 
 from pippin.backends.mlx.attention import head_ropes
 
 FEW_THREADS, MANY_THREADS = 256, 1024  # of a row; not measured on Apple GPUs
 CHANNELS_OF_FEW = 4096  # that are a row at the most, where it has few threads
+
+_clip_residual: Callable[..., mx.array] = gemma3_text.clip_residual
 
 SOURCE = """
     constexpr int PER_THREAD = (Size + Threads - 1) / Threads;
@@ -145,6 +148,13 @@ def rms_norm(x: Any, weight: mx.array | None, eps: float, **options: Any) -> mx.
     if isinstance(x, PendingSum):
         return x.normed(weight, eps)
     return head_ropes.rms_norm(x, weight, eps, **options)
+
+
+def clip_residual(x: Any, y: mx.array) -> Any:
+    """Drop-in for Gemma 3's sum, which has limits in float16."""
+    if not isinstance(x, PendingSum):
+        return _clip_residual(x, y)
+    return _clip_residual(x.array, y) if x.dtype == mx.float16 else x + y
 
 
 def use_pending_sums(model: Module) -> None:
