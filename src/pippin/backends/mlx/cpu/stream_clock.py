@@ -37,7 +37,7 @@ class StreamClock:
 
 
 def find_stream_clock() -> StreamClock | None:
-    """The clock of the thread that works for the caller's default stream; None where it has none."""
+    """Of the thread that works for the caller's default stream; None where it has no account."""
     if not on_cpu() or not _schedstat("self").exists():
         return None
     thread_id = _find_thread(str(mx.default_stream(mx.cpu)))
