@@ -34,6 +34,9 @@ LONGEST_FILES = (
     *("test_speculated_replies", "test_structured_output", "test_preemption", "test_crashes"),
     *("test_bench_serving", "test_random_operations", "test_bench_restart", "test_run_model"),
     *("test_documented_commands", "test_supervisor", "test_mlx_lm_package", "test_served_disk"),
+    *("test_malformed", "test_ollama_downloads", "test_connections", "test_bench_commands"),
+    *("test_hostile_grammars", "test_bench_compare", "test_random_tiers", "test_plain_drafts"),
+    *("test_torch_state_families", "test_costs", "test_pace_explores", "test_tiers"),
 )
 
 settings.register_profile("repeat", deadline=None, derandomize=True)

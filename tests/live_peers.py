@@ -90,7 +90,7 @@ class LiveDecode:
     def wait_for_error(self) -> str:
         """Why the first prefill engine is not connected."""
         while (found := self.wait_for(connected=False))["error"] is None:
-            pass
+            threading.Event().wait(PAUSE_SECONDS)
         return str(found["error"])
 
     def wait_for_refusal(self) -> str:

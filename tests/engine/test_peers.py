@@ -518,6 +518,7 @@ def test_what_a_decode_engine_reads_is_bounded_before_it_is_read() -> None:
             connection, _ = server.accept()
             with connection:
                 connection.sendall(b"\xff\xff\xff\xff")
+                connection.shutdown(socket.SHUT_WR)  # or who reads on waits ten seconds for more
                 error = decode.wait_for_error()
                 assert "a frame of 4,294,967,295 bytes, the limit is 8,192" in error
         finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 from pippin.backends.fake.device import FutureMap
 from pippin.backends.fake.toy import ToyRow, mix
 from pippin.types import ModelSpec
@@ -23,7 +21,7 @@ class ToyDrafter:
         """For the slot's next step: what the toy says next, with errors."""
         drafts: list[int] = []
         if num_drafts:
-            ahead, token = copy.deepcopy(self._rows[slot]), self._future_map.peek(slot)
+            ahead, token = self._rows[slot].copy(), self._future_map.peek(slot)
         for _ in range(num_drafts):
             ahead.run(token)
             token = ahead.next_token(self._spec.components, self._spec.vocab_size)

@@ -7,6 +7,7 @@ of the wrong thing, a missing token or a polluted state therefore changes the te
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
@@ -54,6 +55,12 @@ class ToyRow:
 
     def __post_init__(self) -> None:
         self.num_sampled = len(self.admit.reply)
+
+    def copy(self) -> ToyRow:
+        """One that goes on by itself."""
+        copied = copy.copy(self)
+        copied.cells, copied.pending, copied.hidden = [*self.cells], [*self.pending], [*self.hidden]
+        return copied
 
     @property
     def num_borrowed(self) -> int:

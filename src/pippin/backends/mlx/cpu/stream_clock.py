@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 
@@ -36,12 +37,16 @@ class StreamClock:
 
 
 def find_stream_clock() -> StreamClock | None:
-    """The clock of the thread that works for the caller's default stream; None where it has none.
-
-    Found by giving it work: of all threads but this one, it is the one that was on a core most.
-    """
+    """Of the thread that works for the caller's default stream; None where it has no account."""
     if not on_cpu() or not _schedstat("self").exists():
         return None
+    thread_id = _find_thread(str(mx.default_stream(mx.cpu)))
+    return None if thread_id is None else StreamClock(thread_id)
+
+
+@cache  # a stream keeps its thread for as long as there is a process, and to find it takes 4 ms
+def _find_thread(stream: str) -> int | None:
+    """By giving it work: of all threads but this one, it is the one that was on a core most."""
     x = mx.zeros((_PROBE_ELEMENTS,))
     mx.eval(mx.exp(x))  # a first use may start threads
     before = _accounts()
@@ -49,9 +54,7 @@ def find_stream_clock() -> StreamClock | None:
     worked = {tid: spent - before.get(tid, 0) for tid, spent in _accounts().items()}
     worked.pop(threading.get_native_id(), None)
     busiest = max(worked, key=lambda tid: worked[tid], default=None)
-    if busiest is None or not worked[busiest]:
-        return None
-    return StreamClock(busiest)
+    return busiest if busiest is not None and worked[busiest] else None
 
 
 def _accounts() -> dict[int, int]:

@@ -46,7 +46,7 @@ class CellPool:
         self._emptied: int | None = None  # a slab whose cells move away; it is not open
         self._rows: list[Holder] = []  # hold cells of any slab
         self._holders: dict[int, dict[Holder, None]] = {}  # the other holders, by slab
-        self._new_cells = np.arange(len(self._refs), dtype=np.int32)
+        self._new_cells = np.zeros(0, np.int32)  # each cell's own number, from the first move on
 
     @property
     def num_used(self) -> int:
@@ -163,6 +163,8 @@ class CellPool:
         self._refs[old] = 0
         self._used[slab] -= len(old)
         self._move_cells(old, new)
+        if not len(self._new_cells):
+            self._new_cells = np.arange(len(self._refs), dtype=np.int32)
         self._new_cells[old] = new
         for holder in (*self._rows, *self._holders.get(slab, ())):
             holder.move(self._new_cells)

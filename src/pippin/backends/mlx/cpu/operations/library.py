@@ -91,7 +91,7 @@ def find_library() -> OperationsReport:
 
 
 def compile_command(compiler: str, library: Path) -> list[str]:
-    mlx_home = libmlx_path().parent.parent
+    mlx_home = libmlx_path().parent.parent.resolve()  # links to one mlx are one mlx
     includes = (f"-I{mlx_home / 'include'}",)
     links = (f"-L{mlx_home / 'lib'}", "-lmlx", f"-Wl,-rpath,{mlx_home / 'lib'}")
     return [compiler, *FLAGS, *includes, str(SOURCE), "-o", str(library), *links]
