@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, cycle
+from statistics import fmean
 from typing import Any
 
 from builders import make_loop
@@ -32,6 +33,7 @@ class LoopEngine:
 
     def __init__(self, client: EngineClient, capacity_bytes: int) -> None:
         self._client = client
+        self.num_asked = 0
         self._loop = make_loop(num_slots=16, capacity_bytes=capacity_bytes)
         cache = self._loop.scheduler.cache
         assert cache is not None
@@ -42,6 +44,7 @@ class LoopEngine:
     def send(self, message: ToEngine) -> None:
         match message:
             case Submit():
+                self.num_asked += 1
                 self._loop.submit(message)
             case Abort(id):
                 self._loop.abort(id)
@@ -82,9 +85,13 @@ class ReplicaWorld:
         for client, started in zip(clients, self.engines, strict=True):
             client.engine_ready(started)
         self.counts = Counts()
-        self.per_engine = [0] * len(self.engines)
         self.rng = random.Random(seed)
         self._ids = count()
+
+    @property
+    def num_asked(self) -> list[int]:
+        """Requests of each engine."""
+        return [engine.num_asked for engine in self.engines]
 
     def text(self, num_tokens: int) -> list[int]:
         return [self.rng.randrange(97) for _ in range(num_tokens)]
@@ -155,3 +162,12 @@ def hit_rate(policy: str, workload: str, *, num_replicas: int, nbytes: int, seed
         return (await world.run(WORKLOADS[workload])).hit_rate
 
     return asyncio.run(work())
+
+
+def mean_hit_rate(
+    policy: str, workload: str, *, num_replicas: int, nbytes: int, seeds: Iterable[int]
+) -> float:
+    return fmean(
+        hit_rate(policy, workload, num_replicas=num_replicas, nbytes=nbytes, seed=seed)
+        for seed in seeds
+    )

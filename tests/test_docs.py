@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def test_linked_headings_exist(document: Path) -> None:
         if fragment not in anchors(document.parent / path if path else document)
     ]
     assert not missing
+
+
+def test_the_packages_links_lead_to_files_that_exist() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    files = [url.partition("/blob/main/")[2] for url in urls.values() if "/blob/main/" in url]
+    assert len(files) >= 2
+    assert [name for name in files if not (ROOT / name).is_file()] == []
 
 
 @over_documents

@@ -127,6 +127,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "startup.memory_remedy": {"amounts", "config", "backends.host"},
     "startup.port": {"config"},
+    "startup.devices": {"config", "backends.nvidia"},
     "startup.server_file": set(),
     "startup.replica_plans": {"amounts", "config", "backends.host"},
     "startup.supervised_engine": {
@@ -136,7 +137,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "startup.launch": {
         *("config", "logs", "messages", "text", "engine.events", "api"),
         *("engine.engine_client", "startup.supervised_engine", "startup.replica_plans"),
-        *("startup.memory_remedy", "startup.port", "startup.resolve"),
+        *("startup.devices", "startup.memory_remedy", "startup.port", "startup.resolve"),
         *("startup.describe_checkpoint", "startup.find_checkpoint", "startup.server_file"),
         "startup.on_demand_models",
     },

@@ -51,3 +51,32 @@ def test_two_models_take_turns_and_no_stream_is_cut(tmp_path: Path) -> None:
         client.close()
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_each_of_two_models_may_have_replicas(tmp_path: Path) -> None:
+    paths = [str(linked_copy(tmp_path / name)) for name in ("one", "two")]
+    options = ("--memory", "1GB", "--replicas", "2")
+    with serve(*paths, *options) as served:
+        client = httpx.Client(base_url=served.url, timeout=PATIENCE_SECONDS)
+        for model in ("one", "two"):
+            message = {"role": "user", "content": "hello"}
+            body = {"model": model, "messages": [message], "max_tokens": 4}
+            assert client.post("/v1/chat/completions", json=body).json()["model"] == model
+        assert len(children_of(served.process.pid)) == 4
+        before = set(children_of(served.process.pid))
+
+        def replicas(model: str) -> list[str]:
+            status = client.get("/status", params={"model": model}).json()
+            return [replica["state"] for replica in status["replicas"]]
+
+        assert replicas("two") == ["serving", "serving"]
+        metrics = client.get("/metrics").text
+        assert 'pippin_replica_up{model_name="two",replica="1"} 1.0' in metrics
+        answer = client.post("/restart_replicas", params={"model": "two"})
+        assert answer.status_code == 202
+        wait_until(lambda: len(set(children_of(served.process.pid)) - before) == 2)
+        wait_until(lambda: replicas("two") == ["serving", "serving"])
+        assert len(before & set(children_of(served.process.pid))) == 2, "those of the other"
+        client.close()
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE_SECONDS) == 0

@@ -1,7 +1,7 @@
 """Share of prompt tokens that replicas restore, routed by prefix and in turn, beside one cache.
 
     python tools/replica_routing.py                    2 replicas, ample memory
-    python tools/replica_routing.py --replicas 4 --memory-kb 200
+    python tools/replica_routing.py --replicas 4 --memory-kb 12000
 
 Schedulers and caches are real, the model is a toy (tests/replica_world.py). All caches of a row have
 --memory-kb together.
@@ -15,24 +15,24 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
 
-from replica_world import POLICIES, WORKLOADS, hit_rate  # noqa: E402
+from replica_world import POLICIES, WORKLOADS, mean_hit_rate  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--memory-kb", type=int, default=1 << 20, help="of all caches together")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=6, help="runs whose mean is printed")
     args = parser.parse_args(arguments)
     print(f"{'workload':<16}" + "".join(f"{policy:>20}" for policy in POLICIES))
     for workload in WORKLOADS:
         rates = [
-            hit_rate(
+            mean_hit_rate(
                 policy,
                 workload,
                 num_replicas=args.replicas,
                 nbytes=args.memory_kb * 1000,
-                seed=args.seed,
+                seeds=range(args.seeds),
             )
             for policy in POLICIES
         ]

@@ -305,6 +305,7 @@ async def answer_shutdown(engines: Engines, number: int) -> None:
     replica: Replica = engines.pool.replicas[number]
     assert replica.is_restarting
     replica.engine_lost("the engine process exited with status 0")
+    assert replica.state == "restarting"
     engines.sent[number] = engines.start(number)
     await settle()
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 
 from builders import Client, make_loop
 from pippin.backends.fake import FakeBackend
+from pippin.engine.clients.engine_pool import EnginePool
 from pippin.engine.clients.prefix_index import PrefixIndex
 from pippin.engine.kv_events.announcer import Announcer
 from pippin.engine.kv_events.block_hashes import BLOCK_TOKENS, prompt_hashes
 from pippin.engine.kv_events.prefix_reports import PrefixReports
 from pippin.messages import RestorablePrefixes
 from pippin.types import GRID, Component
-from replica_world import WORKLOADS, hit_rate
+from replica_world import WORKLOADS, ReplicaWorld, mean_hit_rate
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 
@@ -91,11 +93,55 @@ def test_what_is_predicted_is_what_the_engine_restores(components: tuple[Compone
     assert cache.tree.stats.bytes_evicted
 
 
+def test_a_prompt_that_was_evicted_is_remembered_and_a_shared_one_counts_for_less() -> None:
+    index = PrefixIndex(max_prefixes=3)
+    index.expect([1, 2])
+    index.drop([1, 2])
+    assert index.restorable_tokens([1, 2, 7]) == 0
+    assert index.home_tokens([1, 2, 7]) == 2 * BLOCK_TOKENS
+    for _ in range(3):
+        index.expect([1])
+    assert index.home_tokens([1, 2, 7]) == BLOCK_TOKENS * (1 / 4 + 1)
+    assert index.home_tokens([7]) == 0
+    index.expect([3, 4])  # of four blocks, the one sent longest ago is forgotten
+    assert index.home_tokens([2]) == 0
+    assert index.home_tokens([1, 2]) > 0
+    index.clear()
+    assert index.home_tokens([1, 2]) == 0
+
+
+AMPLE, TIGHT = 1 << 30, 6_000_000  # bytes; in the second, conversations evict each other
+
+
+@pytest.mark.parametrize("nbytes", [AMPLE, TIGHT])
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_two_replicas_restore_nearly_as_much_as_one_cache(workload: str) -> None:
+def test_two_replicas_restore_nearly_as_much_as_one_cache(workload: str, nbytes: int) -> None:
     def rate(policy: str) -> float:
-        return hit_rate(policy, workload, num_replicas=2, nbytes=1 << 30, seed=0)
+        return mean_hit_rate(policy, workload, num_replicas=2, nbytes=nbytes, seeds=range(4))
 
     whole, routed, in_turn = map(rate, ("one cache", "routed by prefix", "round-robin"))
     assert routed >= 0.9 * whole
     assert in_turn < routed
+
+
+@pytest.mark.parametrize("nbytes", [AMPLE, 2 * TIGHT])
+def test_clients_of_one_long_system_prompt_are_spread(nbytes: int) -> None:
+    """A copy for all of them costs less than to leave a replica idle."""
+
+    async def agents(world: ReplicaWorld) -> None:
+        system = world.text(6000)
+
+        async def talk() -> None:
+            prompt = [*system]
+            for _ in range(3):
+                prompt += world.text(90)
+                prompt += await world.ask(prompt)
+
+        await asyncio.gather(*(talk() for _ in range(12)))
+
+    async def work() -> list[int]:
+        world = ReplicaWorld(EnginePool(2), nbytes, seed=0)
+        await world.run(agents)
+        return world.num_asked
+
+    assert min(asyncio.run(work())) >= 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from dataclasses import replace
@@ -9,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.config import Config, ModelConfig, ServerConfig
+from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
 from pippin.startup.memory_shares import check_fit, divide, least_bytes
+from pippin.startup.on_demand_models import OnDemandModels
 
 
 def test_models_that_all_fit_share_what_is_left() -> None:
@@ -44,6 +46,19 @@ def test_a_model_that_does_not_fit_alone_is_refused_with_the_amount_that_it_need
     with pytest.raises(LoadError, match=r"stories needs about .* MB, .*use --memory \d+"):
         check_fit(least - 1, config, least)
     check_fit(least, config, least)
+
+
+def test_a_model_needs_memory_for_each_of_its_replicas_on_a_device() -> None:
+    one = Config(ModelConfig(model=str(BUNDLED_PATH)), server=ServerConfig(served_name="stories"))
+    two = replace(one, server=replace(one.server, replicas=2))
+    memory = EngineConfig(memory=str(2 * least_bytes(one) - 1))
+
+    async def start(config: Config) -> None:
+        OnDemandModels([config], replace(config, engine=memory))
+
+    asyncio.run(start(one))
+    with pytest.raises(LoadError, match=r"needs about .* for 2 replicas, and the budget"):
+        asyncio.run(start(two))
 
 
 def test_float32_takes_twice_the_bytes_of_sixteen_bits() -> None:

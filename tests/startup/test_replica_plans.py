@@ -10,6 +10,7 @@ from pippin.backends.host import THREAD_LIMITS, num_threads
 from pippin.config import Config, EngineConfig, PeersConfig, ServerConfig
 from pippin.engine.build_loop import _remedy, budget_bytes
 from pippin.errors import ConfigError
+from pippin.startup.devices import check_devices
 from pippin.startup.replica_plans import CUDA_DEVICES, plan_replicas
 
 GB = 10**9
@@ -110,3 +111,38 @@ def test_replicas_that_do_not_fit_are_told_how_much_all_need() -> None:
     assert "4 engines share the device, which has 8.0 GB, and each needs 3.0 GB" in said
     assert "--memory 12GB or more" in said
     assert "use at most 2 (--replicas)" in said
+
+
+@pytest.mark.parametrize(
+    ("devices", "found", "named"),
+    [
+        ("0,1", [], "no NVIDIA GPU that its driver shows: remove --devices; --replicas 2 starts"),
+        ("0", [], "without it the engine uses the device that there is"),
+        ("0,1", ["GPU-ab12"], r"devices names GPU 1, and this machine has 1: use 0.*GPU-ab12"),
+        ("2", ["GPU-ab12", "GPU-cd34"], "names GPU 2, and this machine has 2: use 0 to 1"),
+        ("GPU-cd", ["GPU-ab12"], "names GPU GPU-cd, and this machine has 1"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(
+    devices: str, found: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pippin.startup.devices.gpu_ids", lambda: found)
+    with pytest.raises(ConfigError, match=named):
+        check_devices(ServerConfig(devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("devices", "found"),
+    [(None, []), ("0,1", None), ("1,0", ["GPU-ab12", "GPU-cd34"]), ("GPU-ab,MIG-7", ["GPU-ab12"])],
+)
+def test_devices_that_exist_or_that_cannot_be_looked_up_are_accepted(
+    devices: str | None, found: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pippin.startup.devices.gpu_ids", lambda: found)
+    check_devices(ServerConfig(devices=devices))
+
+
+def test_a_device_is_shared_by_those_that_name_it() -> None:
+    assert ServerConfig(replicas=3).replicas_per_device == 3
+    assert ServerConfig(devices="0,1").replicas_per_device == 1
+    assert ServerConfig(devices="0,1,0").replicas_per_device == 2

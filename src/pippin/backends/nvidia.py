@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+MAX_ID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,34 @@ def memory_bytes() -> int | None:
         logger.info("cuDeviceTotalMem says %d: no GPU", status)
         return None
     return found.value
+
+
+def gpu_ids() -> list[str] | None:
+    """The UUIDs of all GPUs of this machine, in order of the bus; CUDA_VISIBLE_DEVICES hides none.
+
+    None where there is a GPU whose driver has no NVML, which lists them.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None if _first_gpu() else []
+    if library.nvmlInit_v2():
+        return []
+    try:
+        return [*_ids(library)]
+    finally:
+        library.nvmlShutdown()
+
+
+def _ids(library: Any) -> Iterator[str]:
+    count = ctypes.c_uint()
+    if library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return
+    for number in range(count.value):
+        device, name = ctypes.c_void_p(), ctypes.create_string_buffer(MAX_ID_BYTES)
+        failed = library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
+        failed = failed or library.nvmlDeviceGetUUID(device, name, MAX_ID_BYTES)
+        yield "" if failed else name.value.decode()  # its number counts all the same
 
 
 def _first_gpu() -> tuple[Any, ctypes.c_int] | None:

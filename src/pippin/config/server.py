@@ -230,6 +230,12 @@ class ServerConfig:
         return self.replicas if self.devices is None else len(self.device_names)
 
     @property
+    def replicas_per_device(self) -> int:
+        """At most: the memory of one device has to hold so many."""
+        names = self.device_names
+        return self.replicas if self.devices is None else max(map(names.count, names))
+
+    @property
     def device_names(self) -> list[str]:
         return [name.strip() for name in (self.devices or "").split(",")]
 

@@ -33,6 +33,7 @@ from pippin.errors import LoadError
 from pippin.logs import configure_logging
 from pippin.messages import Ready
 from pippin.startup.describe_checkpoint import describe_checkpoint
+from pippin.startup.devices import check_devices
 from pippin.startup.find_checkpoint import checkpoint_names
 from pippin.startup.memory_remedy import with_remedy
 from pippin.startup.on_demand_models import (
@@ -62,6 +63,7 @@ def run_server(config: Config, models: Sequence[Config] = ()) -> None:
     configs = list(models) or [config]
     for each in configs:
         plan_replicas(each)  # likewise
+        check_devices(each.server)
     if is_on_demand(configs):
         check_several(config, len(configs))
     configure_logging(config.server.log_format)

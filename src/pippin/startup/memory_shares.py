@@ -62,9 +62,11 @@ def divide(budget: int, leasts: Sequence[int]) -> list[int]:
 
 def check_fit(budget: int, config: Config, least: int) -> None:
     if least > budget:
+        sharing = config.server.replicas_per_device
+        replicas = f" for {sharing} replicas" if sharing > 1 else ""
         raise LoadError(
-            f"memory: the model {config.server.served_name} needs about {show_bytes(least)}, and "
-            f"the budget for all models is {show_bytes(budget)}: use --memory "
+            f"memory: the model {config.server.served_name} needs about {show_bytes(least)}"
+            f"{replicas}, and the budget for all models is {show_bytes(budget)}: use --memory "
             f"{option_bytes(least)} or more, a smaller or quantized model, or a lower max-len"
         )
 

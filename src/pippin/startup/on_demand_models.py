@@ -127,7 +127,7 @@ def _claim(config: Config) -> int:
     """At least; a model's own `memory` is what it gets."""
     if config.engine.memory != "auto":
         return parse_bytes(f"memory of {config.server.served_name}", config.engine.memory)
-    return least_bytes(config)
+    return least_bytes(config) * config.server.replicas_per_device
 
 
 def _alone(config: Config, claim: int, num_models: int) -> Config:

@@ -110,8 +110,12 @@ class Supervisor:
                 )
                 raise EngineDead((in_a_row if self._backoff.deaths > 1 else "") + reason)
             when = f"in {delay:g} s" if delay else "now"
-            logger.error("%s; the engine is restarted %s", reason, when)
+            logger.error("%s; %s is restarted %s", reason, self._name, when)
             await asyncio.sleep(delay)
+
+    @property
+    def _name(self) -> str:
+        return "the engine" if self._replica is None else f"the engine of replica {self._replica}"
 
     def forgive(self) -> None:
         """Engines that were lost before do not count: `run` may be called again."""
@@ -182,7 +186,7 @@ class Supervisor:
 
     def _serve_on(self, connection: Connection, ready: Ready, load_seconds: float) -> None:
         if self.loaded.done():
-            logger.warning("the engine was restarted and loaded in %.1f s", load_seconds)
+            logger.warning("%s was restarted and loaded in %.1f s", self._name, load_seconds)
         else:
             self.loaded.set_result(ready)
         self._client.engine_ready(connection)

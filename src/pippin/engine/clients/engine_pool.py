@@ -1,6 +1,6 @@
 """Several engines of one model as one. Knows no text, no HTTP and no process.
 
-    request ──▶ the replica with the most tokens to restore, less its load ──▶ its engine
+    request ──▶ the replica that saves the most time and memory, less its load ──▶ its engine
     a replica's engine is lost: what no engine has is routed again, if another one serves
 
 Which requests may be submitted again, and which are refused, is decided over all replicas alike
@@ -173,13 +173,16 @@ class EnginePool:
         replica.open(route.request)
 
     def _choose(self, hashes: list[int]) -> Replica:
-        """By what it can restore less its load; then the least loaded; then the least cached."""
+        """By the tokens that need not be computed there, and those that need no copy elsewhere,
+        less its load; then the least loaded; then the least cached."""
         serving = [replica for replica in self.replicas if replica.serves]
         awake = [replica for replica in serving if not replica.is_resting]
         return max(
             awake or serving or self.replicas,
             key=lambda replica: (
-                replica.prefixes.restorable_tokens(hashes) - replica.load,
+                replica.prefixes.restorable_tokens(hashes)
+                + replica.prefixes.home_tokens(hashes)
+                - replica.load,
                 -replica.load,
                 -len(replica.prefixes),
             ),

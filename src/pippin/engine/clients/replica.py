@@ -39,6 +39,8 @@ class Replica(EngineClient):
 
     @property
     def state(self) -> str:
+        if self.is_restarting:
+            return "restarting"
         if not self.healthy:
             return self.reason or "lost"
         return "draining" if self.is_resting else "serving"
