@@ -16,6 +16,7 @@ import numpy as np
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation
 from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending
@@ -33,6 +34,11 @@ class Reader(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def operation(self) -> HeadOperation | None:
+        """What reads and drafts all that a step leaves at once, where there is such a one."""
+        ...
 
     def ring_shape(self, max_depth: int) -> RingShape:
         """`max_depth`: drafts of a row."""
@@ -133,7 +139,14 @@ class StepDrafter:
         noise: mx.array,
     ) -> list[mx.array]:
         slots, num_tokens = rows.tolist(), entries[1].shape[1]
-        if self._compiled is not None and num_tokens <= self._most_tokens:
+        found: tuple[mx.array, list[Any]]
+        if (whole := self._reader.operation) is not None:
+            (kv,), (hidden, *others) = rings.kv, entries
+            assert hidden is not None, "a head reads hidden vectors"
+            wrong = self._shape.num_wrong
+            drafts, after = whole.draft(hidden, *others, kv, self._choices(slots), noise, wrong)
+            found = drafts, [after]
+        elif self._compiled is not None and num_tokens <= self._most_tokens:
             found = self._compiled(*entries, rings.kv, self._choices(slots), noise)
         else:  # a text that it missed is of any length: no graph is worth keeping
             found = self._run(
@@ -142,12 +155,12 @@ class StepDrafter:
                 noise,
                 lambda logits, keys: self._sampler.draw_places(logits, slots, keys),
             )
-        drafts, kv = found
-        after = Rings(kv, rings.starts)
-        self.rings.keep(slots, after)
+        drafts, new_kv = found
+        new = Rings(new_kv, rings.starts)
+        self.rings.keep(slots, new)
         if noise.shape[1]:
             self._future_map.stash_drafts(rows, drafts)
-        return [drafts, *after.arrays(), *self._future_map.arrays()]
+        return [drafts, *new.arrays(), *self._future_map.arrays()]
 
     # ---- one step --------------------------------------------------------------------------
 

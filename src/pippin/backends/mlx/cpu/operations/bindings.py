@@ -31,6 +31,7 @@ _ARGUMENTS = {
     "pippin_tail_write": (Address, Address),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
     "pippin_draft_layer": (Address, Count, Address, Count, Count, Number),
+    "pippin_draft_head": (Address, Address, Count, Count, Number, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
     "pippin_linear": (Address, Count, Address, Address, Address),
     "pippin_panel": (),
@@ -204,6 +205,20 @@ class Operations:
         outs = [_blank() for _ in range(6 if has_drafts else 3)]
         ins = _addresses(inputs)
         _check(self._library.pippin_draft_layer(_addresses(outs), len(outs), ins, *k_heads, eps))
+        return outs
+
+    def draft_head(
+        self,
+        inputs: Sequence[mx.array],  # as draft_head.h lists them
+        num_wrong: int,
+        num_ids: int,
+        eps: float,
+        rope_scale: float,
+    ) -> list[mx.array]:
+        """Drafts int32 [rows, n], and the rings after them: keys and values."""
+        outs, ins = [_blank() for _ in range(3)], _addresses(inputs)
+        numbers = (num_wrong, num_ids, eps, rope_scale)
+        _check(self._library.pippin_draft_head(_addresses(outs), ins, *numbers))
         return outs
 
     def choose(

@@ -1,8 +1,8 @@
-// Operations for mlx's graphs on a CPU, as Python calls them. What they compute is in runs.h.
+// Operations for mlx's graphs on a CPU, as Python calls them. What they compute is in runs.h and draft_head.h.
 //
 // No exception leaves here.
 
-#include "runs.h"
+#include "draft_head.h"
 
 namespace {
 
@@ -128,6 +128,18 @@ int pippin_draft_layer(void* const* out, int num_out, void* const* in, int key_h
     make("DraftLayer", std::move(inputs), std::move(shapes), out, [=](const Inputs& i, const Outputs& o) {
       run_draft_layer(i, o, key_heads, key_dim, eps);
     });
+  });
+}
+
+// in: HeadInput lists them; out: as run_draft_head has them.
+int pippin_draft_head(void* const* out, void* const* in, int num_wrong, int num_ids, float eps, float rope_scale) {
+  return guarded([&] {
+    std::vector<mx::array> inputs = arrays_in(in, HEAD_INPUTS);
+    std::vector<mx::Shape> shapes{{inputs[NOISE].shape(0), inputs[NOISE].shape(1)}, inputs[KEYS].shape(),
+                                  inputs[VALUES].shape()};
+    make("DraftHead", std::move(inputs), std::move(shapes), out,
+         [=](const Inputs& i, const Outputs& o) { run_draft_head(i, o, {num_wrong, num_ids, eps, rope_scale}); },
+         std::vector<mx::Dtype>{mx::int32, mx::float32, mx::float32});
   });
 }
 
