@@ -23,6 +23,7 @@ from pippin.backends.mlx.device import on_cpu
 Address, Number, Count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "pippin_start": (Count,),
+    "pippin_run_ahead": (Count,),
     "pippin_take_failure": (ctypes.c_char_p, ctypes.c_long),
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
     "pippin_attention": (Address, Address, Count, Number, Count),
@@ -83,6 +84,11 @@ class Operations:
         text = ctypes.create_string_buffer(FAILURE_BYTES)
         failed = self._library.pippin_take_failure(text, FAILURE_BYTES)
         return text.value.decode(errors="replace") if failed else None
+
+    def run_ahead(self, num_tasks: int) -> None:
+        """A thread that submits work may be so many tasks of ten dispatches further ahead of mlx's
+        than mlx allows; with a negative number no longer."""
+        _check(self._library.pippin_run_ahead(num_tasks))
 
     def rms_norm(self, x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
         given = None if weight is None else id(weight)

@@ -52,9 +52,7 @@ class HeadOperation:
         return drafts, (keys, values)
 
 
-def find_head_operation(
-    head: Any, embedding: Module, ids: LinearWeights
-) -> HeadOperation | None:
+def find_head_operation(head: Any, embedding: Module, ids: LinearWeights) -> HeadOperation | None:
     """`head`: an MTPHead whose layers are packed; None unless it is as the operation has it."""
     (layer,) = head.layers
     if type(layer) is not DecoderLayer or layer.is_linear or operations("draft_head") is None:

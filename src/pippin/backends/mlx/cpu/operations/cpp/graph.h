@@ -19,6 +19,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/device.h"
 #include "mlx/primitives.h"
+#include "mlx/scheduler.h"
 #include "mlx/stream.h"
 
 namespace mx = mlx::core;

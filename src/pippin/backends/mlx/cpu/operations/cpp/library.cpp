@@ -45,6 +45,16 @@ int pippin_start(int threads) {
 // Whether an operation failed while mlx computed it, and then why, as text of at most `size` bytes.
 int pippin_take_failure(char* text, long size) { return Failures::take(text, size); }
 
+// Lets a thread that submits work run further ahead of mlx's, by so many tasks of ten dispatches each, or no
+// further again if negative. mlx blocks it when it is some 50 nodes ahead, and has nothing to do when they are done.
+int pippin_run_ahead(int tasks) {
+  return guarded([&] {
+    const mx::Stream stream = mx::default_stream(mx::default_device());
+    for (; tasks > 0; tasks--) mx::scheduler::notify_task_completion(stream);
+    for (; tasks < 0; tasks++) mx::scheduler::notify_new_task(stream);
+  });
+}
+
 // So many outputs' weights are packed side by side.
 int pippin_panel() { return PANEL; }
 
