@@ -20,12 +20,12 @@ from pippin.scheduler.speculation.acceptance import Acceptance
 from pippin.scheduler.speculation.draft_costs import DraftCosts
 
 INCOME = 0.015  # of each step: what may be lost by trying
-FIRST_BALANCE = 2.0  # steps,
-MAX_BALANCE = 4.0  # and at most: gains from long ago pay for nothing
+FIRST_BALANCE = 4.0  # steps,
+MAX_BALANCE = 6.0  # and at most: gains from long ago pay for nothing
 STEPS_BETWEEN_TRIALS = 32  # of a row whose drafts do not pay
 TRIAL_DEPTH = 2
 STEPS_BETWEEN_PLAIN = 64  # a step without drafts shows what these are compared with
-FIRST_DRAFTS = 4  # of a step, until more are known,
+FIRST_DRAFTS = 2  # of a step, or one for each row, until more are known,
 GROWTH = 2  # and then so many times as many as are
 CLEARLY = 1.01  # what drafts promise is to be better by this factor
 
@@ -78,7 +78,7 @@ class DepthPolicy:
 
     def _most(self, rows: int, offered: int) -> int:
         """Drafts of a step: a few more than were seen, since what more of them cost is a guess."""
-        return min(offered, max(FIRST_DRAFTS, GROWTH * self.costs.most_known(rows)))
+        return min(offered, max(FIRST_DRAFTS, rows, GROWTH * self.costs.most_known(rows)))
 
     def allows(self, rows: int) -> bool:
         """Whether a step of so many may have drafts at all."""

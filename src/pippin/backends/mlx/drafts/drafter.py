@@ -8,7 +8,6 @@ itself will have there. Nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -17,6 +16,8 @@ import numpy as np
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation
+from pippin.backends.mlx.drafts.draft_rows import VerifyStep
+from pippin.backends.mlx.drafts.missed_steps import MissedSteps, Ran
 from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending
@@ -55,19 +56,6 @@ class Reader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Ran:
-    """Tokens that rows got in a step, and what they were sampled from. By line."""
-
-    slots: np.ndarray  # int32 [width]; 0: no row
-    least: np.ndarray  # int32 [width]: tokens that the row held before the step, at least
-    num_unsure: int  # no row held more than this many beyond that
-    lengths: mx.array  # int32 [width]: as the device has them
-    hidden: mx.array | None  # [width, n, hidden]: of the input token and of drafts behind it
-    tokens: mx.array  # int32 [width, n]: sampled behind these
-    counts: mx.array  # int32 [width]: of these how many are behind accepted drafts
-
-
 class StepDrafter:
     """By an MTP head, which is fed what a step sampled and nothing before that."""
 
@@ -88,6 +76,7 @@ class StepDrafter:
         self._shape = reader.ring_shape(max_depth)
         self._most_tokens = 1 + max_depth  # of a row in a step
         self.rings = SlotRings(self._shape)
+        self._missed = MissedSteps()
         # In one graph where one operation chooses for all rows, however they do.
         self._compiled = mx.compile(self._run_chosen) if operations("choose") else None
 
@@ -101,10 +90,12 @@ class StepDrafter:
     def prepare(self, rows: Sequence[DecodeRow], is_exact: Callable[[DecodeRow], bool]) -> None:
         """It is about to run these; `is_exact`: the position of a row is."""
 
-    def pass_over(self, rows: Sequence[DecodeRow]) -> None:
-        """It has run these, and feeds nothing of them."""
+    def pass_over(self, rows: Sequence[DecodeRow], ran: VerifyStep) -> None:
+        """It has run these, and feeds nothing of them yet."""
         for row in rows:
             self.rings.forget(row.slot)
+        if self._reader.operation is not None:
+            self._missed.add(ran)
 
     def note_sampled(self, step: MLXPending) -> None:
         """All rows of a step have been launched."""
@@ -112,6 +103,7 @@ class StepDrafter:
     def forget(self, slot: int) -> None:
         """It ended, or its row is another's now."""
         self.rings.forget(slot)
+        self._missed.clear()
 
     def draft_first(self, rows: Sequence[tuple[PrefillRow, mx.array | None]]) -> list[mx.array]:
         """For slots whose first token was sampled, from a hidden vector [1, 1, hidden] each."""
@@ -122,14 +114,17 @@ class StepDrafter:
         tokens = self._future_map.tokens[mx.array(slots)][:, None]
         counts = mx.zeros((len(rows),), mx.int32)
         hidden = mx.concatenate(vectors)
-        ran = Ran(slots, least, 0, mx.array(least), hidden, tokens, counts)
+        ran = Ran(slots, least, 0, mx.array(least), hidden, tokens, None, counts)
         return self.draft(ran, max(row.num_drafts for row, _ in rows))
 
     def draft(self, ran: Ran, num_drafts: int) -> list[mx.array]:
         """Feed the tokens, and leave drafts for the next step of each row; all that was written."""
+        noise = self._noise(ran, num_drafts)
+        ran = self._missed.before(ran)
+        self._missed.clear()
         rings = self.rings.joined(ran.slots.tolist(), ran.lengths)
         entries = (ran.hidden, ran.tokens, ran.counts, ran.lengths - rings.starts)
-        return self._run_rows(ran.slots, rings, entries, self._noise(ran, num_drafts))
+        return self._run_rows(ran.slots, rings, entries, noise)
 
     def _run_rows(
         self,

@@ -20,6 +20,7 @@ from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.cpu.operations.bindings import LinearLayers, LinearWeights, operations
 from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation, find_head_operation
 from pippin.backends.mlx.cpu.operations.linear import PackedEmbedding, PackedLinear
+from pippin.backends.mlx.drafts.missed_steps import MOST_OF_ROW
 from pippin.backends.mlx.drafts.rings import RingKV, RingLayer, RingShape
 from pippin.backends.mtp_weights import LAYER, PREFIX, STORED_LESS_ONE, find_mtp_weights
 
@@ -67,7 +68,9 @@ class MTPHead(Module):
     def ring_shape(self, max_depth: int) -> RingShape:
         sides = self.kv_shape
         layer = RingLayer(sides, sides, self.norm.weight.dtype)
-        return RingShape((layer,), RING, num_first=0, num_wrong=max_depth)
+        weight = self.norm.weight
+        missed = MOST_OF_ROW * weight.size * weight.dtype.size
+        return RingShape((layer,), RING, 0, num_wrong=max_depth, missed_bytes=missed)
 
     def read(
         self,
