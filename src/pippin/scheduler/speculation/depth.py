@@ -24,6 +24,7 @@ FIRST_BALANCE = 4.0  # steps,
 MAX_BALANCE = 6.0  # and at most: gains from long ago pay for nothing
 STEPS_BETWEEN_TRIALS = 32  # of a row whose drafts do not pay
 TRIAL_DEPTH = 2
+STEPS_BETWEEN_OTHERS = 12  # with drafts, of which one has some more or fewer: costs are kept fresh
 STEPS_BETWEEN_PLAIN = 64  # a step without drafts shows what these are compared with
 FIRST_DRAFTS = 2  # of a step, or one for each row, until more are known,
 GROWTH = 2  # and then so many times as many as are
@@ -117,6 +118,9 @@ class DepthPolicy:
             tokens -= ranked[place][0]
             if tokens / taken > best:
                 best, number = tokens / taken, place + 1
+        if number and not self._num_steps % STEPS_BETWEEN_OTHERS:
+            more = rows if self._num_steps // STEPS_BETWEEN_OTHERS % 2 else -rows
+            number = max(1, min(number + more, len(seconds) - 1))
         depths = [0] * len(candidates)
         for _, row in ranked[:number]:
             depths[row] += 1
