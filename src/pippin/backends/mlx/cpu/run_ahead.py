@@ -17,7 +17,7 @@ TASKS = 200  # of ten dispatches each; a node takes two
 
 @contextmanager
 def running_ahead() -> Iterator[None]:
-    """Inside, where mlx's thread can be told so."""
+    """Inside, where mlx lets it."""
     ours = operations()
     if ours is None:
         yield
