@@ -14,6 +14,7 @@ from bundled import BUNDLED_PATH
 from families import CONFIGS, build
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, make_mtp_head
 from pippin.backends.mlx.load import load_model
 from pippin.backends.mtp_weights import PREFIX, STORED_LESS_ONE
@@ -142,3 +143,23 @@ def test_rings_are_counted_in_a_rows_bytes() -> None:
     held = sum(array.nbytes for array in backend._decodes.drafter.rings.arrays())
     assert 0 < held <= backend._decodes.drafter.row_bytes
     assert backend.row_bytes(64) > backend._footprint.row_bytes(64)
+
+
+def drafts_after(num_without: int, num_steps: int) -> np.ndarray:
+    """Those left by the last step of a reply, whose first steps left none."""
+    backend = MLXBackend(served(BUNDLED), num_slots=1, max_depth=DEPTH)
+    steps, prompt = Steps(backend), np.arange(3, 40, dtype=np.int32)
+    row = PrefillRow(1, 0, prompt, samples=True)
+    steps.run(admit=(admit(1, prompt),), prefill=(row,))
+    for number in range(num_steps):
+        num_drafts = 0 if number < num_without else DEPTH
+        steps.run(decode=(DecodeRow(1, len(prompt) + number, num_drafts=num_drafts),))
+    return np.array(backend._decodes.future_map.drafts)[1]
+
+
+def test_a_head_that_starts_late_is_fed_what_it_missed() -> None:
+    if operations("draft_head") is None:
+        pytest.skip("there is no operation for the head here")
+    expected = drafts_after(0, num_steps=14)
+    assert len(set(expected.tolist())) > 1
+    assert (drafts_after(13, num_steps=14) == expected).all()
