@@ -45,12 +45,20 @@ class ReplyPlanner:
     runs_chunks: bool = True  # False: also tokens that are known run one by one
     speculation: Speculation | None = None  # None: no drafts
 
-    def plan(self, step: int, running_slots: Iterable[RunningSlot], pays_off: PaysOff) -> ReplyRows:
-        """A row for each reply that goes on."""
+    def plan(
+        self,
+        step: int,
+        running_slots: Iterable[RunningSlot],
+        pays_off: PaysOff,
+        *,
+        prompts_start: bool = False,
+    ) -> ReplyRows:
+        """A row for each reply that goes on. `prompts_start`: some may, in this step."""
         running_slots = list(running_slots)
         going_on = [h for h in running_slots if self._samples(h) or self.runs_last_token(h)]
         ends = self._chunk_ends(going_on, pays_off)
-        beside_prompts = any(h.request.phase == "prefill" for h in running_slots)
+        going = any(running.request.phase == "prefill" for running in running_slots)
+        beside_prompts = prompts_start or going
         rows, drafts = ReplyRows(), self._drafts(step, going_on, beside_prompts)
         for running in going_on:
             if running in ends and self._fits(running, ends[running]):

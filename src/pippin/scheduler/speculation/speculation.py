@@ -23,7 +23,7 @@ from pippin.scheduler.speculation.depth import Candidate, DepthPolicy
 from pippin.scheduler.speculation.drafter import NO_GUESS, DeviceDrafter, Drafter, Guess
 
 PATIENCE = 16  # looks for drafts that were in vain: then
-STEPS_BETWEEN_LOOKS = 8  # looking takes the host's time too
+STEPS_BETWEEN_LOOKS = 4  # looking takes the host's time too
 BY_DEVICE = -1  # the class of confidence of the device's drafts
 
 

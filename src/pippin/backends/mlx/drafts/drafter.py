@@ -136,10 +136,10 @@ class StepDrafter:
         slots, num_tokens = rows.tolist(), entries[1].shape[1]
         found: tuple[mx.array, list[Any]]
         if (whole := self._reader.operation) is not None:
-            (kv,), (hidden, *others) = rings.kv, entries
+            (kv,), (hidden, tokens, counts, first) = rings.kv, entries
             assert hidden is not None, "a head reads hidden vectors"
-            wrong = self._shape.num_wrong
-            drafts, after = whole.draft(hidden, *others, kv, self._choices(slots), noise, wrong)
+            how = self._choices(slots), noise, self._shape.num_wrong
+            drafts, after = whole.draft(hidden, tokens, counts, first, kv, *how)
             found = drafts, [after]
         elif self._compiled is not None and num_tokens <= self._most_tokens:
             found = self._compiled(*entries, rings.kv, self._choices(slots), noise)

@@ -63,7 +63,12 @@ class MissedSteps:
     def before(self, ran: Ran) -> Ran:
         """A step of the same rows as one with those it missed."""
         steps = self._steps
-        if not steps or ran.inputs is None or not np.array_equal(steps[-1].slots, ran.slots):
+        if (
+            not steps
+            or ran.inputs is None
+            or ran.hidden is None
+            or not np.array_equal(steps[-1].slots, ran.slots)
+        ):
             return ran
         number = len(steps)
         hidden = [*(step.hidden for step in steps), ran.hidden]

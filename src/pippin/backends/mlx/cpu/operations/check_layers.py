@@ -108,14 +108,15 @@ def draft_head(ours: Operations) -> Pairs:
         full_attention_interval=1,
         num_experts=0,
     )
-    layer, eps = DecoderLayer(args, 0), args.rms_norm_eps
+    layer: Any = DecoderLayer(args, 0)
+    eps = args.rms_norm_eps
     attention, mlp = layer.self_attn, layer.mlp
     lines, join = normal(num_ids, size, seed=2), normal(size, 2 * size, seed=3) * 0.1
     norms = [RMSNorm(size, eps) for _ in range(3)]
     for seed, norm in enumerate([*norms, attention.q_norm, attention.k_norm], 4):
         norm.weight = 1.0 + 0.1 * normal(*norm.weight.shape, seed=seed)
     rope = attention.rope
-    weights = (lines, norms[0].weight, norms[1].weight, ours.pack(join))
+    weights: tuple[mx.array, ...] = (lines, norms[0].weight, norms[1].weight, ours.pack(join))
     weights += (layer.input_layernorm.weight,)
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     weights += tuple(ours.pack(part.weight) for part in parts)
@@ -125,7 +126,7 @@ def draft_head(ours: Operations) -> Pairs:
     weights += (norms[2].weight, ours.pack(lines), frequencies(rope.dims, rope.base))
 
     def read(hidden: mx.array, tokens: mx.array, cache: KVCache) -> mx.array:
-        parts = norms[0](lines[tokens]), norms[1](hidden)
+        parts = [norms[0](lines[tokens]), norms[1](hidden)]
         entered = mx.concatenate(parts, axis=-1) @ join.T
         mask = "causal" if tokens.shape[1] > 1 else None
         out: mx.array = norms[2](layer(entered, mask, cache))
@@ -134,7 +135,7 @@ def draft_head(ours: Operations) -> Pairs:
     hidden, tokens = normal(2, 3, size, seed=9), mx.array([[7, 21, 40], [12, 0, 0]])
     counts, known = mx.array([2, 0]), (2, 0)  # places in front of the first token
     keys, values = (mx.zeros((2, 2, cells, 16)) for _ in range(2))
-    caches = [KVCache(), KVCache()]
+    caches: list[Any] = [KVCache(), KVCache()]
     read(normal(1, 2, size, seed=10), mx.array([[3, 50]]), caches[0])
     keys[:1, :, :2], values[:1, :, :2] = caches[0].keys[:, :, :2], caches[0].values[:, :, :2]
     choices = mx.array([[0.0, 0, float("inf"), 0]] * 2)
