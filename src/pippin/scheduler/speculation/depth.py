@@ -19,8 +19,8 @@ from pippin.scheduler.pacing.costs import Timed
 from pippin.scheduler.speculation.acceptance import Acceptance
 from pippin.scheduler.speculation.draft_costs import DraftCosts
 
-INCOME = 0.015  # of each step: what may be lost by trying
-FIRST_BALANCE = 4.0  # steps,
+INCOME = 0.01  # of each step: what may be lost by trying
+FIRST_BALANCE = 3.0  # steps,
 MAX_BALANCE = 6.0  # and at most: gains from long ago pay for nothing
 STEPS_BETWEEN_TRIALS = 32  # of a row whose drafts do not pay
 TRIAL_DEPTH = 2
