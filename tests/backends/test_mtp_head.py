@@ -145,8 +145,8 @@ def test_rings_are_counted_in_a_rows_bytes() -> None:
     assert backend.row_bytes(64) > backend._footprint.row_bytes(64)
 
 
-def drafts_after(num_without: int, num_steps: int) -> np.ndarray:
-    """Those left by the last step of a reply, whose first steps left none."""
+def ring_after(num_without: int, num_steps: int) -> np.ndarray:
+    """Keys that the head has after a reply's last step, where the first steps left no drafts."""
     backend = MLXBackend(served(BUNDLED), num_slots=1, max_depth=DEPTH)
     steps, prompt = Steps(backend), np.arange(3, 40, dtype=np.int32)
     row = PrefillRow(1, 0, prompt, samples=True)
@@ -154,12 +154,13 @@ def drafts_after(num_without: int, num_steps: int) -> np.ndarray:
     for number in range(num_steps):
         num_drafts = 0 if number < num_without else DEPTH
         steps.run(decode=(DecodeRow(1, len(prompt) + number, num_drafts=num_drafts),))
-    return np.array(backend._decodes.future_map.drafts)[1]
+    assert backend._decodes.drafter is not None
+    return np.array(backend._decodes.drafter.rings.arrays()[0])
 
 
 def test_a_head_that_starts_late_is_fed_what_it_missed() -> None:
     if operations("draft_head") is None:
         pytest.skip("there is no operation for the head here")
-    expected = drafts_after(0, num_steps=14)
-    assert len(set(expected.tolist())) > 1
-    assert (drafts_after(13, num_steps=14) == expected).all()
+    expected = ring_after(0, num_steps=14)
+    assert np.count_nonzero(np.abs(expected).sum(axis=(0, 1, 3))) >= 14
+    np.testing.assert_allclose(ring_after(13, num_steps=14), expected, atol=1e-4)
