@@ -330,6 +330,20 @@ def test_a_host_that_is_wrong_leaves_its_rows_to_the_device() -> None:
     check_idle(client)
 
 
+def test_a_step_with_prompts_begins_no_drafts() -> None:
+    """Drafts that the device has left are verified once more; then it leaves none."""
+    client = make_client_of_both(1.0, 1.0, Always())
+    client.submit(make_prompt(10), max_tokens=60)
+    client.step(8)
+    client.submit(make_prompt(200, 1), max_tokens=4)
+    client.run()
+    plans = [plan for plan in recorded(client).plans if plan.decode and plan.num_prefill_tokens]
+    assert plans, "a prompt was computed beside the reply"
+    assert not any(row.num_drafts or row.proposal for plan in plans for row in plan.decode)
+    assert max(recorded(client).depths) > 0
+    check_idle(client)
+
+
 # ---- what is counted -----------------------------------------------------------------------------
 
 

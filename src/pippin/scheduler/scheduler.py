@@ -162,7 +162,12 @@ class Scheduler:
         for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
             self.registry.notify(request)
         retire, retired = self._plan_retires(step)
-        replies = self._replies.plan(step, self.running_slots.values(), self.pace.pays_off)
+        replies = self._replies.plan(
+            step,
+            self.running_slots.values(),
+            self.pace.pays_off,
+            prompts_start=self._prompts.may_start,
+        )
         admit, prefill = self._prompts.plan(
             step, self.running_slots, replies.num_streams, self.pace, replies.num_drafts
         )

@@ -17,7 +17,7 @@ from serving import make_client, make_prompt
 
 NAMES = [trial.__name__ for trial in check.TRIALS]
 ADDED_TO_GRAPHS = {name.removeprefix("pippin_") for name in bindings._ARGUMENTS} - {
-    *("start", "take_failure", "is_array", "panel")
+    *("start", "take_failure", "is_array", "panel", "run_ahead")
 }
 
 

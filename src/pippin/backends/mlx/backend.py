@@ -25,6 +25,7 @@ from pippin.backends.base import (
 )
 from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
+from pippin.backends.mlx.cpu.run_ahead import running_ahead
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
 from pippin.backends.mlx.device import (
     device_info,
@@ -215,7 +216,8 @@ class MLXBackend:
         self._decodes.run(step, plan.decode, self._prompts)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
             self._sampling.sample(step)
-            step.launch()
+            with running_ahead():
+                step.launch()
         self._prefill(step, plan.prefill)
         if plan.prefill or not plan.decode:
             self._sampling.sample(step)

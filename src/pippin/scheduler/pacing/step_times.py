@@ -1,7 +1,8 @@
 """How long steps took, as far as a host can see. Knows no arrays and nothing of costs.
 
-A host sees a step's end if it waits for it. Else it had ended some time before: on CPUs mlx holds a
-launch up until most of its step has run, and when that returns the step before has long been done.
+A host sees a step's end if it waits for it. Else it had ended some time before: on CPUs mlx may
+hold a launch up until most of its step has run (decode steps are submitted ahead of its limit), and
+when that returns the step before has long been done.
 
     device    |  step 7  |         step 8          |
     host      launch 8 .......................... |  commit 7: when did it end?  |  launch 9 ...

@@ -45,11 +45,21 @@ class ReplyPlanner:
     runs_chunks: bool = True  # False: also tokens that are known run one by one
     speculation: Speculation | None = None  # None: no drafts
 
-    def plan(self, step: int, running_slots: Iterable[RunningSlot], pays_off: PaysOff) -> ReplyRows:
-        """A row for each reply that goes on."""
+    def plan(
+        self,
+        step: int,
+        running_slots: Iterable[RunningSlot],
+        pays_off: PaysOff,
+        *,
+        prompts_start: bool = False,
+    ) -> ReplyRows:
+        """A row for each reply that goes on. `prompts_start`: some may, in this step."""
+        running_slots = list(running_slots)
         going_on = [h for h in running_slots if self._samples(h) or self.runs_last_token(h)]
         ends = self._chunk_ends(going_on, pays_off)
-        rows, drafts = ReplyRows(), self._drafts(step, going_on)
+        going = any(running.request.phase == "prefill" for running in running_slots)
+        beside_prompts = prompts_start or going
+        rows, drafts = ReplyRows(), self._drafts(step, going_on, beside_prompts)
         for running in going_on:
             if running in ends and self._fits(running, ends[running]):
                 rows.chunks.append(self._chunk(step, running, ends[running]))
@@ -61,11 +71,13 @@ class ReplyPlanner:
                 running.enter(Stage.CLOSED)
         return rows
 
-    def _drafts(self, step: int, going_on: Sequence[RunningSlot]) -> dict[RunningSlot, Draft]:
+    def _drafts(
+        self, step: int, going_on: Sequence[RunningSlot], beside_prompts: bool
+    ) -> dict[RunningSlot, Draft]:
         if self.speculation is None:
             return {}
         sampling = [running for running in going_on if self._samples(running)]
-        return self.speculation.draft(step, sampling, len(going_on))
+        return self.speculation.draft(step, sampling, len(going_on), beside_prompts=beside_prompts)
 
     def _fitting(self, running: RunningSlot, draft: Draft) -> Draft | None:
         """What the next row verifies, if anything; None if there are no bytes for its token."""

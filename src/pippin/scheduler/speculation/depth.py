@@ -19,13 +19,14 @@ from pippin.scheduler.pacing.costs import Timed
 from pippin.scheduler.speculation.acceptance import Acceptance
 from pippin.scheduler.speculation.draft_costs import DraftCosts
 
-INCOME = 0.015  # of each step: what may be lost by trying
-FIRST_BALANCE = 2.0  # steps,
-MAX_BALANCE = 4.0  # and at most: gains from long ago pay for nothing
+INCOME = 0.01  # of each step: what may be lost by trying
+FIRST_BALANCE = 3.0  # steps,
+MAX_BALANCE = 6.0  # and at most: gains from long ago pay for nothing
 STEPS_BETWEEN_TRIALS = 32  # of a row whose drafts do not pay
 TRIAL_DEPTH = 2
+STEPS_BETWEEN_OTHERS = 12  # with drafts, of which one has some more or fewer: costs are kept fresh
 STEPS_BETWEEN_PLAIN = 64  # a step without drafts shows what these are compared with
-FIRST_DRAFTS = 4  # of a step, until more are known,
+FIRST_DRAFTS = 2  # of a step, or one for each row, until more are known,
 GROWTH = 2  # and then so many times as many as are
 CLEARLY = 1.01  # what drafts promise is to be better by this factor
 
@@ -78,7 +79,7 @@ class DepthPolicy:
 
     def _most(self, rows: int, offered: int) -> int:
         """Drafts of a step: a few more than were seen, since what more of them cost is a guess."""
-        return min(offered, max(FIRST_DRAFTS, GROWTH * self.costs.most_known(rows)))
+        return min(offered, max(FIRST_DRAFTS, rows, GROWTH * self.costs.most_known(rows)))
 
     def allows(self, rows: int) -> bool:
         """Whether a step of so many may have drafts at all."""
@@ -117,6 +118,9 @@ class DepthPolicy:
             tokens -= ranked[place][0]
             if tokens / taken > best:
                 best, number = tokens / taken, place + 1
+        if number and not self._num_steps % STEPS_BETWEEN_OTHERS:
+            more = rows if self._num_steps // STEPS_BETWEEN_OTHERS % 2 else -rows
+            number = max(1, min(number + more, len(seconds) - 1))
         depths = [0] * len(candidates)
         for _, row in ranked[:number]:
             depths[row] += 1

@@ -28,12 +28,12 @@ class _Point:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     seen_at: int = 0
 
-    took: float = 0.0  # the median; of an even number the upper one
+    took: float = 0.0  # the lower quartile: what disturbs a step only makes it longer
 
     def add(self, drafts: float, seconds: float, seen_at: int) -> None:
         self.drafts, self.seen_at = drafts, seen_at
         self.seconds.append(seconds)
-        self.took = sorted(self.seconds)[len(self.seconds) // 2]
+        self.took = sorted(self.seconds)[len(self.seconds) // 4]
 
     @property
     def known(self) -> bool:

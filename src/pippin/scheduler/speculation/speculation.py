@@ -69,11 +69,20 @@ class Speculation:
         return {name: DraftCounts(accepted_at=[0] * self.max_depth) for name in names}
 
     def draft(
-        self, step: int, rows: Sequence[RunningSlot], num_rows: int
+        self,
+        step: int,
+        rows: Sequence[RunningSlot],
+        num_rows: int,
+        *,
+        beside_prompts: bool = False,
     ) -> dict[RunningSlot, Draft]:
-        """For rows of replies, all that sample in a step of `num_rows`."""
+        """For rows of replies, all that sample in a step of `num_rows`; prompts wait for the time
+        that drafts take, and what such steps take says nothing of drafts."""
+        if self.policy is not None and beside_prompts:
+            self.policy.usual_depth = 0
+            return self._all_left(rows)
         if self._rests(step, num_rows):
-            return {running: self._left(running) for running in rows if running.num_drafts}
+            return self._all_left(rows)
         may = [running for running in rows if may_speculate(running.request)]
         if self.drafter is not None:
             self.drafter.prepare(running.request for running in may)
@@ -185,6 +194,9 @@ class Speculation:
         start = running.request.num_tokens
         end = running.row_len + 1 + depth - start
         return Draft(depth, Proposal(start, guess.tokens[:end]))
+
+    def _all_left(self, rows: Sequence[RunningSlot]) -> dict[RunningSlot, Draft]:
+        return {running: self._left(running) for running in rows if running.num_drafts}
 
     def _left(self, running: RunningSlot, num_drafts: int = 0) -> Draft:
         """Those that the device left for this step."""

@@ -30,6 +30,10 @@ class DraftModel:
         """Tokens of a text that it is fed at once."""
         return self._length // 2
 
+    @property
+    def operation(self) -> None:
+        """It runs as any model does."""
+
     def ring_shape(self, max_depth: int) -> RingShape:
         layers = [
             RingLayer(_heads(own.shapes[0]), _heads(own.shapes[1]), own.dtypes[0], own.window)

@@ -74,6 +74,7 @@ class VerifyStep:
     num_unsure: int  # no row holds more than this many beyond that
     lengths: mx.array  # int32 [width]: as the device has them
     drafts: mx.array  # int32 [width, depth]; NONE where there is none
+    inputs: mx.array  # int32 [width, 1]: the input tokens
     logits: mx.array  # [width, 1 + depth, vocab]
     hidden: list[mx.array]  # [width, 1 + depth, hidden]: what these are made of, if known
 
@@ -207,11 +208,11 @@ class DraftRows(DecodeRows):
                 bound.unsure.append(unsure[row.slot])
         lengths = self._known(unsure_slots, least, self._future_map.lengths)
         drafts = self._drafts(slots, depths, proposals, lengths)
-        inputs = self._future_map.resolve(slots)[:, None]
+        inputs = tokens = self._future_map.resolve(slots)[:, None]
         if drafts.shape[1]:
-            inputs = mx.concatenate([inputs, mx.maximum(drafts, 0)], axis=1)
+            tokens = mx.concatenate([inputs, mx.maximum(drafts, 0)], axis=1)
         tree = {
-            "tokens": inputs,
+            "tokens": tokens,
             "offset": lengths,
             "cursor": lengths - mx.array(mains) if unsure_slots.any() else mx.array(least - mains),
         }
@@ -223,8 +224,8 @@ class DraftRows(DecodeRows):
             tree["cursor"] = mx.maximum(tree["cursor"], 0)
         logits, hidden = self._run(tree, least, forward)
         plain = not unsure and not num_unsure
-        found = VerifyStep(plain, slots, depths, least, num_unsure, lengths, drafts, logits, hidden)
-        return found, unsure
+        facts = (plain, slots, depths, least, num_unsure, lengths, drafts)
+        return VerifyStep(*facts, inputs, logits, hidden), unsure
 
     def _known(self, unsure_slots: np.ndarray, held: np.ndarray, by_slot: mx.array) -> mx.array:
         """int32 [width]: as the host has them, but those of `unsure_slots`."""

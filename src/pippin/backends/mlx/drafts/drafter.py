@@ -8,7 +8,6 @@ itself will have there. Nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -16,6 +15,9 @@ import numpy as np
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation
+from pippin.backends.mlx.drafts.draft_rows import VerifyStep
+from pippin.backends.mlx.drafts.missed_steps import MissedSteps, Ran
 from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending
@@ -34,6 +36,11 @@ class Reader(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def operation(self) -> HeadOperation | None:
+        """What reads and drafts all that a step leaves at once, where there is such a one."""
+        ...
+
     def ring_shape(self, max_depth: int) -> RingShape:
         """`max_depth`: drafts of a row."""
         ...
@@ -47,19 +54,6 @@ class Reader(Protocol):
     ) -> tuple[mx.array, mx.array | None]:
         """Behind the token `at` of each row: logits [rows, ids], and [rows, 1, hidden]."""
         ...
-
-
-@dataclass(frozen=True)
-class Ran:
-    """Tokens that rows got in a step, and what they were sampled from. By line."""
-
-    slots: np.ndarray  # int32 [width]; 0: no row
-    least: np.ndarray  # int32 [width]: tokens that the row held before the step, at least
-    num_unsure: int  # no row held more than this many beyond that
-    lengths: mx.array  # int32 [width]: as the device has them
-    hidden: mx.array | None  # [width, n, hidden]: of the input token and of drafts behind it
-    tokens: mx.array  # int32 [width, n]: sampled behind these
-    counts: mx.array  # int32 [width]: of these how many are behind accepted drafts
 
 
 class StepDrafter:
@@ -82,6 +76,7 @@ class StepDrafter:
         self._shape = reader.ring_shape(max_depth)
         self._most_tokens = 1 + max_depth  # of a row in a step
         self.rings = SlotRings(self._shape)
+        self._missed = MissedSteps()
         # In one graph where one operation chooses for all rows, however they do.
         self._compiled = mx.compile(self._run_chosen) if operations("choose") else None
 
@@ -95,10 +90,12 @@ class StepDrafter:
     def prepare(self, rows: Sequence[DecodeRow], is_exact: Callable[[DecodeRow], bool]) -> None:
         """It is about to run these; `is_exact`: the position of a row is."""
 
-    def pass_over(self, rows: Sequence[DecodeRow]) -> None:
-        """It has run these, and feeds nothing of them."""
+    def pass_over(self, rows: Sequence[DecodeRow], ran: VerifyStep) -> None:
+        """It has run these, and feeds nothing of them yet."""
         for row in rows:
             self.rings.forget(row.slot)
+        if self._reader.operation is not None:
+            self._missed.add(ran)
 
     def note_sampled(self, step: MLXPending) -> None:
         """All rows of a step have been launched."""
@@ -106,6 +103,7 @@ class StepDrafter:
     def forget(self, slot: int) -> None:
         """It ended, or its row is another's now."""
         self.rings.forget(slot)
+        self._missed.clear()
 
     def draft_first(self, rows: Sequence[tuple[PrefillRow, mx.array | None]]) -> list[mx.array]:
         """For slots whose first token was sampled, from a hidden vector [1, 1, hidden] each."""
@@ -116,14 +114,17 @@ class StepDrafter:
         tokens = self._future_map.tokens[mx.array(slots)][:, None]
         counts = mx.zeros((len(rows),), mx.int32)
         hidden = mx.concatenate(vectors)
-        ran = Ran(slots, least, 0, mx.array(least), hidden, tokens, counts)
+        ran = Ran(slots, least, 0, mx.array(least), hidden, tokens, None, counts)
         return self.draft(ran, max(row.num_drafts for row, _ in rows))
 
     def draft(self, ran: Ran, num_drafts: int) -> list[mx.array]:
         """Feed the tokens, and leave drafts for the next step of each row; all that was written."""
+        noise = self._noise(ran, num_drafts)
+        ran = self._missed.before(ran)
+        self._missed.clear()
         rings = self.rings.joined(ran.slots.tolist(), ran.lengths)
         entries = (ran.hidden, ran.tokens, ran.counts, ran.lengths - rings.starts)
-        return self._run_rows(ran.slots, rings, entries, self._noise(ran, num_drafts))
+        return self._run_rows(ran.slots, rings, entries, noise)
 
     def _run_rows(
         self,
@@ -133,7 +134,14 @@ class StepDrafter:
         noise: mx.array,
     ) -> list[mx.array]:
         slots, num_tokens = rows.tolist(), entries[1].shape[1]
-        if self._compiled is not None and num_tokens <= self._most_tokens:
+        found: tuple[mx.array, list[Any]]
+        if (whole := self._reader.operation) is not None:
+            (kv,), (hidden, tokens, counts, first) = rings.kv, entries
+            assert hidden is not None, "a head reads hidden vectors"
+            how = self._choices(slots), noise, self._shape.num_wrong
+            drafts, after = whole.draft(hidden, tokens, counts, first, kv, *how)
+            found = drafts, [after]
+        elif self._compiled is not None and num_tokens <= self._most_tokens:
             found = self._compiled(*entries, rings.kv, self._choices(slots), noise)
         else:  # a text that it missed is of any length: no graph is worth keeping
             found = self._run(
@@ -142,12 +150,12 @@ class StepDrafter:
                 noise,
                 lambda logits, keys: self._sampler.draw_places(logits, slots, keys),
             )
-        drafts, kv = found
-        after = Rings(kv, rings.starts)
-        self.rings.keep(slots, after)
+        drafts, new_kv = found
+        new = Rings(new_kv, rings.starts)
+        self.rings.keep(slots, new)
         if noise.shape[1]:
             self._future_map.stash_drafts(rows, drafts)
-        return [drafts, *after.arrays(), *self._future_map.arrays()]
+        return [drafts, *new.arrays(), *self._future_map.arrays()]
 
     # ---- one step --------------------------------------------------------------------------
 

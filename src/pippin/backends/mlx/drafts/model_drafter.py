@@ -13,7 +13,9 @@ import numpy as np
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
 from pippin.backends.draft_texts import MOST_FED, DraftTexts, Missing
 from pippin.backends.mlx.drafts.draft_model import DraftModel
-from pippin.backends.mlx.drafts.drafter import Ran, StepDrafter
+from pippin.backends.mlx.drafts.draft_rows import VerifyStep
+from pippin.backends.mlx.drafts.drafter import StepDrafter
+from pippin.backends.mlx.drafts.missed_steps import Ran
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.sampler import MLXSampler
@@ -43,7 +45,7 @@ class ModelDrafter(StepDrafter):
         for group in self._texts.to_feed(rows, is_exact):
             self._feed(group, mx.zeros((len(group), 0, 2), mx.uint32))
 
-    def pass_over(self, rows: Sequence[DecodeRow]) -> None:
+    def pass_over(self, rows: Sequence[DecodeRow], ran: VerifyStep) -> None:
         self._texts.pass_over(rows)
 
     def note_sampled(self, step: MLXPending) -> None:
@@ -65,7 +67,7 @@ class ModelDrafter(StepDrafter):
             ends = np.array([missing.end for missing in group], dtype=np.int32)
             slots = np.array([missing.slot for missing in group], dtype=np.int32)
             one = mx.zeros((len(group), 1), mx.int32)
-            ran = Ran(slots, ends - 1, 0, mx.array(ends - 1), None, one, one[:, 0])
+            ran = Ran(slots, ends - 1, 0, mx.array(ends - 1), None, one, None, one[:, 0])
             num_drafts = max(by_slot[missing.slot].num_drafts for missing in group)
             written += self._feed(group, self._noise(ran, num_drafts))
         return written

@@ -18,7 +18,9 @@ from mlx.utils import tree_flatten
 
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.cpu.operations.bindings import LinearLayers, LinearWeights, operations
+from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation, find_head_operation
 from pippin.backends.mlx.cpu.operations.linear import PackedEmbedding, PackedLinear
+from pippin.backends.mlx.drafts.missed_steps import MOST_OF_ROW
 from pippin.backends.mlx.drafts.rings import RingKV, RingLayer, RingShape
 from pippin.backends.mtp_weights import LAYER, PREFIX, STORED_LESS_ONE, find_mtp_weights
 
@@ -66,7 +68,9 @@ class MTPHead(Module):
     def ring_shape(self, max_depth: int) -> RingShape:
         sides = self.kv_shape
         layer = RingLayer(sides, sides, self.norm.weight.dtype)
-        return RingShape((layer,), RING, num_first=0, num_wrong=max_depth)
+        weight = self.norm.weight
+        missed = MOST_OF_ROW * weight.size * weight.dtype.size
+        return RingShape((layer,), RING, 0, num_wrong=max_depth, missed_bytes=missed)
 
     def read(
         self,
@@ -92,15 +96,22 @@ class MTPHead(Module):
         logits: mx.array = head(hidden)
         return logits
 
+    @property
+    def operation(self) -> HeadOperation | None:
+        return None if operations("draft_head", "choose") is None else self._operation
+
     def pack(self) -> None:
         """After the model's own head is packed."""
+        self._operation: HeadOperation | None = None
         part = self._text.model.embed_tokens if self._tied else self._text.lm_head
         self._first_ids = None
         if isinstance(part, PackedEmbedding | PackedLinear) and "bias" not in part:
             panels = part.panels[: MAX_DRAFT_VOCAB // part.panels.shape[2]]
             mx.eval(panels)
             size = min(MAX_DRAFT_VOCAB, self._text.args.vocab_size)
-            self._first_ids = LinearLayers([LinearWeights(panels, None, size)])
+            ids = LinearWeights(panels, None, size)
+            self._first_ids = LinearLayers([ids])
+            self._operation = find_head_operation(self, self._text.model.embed_tokens, ids)
 
     @property
     def _tied(self) -> bool:

@@ -36,6 +36,7 @@ class RingShape:
     length: int  # tokens
     num_first: int  # of these, so many are never overwritten
     num_wrong: int  # cells that drafts which were rejected may have been written to
+    missed_bytes: int = 0  # of a slot, what is kept to be read later
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +46,7 @@ class RingShape:
             for layer in self.layers
             for heads, dim in (layer.keys, layer.values)
         )
-        return IN_FLIGHT * (self.length + 1) * channels
+        return IN_FLIGHT * (self.length + 1) * channels + self.missed_bytes
 
     def blank(self, starts: mx.array) -> Rings:
         def zeros(side: tuple[int, int], dtype: mx.Dtype) -> mx.array:

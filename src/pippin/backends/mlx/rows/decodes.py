@@ -15,7 +15,8 @@ import numpy as np
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
 from pippin.backends.mlx.drafts.draft_model import DraftModel
 from pippin.backends.mlx.drafts.draft_rows import DraftRows, VerifyStep, find_draft_layers
-from pippin.backends.mlx.drafts.drafter import Ran, StepDrafter
+from pippin.backends.mlx.drafts.drafter import StepDrafter
+from pippin.backends.mlx.drafts.missed_steps import Ran
 from pippin.backends.mlx.drafts.model_drafter import ModelDrafter
 from pippin.backends.mlx.drafts.verifier import Verifier
 from pippin.backends.mlx.load import LoadedModel
@@ -176,7 +177,7 @@ class Decodes:
             tokens, counts = self._verifier.verify(step, rows, decodes, ran, unsure)
         if self.drafter is not None:
             if tokens is None or counts is None or not (num_drafts or self.drafter.reads_on):
-                self.drafter.pass_over(decodes)
+                self.drafter.pass_over(decodes, ran)
             else:
                 self._draft(step, ran, tokens, counts, num_drafts)
         for decode in decodes:
@@ -196,7 +197,8 @@ class Decodes:
         """For the next steps of these rows, of what this one sampled."""
         assert self.drafter is not None
         hidden = ran.hidden[0] if ran.hidden else None
-        found = Ran(ran.slots, ran.least, ran.num_unsure, ran.lengths, hidden, tokens, counts)
+        facts = (ran.slots, ran.least, ran.num_unsure, ran.lengths)
+        found = Ran(*facts, hidden, tokens, ran.inputs, counts)
         step.written += self.drafter.draft(found, num_drafts)
 
     def draft_first(

@@ -23,6 +23,7 @@ from pippin.backends.mlx.device import on_cpu
 Address, Number, Count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "pippin_start": (Count,),
+    "pippin_run_ahead": (Count,),
     "pippin_take_failure": (ctypes.c_char_p, ctypes.c_long),
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
     "pippin_attention": (Address, Address, Count, Number, Count),
@@ -31,6 +32,7 @@ _ARGUMENTS = {
     "pippin_tail_write": (Address, Address),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
     "pippin_draft_layer": (Address, Count, Address, Count, Count, Number),
+    "pippin_draft_head": (Address, Address, Count, Count, Number, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
     "pippin_linear": (Address, Count, Address, Address, Address),
     "pippin_panel": (),
@@ -82,6 +84,11 @@ class Operations:
         text = ctypes.create_string_buffer(FAILURE_BYTES)
         failed = self._library.pippin_take_failure(text, FAILURE_BYTES)
         return text.value.decode(errors="replace") if failed else None
+
+    def run_ahead(self, num_tasks: int) -> None:
+        """A thread that submits work may be so many tasks of ten dispatches further ahead of mlx's
+        than mlx allows; with a negative number no longer."""
+        _check(self._library.pippin_run_ahead(num_tasks))
 
     def rms_norm(self, x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
         given = None if weight is None else id(weight)
@@ -204,6 +211,20 @@ class Operations:
         outs = [_blank() for _ in range(6 if has_drafts else 3)]
         ins = _addresses(inputs)
         _check(self._library.pippin_draft_layer(_addresses(outs), len(outs), ins, *k_heads, eps))
+        return outs
+
+    def draft_head(
+        self,
+        inputs: Sequence[mx.array],  # as draft_head.h lists them
+        num_wrong: int,
+        num_ids: int,
+        eps: float,
+        rope_scale: float,
+    ) -> list[mx.array]:
+        """Drafts int32 [rows, n], and the rings after them: keys and values."""
+        outs, ins = [_blank() for _ in range(3)], _addresses(inputs)
+        numbers = (num_wrong, num_ids, eps, rope_scale)
+        _check(self._library.pippin_draft_head(_addresses(outs), ins, *numbers))
         return outs
 
     def choose(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +24,12 @@ from pippin.backends.mlx.cpu.operations.bindings import (
     LinearWeights,
     Operations,
     without_operations,
+)
+from pippin.backends.mlx.cpu.operations.check_layers import (
+    delta_layer,
+    draft_head,
+    draft_layer,
+    normal,
 )
 from pippin.backends.mlx.cpu.operations.drop_ins import frequencies
 from pippin.backends.mlx.cpu.operations.library import DOES_NOT_FIT
@@ -45,10 +50,6 @@ def finds_arrays(operations: Operations) -> bool:
     arrays = [made, made + 1.0, mx.array([1.0, 2.0]), mx.split(made, 2, axis=0)[0]]
     mx.eval(arrays)
     return all(operations.is_array(x, np.asarray(x).ctypes.data) for x in arrays)
-
-
-def normal(*shape: int, seed: int = 0) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
 
 
 # ---- one trial for each operation, of sizes that several threads share -------------------------
@@ -170,78 +171,6 @@ def _written(tail: mx.array, columns: mx.array) -> mx.array:
     return new
 
 
-def _delta_net() -> Any:
-    from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
-
-    mx.random.seed(0)
-    layer = GatedDeltaNet(
-        TextModelArgs(
-            hidden_size=48,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=24,
-            linear_conv_kernel_dim=4,
-        )
-    )
-    layer.norm.weight, layer.dt_bias = normal(24), normal(4, seed=1)
-    layer.eval()
-    return layer
-
-
-def _products(layer: Any, x: mx.array) -> list[mx.array]:
-    return [
-        part(x) for part in (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
-    ]
-
-
-def _delta_weights(layer: Any) -> tuple[mx.array, ...]:
-    taps = mx.contiguous(layer.conv1d.weight[:, :, 0].T)
-    return (taps, layer.A_log, layer.dt_bias, layer.norm.weight)
-
-
-def draft_layer(ours: Operations) -> Pairs:
-    """Of three drafts one row accepted two, the other none; then both run a token and a draft."""
-    from mlx_lm.models.cache import ArraysCache
-
-    layer, x = _delta_net(), normal(2, 6, 48, seed=2)
-    accepted = [2, 0]
-    kept = _products(layer, x[:, 1:4])
-    held = normal(2, 3, layer.conv_dim, seed=3), normal(2, 4, 24, 16, seed=4)
-    inputs = (*_products(layer, x[:, 4:]), *held, *_delta_weights(layer), kept[0], *kept[2:])
-    out, *states = ours.draft_layer(
-        (*inputs, mx.array(accepted)), k_heads=(2, 16), eps=layer.norm.eps
-    )
-    for row, num_accepted in enumerate(accepted):
-        one, cache = slice(row, row + 1), ArraysCache(size=2)
-        cache[0], cache[1] = (entry[one] for entry in held)
-        if num_accepted:
-            layer(x[one, 1 : 1 + num_accepted], None, cache)
-        first = layer(x[one, 4:5], None, cache)
-        yield states[0][one], cache[0]
-        yield states[1][one], cache[1]
-        both = mx.concatenate([first, layer(x[one, 5:], None, cache)], axis=1)
-        yield layer.out_proj(out)[one], both
-    yield states[2][:, :1], inputs[0][:, 1:]
-
-
-def delta_layer(ours: Operations) -> Pairs:
-    from mlx_lm.models.cache import ArraysCache
-
-    layer, x = _delta_net(), normal(2, 70, 48, seed=2)
-    for num_tokens in (70, 1):
-        held = normal(2, 3, layer.conv_dim, seed=3), normal(2, 4, 24, 16, seed=4)
-        cache, given = ArraysCache(size=2), x[:, :num_tokens]
-        cache[0], cache[1] = held
-        inputs = (*_products(layer, given), *held, *_delta_weights(layer))
-        out, conv, states = ours.delta_layer(
-            inputs, k_heads=(2, 16), eps=layer.norm.eps, num_states=1
-        )
-        yield layer.out_proj(out), layer(given, None, cache)
-        yield conv, cache[0]
-        yield states[-1], cache[1]
-
-
 def choose(ours: Operations) -> Pairs:
     """Greedy; noise alone; noise and each filter, over logits that no filter nearly keeps."""
     logits = np.where(np.arange(500) % 100 == 7, 20.0, np.linspace(0.0, 1.0, 500))
@@ -260,7 +189,7 @@ def choose(ours: Operations) -> Pairs:
 
 TRIALS: tuple[Callable[[Operations], Pairs], ...] = (
     *(rms_norm, linear, swiglu, rope, attention, kv_table, row_attention, tail_write, delta_layer),
-    *(draft_layer, choose),
+    *(draft_layer, draft_head, choose),
 )
 
 

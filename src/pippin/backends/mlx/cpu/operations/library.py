@@ -99,7 +99,10 @@ def compile_command(compiler: str, library: Path) -> list[str]:
 
 def _path(compiler: Path) -> Path:
     """Named by all that decides whether a library fits, which the source's own place does not."""
-    files = [*sorted(SOURCE.parent.glob("*.[ch]*")), Path(__file__).with_name("check.py")]
+    files = [
+        *sorted(SOURCE.parent.glob("*.[ch]*")),
+        *sorted(Path(__file__).parent.glob("check*.py")),
+    ]
     sources = [path.read_bytes() for path in files]
     command = [word for word in compile_command(str(compiler), SOURCE) if word != str(SOURCE)]
     version = _run([str(compiler), "--version"], BUILD_SECONDS)

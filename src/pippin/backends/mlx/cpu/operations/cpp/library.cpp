@@ -1,8 +1,8 @@
-// Operations for mlx's graphs on a CPU, as Python calls them. What they compute is in runs.h.
+// Operations for mlx's graphs on a CPU, as Python calls them. What they compute is in runs.h and draft_head.h.
 //
 // No exception leaves here.
 
-#include "runs.h"
+#include "draft_head.h"
 
 namespace {
 
@@ -44,6 +44,16 @@ int pippin_start(int threads) {
 
 // Whether an operation failed while mlx computed it, and then why, as text of at most `size` bytes.
 int pippin_take_failure(char* text, long size) { return Failures::take(text, size); }
+
+// Lets a thread that submits work run further ahead of mlx's, by so many tasks of ten dispatches each, or no
+// further again if negative. mlx blocks it when it is some 50 nodes ahead, and has nothing to do when they are done.
+int pippin_run_ahead(int tasks) {
+  return guarded([&] {
+    const mx::Stream stream = mx::default_stream(mx::default_device());
+    for (; tasks > 0; tasks--) mx::scheduler::notify_task_completion(stream);
+    for (; tasks < 0; tasks++) mx::scheduler::notify_new_task(stream);
+  });
+}
 
 // So many outputs' weights are packed side by side.
 int pippin_panel() { return PANEL; }
@@ -128,6 +138,18 @@ int pippin_draft_layer(void* const* out, int num_out, void* const* in, int key_h
     make("DraftLayer", std::move(inputs), std::move(shapes), out, [=](const Inputs& i, const Outputs& o) {
       run_draft_layer(i, o, key_heads, key_dim, eps);
     });
+  });
+}
+
+// in: HeadInput lists them; out: as run_draft_head has them.
+int pippin_draft_head(void* const* out, void* const* in, int num_wrong, int num_ids, float eps, float rope_scale) {
+  return guarded([&] {
+    std::vector<mx::array> inputs = arrays_in(in, HEAD_INPUTS);
+    std::vector<mx::Shape> shapes{{inputs[NOISE].shape(0), inputs[NOISE].shape(1)}, inputs[KEYS].shape(),
+                                  inputs[VALUES].shape()};
+    make("DraftHead", std::move(inputs), std::move(shapes), out,
+         [=](const Inputs& i, const Outputs& o) { run_draft_head(i, o, {num_wrong, num_ids, eps, rope_scale}); },
+         std::vector<mx::Dtype>{mx::int32, mx::float32, mx::float32});
   });
 }
 

@@ -78,6 +78,7 @@ class Pool {
     for (int i = 0; i < LOOKS; i++) {
       if (round_ != seen) return;
       relax();
+      if (i % 8 == 7) std::this_thread::yield();
     }
     std::unique_lock<std::mutex> hold(mutex_);
     ++asleep_;

@@ -118,16 +118,58 @@ inline void run_tokens(const Tokens& t, float* held, int key_dim, int value_dim)
   }
 }
 
+// A line of the state by itself.
+inline void run_line(const Tokens& t, const float* held, float* own, int key_dim, int line) {
+  for (int n = 0; n < t.count; n++, held = own) {
+    const float *q = t.q + n * t.step, *k = t.k + n * t.step, gate = t.g[n];
+    const float delta = (t.v[n * t.step + line] - gate * dot(held, k, key_dim)) * t.beta[n];
+    for (int i = 0; i < key_dim; i++) own[i] = held[i] * gate + delta * k[i];
+    t.y[n * t.y_step + line] = dot(own, q, key_dim);
+  }
+}
+
+// As many lines as there are lanes, from `line` on: sums of several at once. `key_dim` is a multiple of 2 * LANES.
+inline void run_lines(const Tokens& t, const float* held, float* own, int key_dim, int line) {
+  for (int n = 0; n < t.count; n++, held = own) {
+    const float *q = t.q + n * t.step, *k = t.k + n * t.step, gate = t.g[n];
+    Vector sums[LANES];
+    for (int l = 0; l < LANES; l++) {
+      const float* from = held + long(l) * key_dim;
+      Vector both[2] = {};
+      for (int i = 0; i < key_dim; i += 2 * LANES) {
+        both[0] += load(from + i) * load(k + i);
+        both[1] += load(from + i + LANES) * load(k + i + LANES);
+      }
+      sums[l] = both[0] + both[1];
+    }
+    alignas(BYTES) float deltas[LANES];
+    store(deltas, (load(t.v + n * t.step + line) - gate * sum_each(sums)) * t.beta[n]);
+    for (int l = 0; l < LANES; l++) {
+      const float* from = held + long(l) * key_dim;
+      float* to = own + long(l) * key_dim;
+      const float delta = deltas[l];
+      Vector both[2] = {};
+      for (int i = 0; i < key_dim; i += 2 * LANES) {
+        const Vector first = load(from + i) * gate + delta * load(k + i);
+        const Vector second = load(from + i + LANES) * gate + delta * load(k + i + LANES);
+        store(to + i, first);
+        store(to + i + LANES, second);
+        both[0] += first * load(q + i);
+        both[1] += second * load(q + i + LANES);
+      }
+      sums[l] = both[0] + both[1];
+    }
+    store(t.y + n * t.y_step + line, sum_each(sums));
+  }
+}
+
 // Few tokens: from one state to another, [value_dim, key_dim] both.
 inline void run_few(const Tokens& t, const float* state, float* new_state, int key_dim, int value_dim) {
-  for (int line = 0; line < value_dim; line++) {
-    const float* held = state + long(line) * key_dim;
-    float* own = new_state + long(line) * key_dim;
-    for (int n = 0; n < t.count; n++, held = own) {
-      const float *q = t.q + n * t.step, *k = t.k + n * t.step, gate = t.g[n];
-      const float delta = (t.v[n * t.step + line] - gate * dot(held, k, key_dim)) * t.beta[n];
-      for (int i = 0; i < key_dim; i++) own[i] = held[i] * gate + delta * k[i];
-      t.y[n * t.y_step + line] = dot(own, q, key_dim);
-    }
+  int line = 0;
+  for (; key_dim % (2 * LANES) == 0 && line + LANES <= value_dim; line += LANES) {
+    run_lines(t, state + long(line) * key_dim, new_state + long(line) * key_dim, key_dim, line);
+  }
+  for (; line < value_dim; line++) {
+    run_line(t, state + long(line) * key_dim, new_state + long(line) * key_dim, key_dim, line);
   }
 }

@@ -149,6 +149,27 @@ inline void multiply_panel(const Product& product, const View& panels, long numb
   with(panels.data<float>());
 }
 
+// All of several products as one task. `biases` has null where there is none, or is empty.
+inline void multiply_all(const std::vector<Product>& products, const std::vector<const View*>& weights,
+                         const std::vector<const float*>& biases) {
+  std::vector<long> first{0};  // panel of each product
+  long inputs = 1;
+  for (size_t i = 0; i < products.size(); i++) {
+    first.push_back(first.back() + weights[i]->dim(0));
+    inputs = std::max(inputs, products[i].inputs);
+  }
+  const long block = std::max(1L, FEWEST_NUMBERS / (inputs * PANEL));
+  Pool::shared().run(first.back(), block, [&](long from, long to) {
+    size_t layer = 0;
+    for (long panel = from; panel < to; panel++) {
+      while (panel >= first[layer + 1]) layer++;
+      const long number = panel - first[layer];
+      multiply_panel(products[layer], *weights[layer], number);
+      if (!biases.empty() && biases[layer]) add_bias(products[layer], biases[layer], number);
+    }
+  });
+}
+
 // in: x; of each layer its packed weights and maybe its bias.
 inline void run_linear(const Inputs& in, const Outputs& out, const std::vector<LinearLayer>& layers) {
   std::vector<Floats> rooms(in.size());
@@ -156,25 +177,14 @@ inline void run_linear(const Inputs& in, const Outputs& out, const std::vector<L
   std::vector<Product> products;
   std::vector<const View*> weights;
   std::vector<const float*> biases;
-  std::vector<long> first{0};  // panel of each layer
   size_t next = 1;
   for (const LinearLayer& layer : layers) {
     products.push_back({in[0].lines(), layer.num_out, in[0].dim(-1), x, out[products.size()]});
-    first.push_back(first.back() + in[next].dim(0));
     weights.push_back(&in[next++]);
     biases.push_back(layer.biased ? in[next].all(rooms[next]) : nullptr);
     next += layer.biased;
   }
-  const long block = std::max(1L, FEWEST_NUMBERS / (long(in[0].dim(-1)) * PANEL));
-  Pool::shared().run(first.back(), block, [&](long from, long to) {
-    size_t layer = 0;
-    for (long panel = from; panel < to; panel++) {
-      while (panel >= first[layer + 1]) layer++;
-      const long number = panel - first[layer];
-      multiply_panel(products[layer], *weights[layer], number);
-      if (biases[layer]) add_bias(products[layer], biases[layer], number);
-    }
-  });
+  multiply_all(products, weights, biases);
 }
 
 // Turns the first 2 * half numbers of x by half angles: pairs are (i, half + i).

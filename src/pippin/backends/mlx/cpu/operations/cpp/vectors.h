@@ -36,6 +36,21 @@ inline float sum_lanes(Vector x) {
   }
 }
 
+// Of as many vectors as there are lanes, each one's sum in its lane; as sum_lanes adds them. Overwrites them.
+template <int HALF = LANES / 2>
+inline Vector sum_each(Vector* x) {
+  if constexpr (HALF == 0) {
+    return x[0];
+  } else {
+    Lanes low;
+    for (int lane = 0; lane < LANES; lane++) low[lane] = lane % (2 * HALF) < HALF ? lane : LANES + lane - HALF;
+    for (int i = 0; i < HALF; i++) {
+      x[i] = __builtin_shuffle(x[i], x[i + HALF], low) + __builtin_shuffle(x[i], x[i + HALF], low + HALF);
+    }
+    return sum_each<HALF / 2>(x);
+  }
+}
+
 // The sum of products of one and another; two sums, as one would wait for itself.
 inline float dot(const float* x, const float* y, long count) {
   Vector sums[2] = {};

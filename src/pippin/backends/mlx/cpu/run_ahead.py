@@ -1,0 +1,29 @@
+"""Lets the host submit a decode step without waiting until most of it was computed. Knows no plans.
+
+mlx blocks a thread that is some fifty nodes ahead of its own. A decode step has more, so its launch
+took as long as the step, and in the time that the host then needed for the next one mlx ran dry.
+Work that takes much memory is not to run ahead: mlx waits for memory only where it may block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pippin.backends.mlx.cpu.operations.bindings import operations
+
+TASKS = 200  # of ten dispatches each; a node takes two
+
+
+@contextmanager
+def running_ahead() -> Iterator[None]:
+    """Inside, where mlx lets it."""
+    ours = operations()
+    if ours is None:
+        yield
+        return
+    ours.run_ahead(TASKS)
+    try:
+        yield
+    finally:
+        ours.run_ahead(-TASKS)
