@@ -13,13 +13,14 @@ from functools import partial
 import torch
 
 from pippin.backends.torch.drafts.entries import Entries, StepDrafter
-from pippin.backends.torch.kernels.attention_step import attention_step, write_keys
+from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.layers import most_fused, run_fused, run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.rows import gated_norm, norm_rows
 from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
+from pippin.backends.torch.kernels.verify.keys import write_keys
 from pippin.backends.torch.kernels.verify.places import accept, expand
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
