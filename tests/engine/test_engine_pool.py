@@ -305,6 +305,7 @@ async def answer_shutdown(engines: Engines, number: int) -> None:
     replica: Replica = engines.pool.replicas[number]
     assert replica.is_restarting
     replica.engine_lost("the engine process exited with status 0")
+    assert replica.exited_as_asked()
     assert replica.state == "restarting"
     engines.sent[number] = engines.start(number)
     await settle()
@@ -331,6 +332,32 @@ def test_replicas_restart_one_after_another_and_no_stream_ends() -> None:
         await answer_shutdown(engines, 1)
         assert [replica.state for replica in engines.pool.replicas] == ["serving", "serving"]
         engines.pool.restart()  # that one is done
+
+    run(scenario)
+
+
+def test_a_restart_ends_where_an_engine_cannot_be_replaced_and_the_others_serve() -> None:
+    async def scenario(engines: Engines) -> None:
+        engines.pool.restart()
+        await settle()
+        replica: Replica = engines.pool.replicas[0]
+        replica.engine_lost("the engine process exited with status 0")
+        assert replica.exited_as_asked()
+        for _ in range(3):  # what follows are failures, which a supervisor counts
+            replica.engine_lost(LOST)
+            assert not replica.exited_as_asked()
+        replica.give_up("the engine failed 3 times in a row")
+        await settle()
+        assert replica.state == "the engine failed 3 times in a row"
+        assert Shutdown() not in engines.sent[1]
+        await engines.ask("a")
+        assert engines.sent[1].ids == ["a"]
+        engines.pool.restart()  # the one before has ended; this one tries that replica again
+        await settle()
+        assert replica.is_wanted.is_set()
+        engines.sent[0] = engines.start(0)
+        await settle()
+        assert replica.state == "serving"
 
     run(scenario)
 

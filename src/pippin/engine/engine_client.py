@@ -112,7 +112,6 @@ class EngineClient:
         self._watchers = Watchers(self._send)
         self._suspects = suspects or Suspects()
         self.draining = False
-        self.is_restarting = False  # the engine was asked to exit: that is no failure
         self._none_open = asyncio.Event()
         self._none_open.set()
 
@@ -200,6 +199,10 @@ class EngineClient:
                 self._questions.answered(id, data, error)
             case FeedMessage():
                 self._watchers.deliver(message)
+
+    def exited_as_asked(self) -> bool:
+        """Whether the engine that was lost had been told to exit: then that is no failure."""
+        return False
 
     def engine_lost(self, reason: str, *, knows_all: bool = False) -> None:
         """Requests that had started end with an error; the others wait for the next engine.

@@ -100,7 +100,7 @@ class Supervisor:
                 raise LoadError(reason)
             if self._client.draining:
                 return
-            if self._client.is_restarting:
+            if self._client.exited_as_asked():
                 continue
             delay = self._backoff.died()
             if delay is None:

@@ -227,7 +227,14 @@ class EnginePool:
     async def _restart_all(self) -> None:
         for number, replica in enumerate(self.replicas):
             logger.warning("replica %d is restarted when its requests have ended", number)
-            await replica.replace_engine()
+            try:
+                await replica.replace_engine()
+            except EngineDead as error:
+                reason = error.message
+                logger.error(
+                    "replica %d stays down, the others are not restarted: %s", number, reason
+                )
+                return
         logger.warning("all %d replicas were restarted", len(self.replicas))
 
     def _end_restart(self) -> None:

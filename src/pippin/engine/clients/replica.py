@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pippin.engine.clients.prefix_index import PrefixIndex
 from pippin.engine.clients.suspects import OpenRequest, Suspects
 from pippin.engine.engine_client import EngineClient, Sender
+from pippin.errors import EngineDead
 from pippin.messages import Delivered, RestorablePrefixes, Shutdown
 
 # What an open request weighs, in tokens of a prompt: it delays the steps of others, and its row
@@ -22,8 +23,10 @@ class Replica(EngineClient):
         self.prefixes = PrefixIndex()
         self.num_to_compute = 0  # tokens of prompts that have no reply yet
         self.is_resting = False  # requests are routed elsewhere, if there is another
+        self.is_restarting = False  # requests wait for the next engine
+        self._was_asked_to_exit = False
         self._on_change = on_change
-        self._ready = asyncio.Event()
+        self._replaced = asyncio.Event()  # an engine is ready, or there will be none
         self.is_wanted = asyncio.Event()  # not set: its engine failed too often, and stays down
         self.is_wanted.set()
 
@@ -57,30 +60,40 @@ class Replica(EngineClient):
         return unsent
 
     async def replace_engine(self) -> None:
-        """Its requests end, then its engine exits and another is loaded."""
+        """Its requests end, then its engine exits and another is loaded.
+
+        Raises EngineDead if engines failed to load until the supervisor gave up.
+        """
         self.is_resting = True
         self.is_wanted.set()
         try:
             while self.num_open:
                 await self.drained()
+            self._replaced.clear()
             if self.healthy:
-                self.is_restarting = True  # from now on requests wait for the next engine
-                self._ready.clear()
+                self.is_restarting = self._was_asked_to_exit = True
                 self._send(Shutdown())
-            await self._ready.wait()
+            await self._replaced.wait()
         finally:
             self.is_resting = False
+        if not self.is_wanted.is_set():
+            raise EngineDead(self.reason or "")
 
     # ---- what a supervisor calls ---------------------------------------------------------------
 
     def engine_ready(self, sender: Sender) -> None:
-        self.is_restarting = False
+        self.is_restarting = self._was_asked_to_exit = False
         super().engine_ready(sender)
-        self._ready.set()
+        self._replaced.set()
         self._on_change()
 
+    def exited_as_asked(self) -> bool:
+        """Once: the engines that follow are to serve."""
+        asked, self._was_asked_to_exit = self._was_asked_to_exit, False
+        return asked
+
     def engine_lost(self, reason: str, *, knows_all: bool = False) -> None:
-        self._ready.clear()
+        self._replaced.clear()
         self.prefixes.clear()
         super().engine_lost(reason, knows_all=knows_all)
         self._on_change()
@@ -88,7 +101,10 @@ class Replica(EngineClient):
     def give_up(self, reason: str) -> None:
         """Its engine is not restarted until it is wanted."""
         self.is_wanted.clear()
+        self.is_restarting = False
         self.reason = reason
+        self._replaced.set()
+        self._on_change()
 
     def deliver(self, message: Delivered) -> None:
         if isinstance(message, RestorablePrefixes):
