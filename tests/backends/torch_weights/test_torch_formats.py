@@ -158,3 +158,14 @@ def test_what_is_packed_in_a_way_that_is_not_read_is_never_taken_as_dense(
         pytest.raises(LoadError, match=r"q\.weight is stored as .*, without scales"),
     ):
         find_weight(weights, Quantization("fp8", FP8), "q", torch.float32)
+
+
+def test_a_file_of_weights_that_was_cut_off_is_refused_by_name(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(64, 64)}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with (
+        pytest.raises(LoadError, match=r"model\.safetensors cannot be read, perhaps its download"),
+        open_weights(tmp_path, torch.device("cpu"), ""),
+    ):
+        pass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from pippin.errors import LoadError
 
@@ -94,7 +94,11 @@ def open_weights(path: Path, device: torch.device, prefix: str) -> Iterator[Chec
     with ExitStack() as stack:
         found: dict[str, Stored] = {}
         for part in sorted(path.glob("*.safetensors")):
-            opened = stack.enter_context(safe_open(part, framework="pt"))
+            try:
+                opened = stack.enter_context(safe_open(part, framework="pt"))
+            except SafetensorError as error:
+                reason = f"{part} cannot be read, perhaps its download was cut off: {error}"
+                raise LoadError(reason) from error
             found |= {_usual_name(name, prefix): Stored(opened, name) for name in opened.keys()}  # noqa: SIM118
         yield CheckpointWeights(found, device)
 
