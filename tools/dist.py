@@ -24,7 +24,7 @@ import readme_renderer.markdown
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = "src/pippin/models/"
 PLACEHOLDER = "pippin.example"
-LIMITS = {"pippin.whl": 1_400_000, "pippin.tar.gz": 6_000_000, "pippin_demo.whl": 45_000_000}
+LIMITS = {"pippin.whl": 1_500_000, "pippin.tar.gz": 6_000_000, "pippin_demo.whl": 45_000_000}
 MODEL_FILES = {
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("chat_template.jinja", "model.safetensors", "MODEL_CARD.md"),

@@ -52,7 +52,9 @@ CONFIG = {
 MODELS = (HYBRID, "gpt_oss", "llama")  # a hybrid, one with windows, one with neither
 NUM_SLOTS = 12
 MAX_LEN = 1500
-STEP_BYTES = 3 << 20  # logits and activations of a decode step of these small models
+# Logits and activations of the two decode steps of these small models that are in flight: all of
+# their arrays are there at once where they are submitted ahead (cpu/run_ahead.py).
+STEP_BYTES = 12 << 20
 
 
 @cache

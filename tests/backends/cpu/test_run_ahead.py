@@ -9,7 +9,7 @@ import mlx.core as mx
 from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.cpu.run_ahead import running_ahead
 
-NODES = 300
+NODES = 200
 
 
 def seconds_to_submit(*, ahead: bool) -> tuple[float, float]:

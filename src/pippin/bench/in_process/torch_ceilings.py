@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.bench.in_process.products import Products
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -89,13 +90,10 @@ class TorchCeilings:
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
             work()
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                work()
-        graph.replay()
+            recorded = CudaGraphs(self._device).record(work)
+        recorded.replay()
         self._finish()
-        replay: Callable[[], object] = graph.replay
-        return replay
+        return recorded.replay
 
     def _finish(self) -> None:
         if self._device.type == "cuda":

@@ -2,7 +2,8 @@
 
 mlx blocks a thread that is some fifty nodes ahead of its own. A decode step has more, so its launch
 took as long as the step, and in the time that the host then needed for the next one mlx ran dry.
-Work that takes much memory is not to run ahead: mlx waits for memory only where it may block.
+All arrays of such a step are there at once, so work that takes much memory is not to run ahead: mlx
+waits for memory only where it may block.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 
 from pippin.backends.mlx.cpu.operations.bindings import operations
 
-TASKS = 200  # of ten dispatches each; a node takes two
+TASKS = 50  # of ten dispatches each; a node takes two, and a step with drafts has 200
 
 
 @contextmanager
