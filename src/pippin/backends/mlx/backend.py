@@ -216,7 +216,7 @@ class MLXBackend:
         self._decodes.run(step, plan.decode, self._prompts)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
             self._sampling.sample(step)
-            with running_ahead():
+            with running_ahead(sum(1 + row.depth for row in plan.decode)):
                 step.launch()
         self._prefill(step, plan.prefill)
         if plan.prefill or not plan.decode:
