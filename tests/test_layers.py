@@ -174,7 +174,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "bench": {"", "types", "amounts", "config", "metrics"},
     "bench.in_process.ceilings": {"bench", "backends.mlx.cpu.blas"},
-    "bench.in_process.torch_ceilings": {"bench"},
+    "bench.in_process.torch_ceilings": {"bench", "backends.torch.graphs.capture"},
     "bench.in_process.speculate": {
         *("", "bench", "config", "offline.offline_requests"),
         *("scheduler.request", "scheduler.speculation.oracle"),

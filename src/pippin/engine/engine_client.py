@@ -201,7 +201,7 @@ class EngineClient:
                 self._watchers.deliver(message)
 
     def exited_as_asked(self) -> bool:
-        """Whether the engine that was lost had been told to exit: then that is no failure."""
+        """Whether the engine that was lost was asked to exit: then that is no failure."""
         return False
 
     def engine_lost(self, reason: str, *, knows_all: bool = False) -> None:
