@@ -5,8 +5,8 @@
 A decode step of one row costs what it costs to read the weights, once, with as few launches as
 there can be. So the norm before a product is done while its weight streams past (what is divided
 by is known at the end), and the residual sum, the gated product of a feed-forward layer, or the
-convolution of a recurrent one, on the sums that are still in registers. Two rows are cuBLAS's: it
-takes 1.25 ms for a step of eight where tiles of ours took 1.71 (docs/performance/history-gpu.md).
+convolution of a recurrent one, on the sums that are still in registers. A program reads whole rows
+of the weight at once, before it waits for x. A few rows are `few_rows.py`'s, more are cuBLAS's.
 """
 
 from __future__ import annotations
