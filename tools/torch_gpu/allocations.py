@@ -127,6 +127,7 @@ class Allocations:
         self._make_room(nbytes)
         self.steps += 1
         launched = Launched(self.backend.launch(plan), plan, nbytes)
+        self.loose += [payload for part in spill for payload in part.payloads]
         for row in decode:
             self.rows[row.slot].position += 1
         self.counts["grow"] += len(decode)
@@ -193,10 +194,10 @@ class Allocations:
         self.counts["admit"] += 1
 
     def _spills(self) -> list[Spill]:
-        """Of some payloads; they stay until they are evicted."""
+        """Of a payload, which cannot be evicted before the step is launched."""
         if len(self.away) >= MOST_AWAY or not self.loose:
             return []
-        payload = self.loose[int(self.rng.integers(len(self.loose)))]
+        payload = self.loose.pop(int(self.rng.integers(len(self.loose))))
         self.counts["spill"] += 1
         return [Spill(_component(payload), (payload,))]
 

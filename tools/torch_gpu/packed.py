@@ -14,28 +14,20 @@ import torch
 from torch_gpu.plays import CONTEXT, GREEDY, Play, make_model, replayed_ms
 from torch_gpu.speed import replay_ms
 
-from make_random_hybrid import QWEN3_5_0_8B, TINY, RandomWeights
+from make_random_hybrid import LLAMA_3_2_1B, QWEN3_0_6B, QWEN3_5_0_8B, TINY, RandomWeights
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.build import build_decoder
 from pippin.backends.torch.models.packed import Packed, pack, times
 
-QWEN3_0_6B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
+LLAMA_3_1_8B_8 = LLAMA_3_2_1B | {"hidden_size": 4096, "intermediate_size": 14_336, "head_dim": 128, "num_hidden_layers": 8}
+SHAPES = {
+    "Qwen3.5-0.8B": QWEN3_5_0_8B,
+    "Qwen3-0.6B": QWEN3_0_6B,
+    "Llama-3.2-1B": LLAMA_3_2_1B,
+    "eight layers of Llama-3.1-8B": LLAMA_3_1_8B_8,
 }
-SHAPES = {"Qwen3.5-0.8B": QWEN3_5_0_8B, "Qwen3-0.6B": QWEN3_0_6B}
 BAR = 1.8  # times faster with 4 bits, at one row
 ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 KINDS = (("int4", 64), ("int8", 64), ("fp4", 32), ("fp8", 128))
@@ -135,7 +127,7 @@ def speeds(name: str, config: dict[str, Any]) -> float:
         backend = TorchBackend(loaded, num_slots=32, pool_bytes=4 << 30)
         assert backend.has_kernels, "plain operations would be measured"
         found[kind] = {}
-        for num_rows in (1, 8, 32):
+        for num_rows in (1, 2, 4, 8, 32):
             play = Play(backend, num_rows, CONTEXT, GREEDY)
             play.decode(3)
             found[kind][num_rows] = replay_ms(backend, play, GREEDY)

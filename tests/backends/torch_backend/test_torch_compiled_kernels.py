@@ -96,15 +96,15 @@ aligned = ()
     "convolve": """
 from pippin.backends.torch.kernels.verify.delta import CONV_BLOCK, _conv_verify as kernel
 
-constants = dict(TAPS=4, WIDTH=3, KEPT=4, BLOCK=CONV_BLOCK)
+constants = dict(TAPS=4, WIDTH=3, KEPT=4, BLOCK=CONV_BLOCK, PDL=True)
 values = ("projected", "conv", "kept", "taps", "mixed", "replayed")
 others = {name: "*i32" for name in ("slots", "states_in", "states_out", "counts")}
 aligned = ()
 """,
     "recur": """
-from pippin.backends.torch.kernels.verify.delta import COLUMNS, _delta_verify as kernel
+from pippin.backends.torch.kernels.verify.delta import _delta_verify as kernel
 
-constants = dict(K_HEADS=2, V_HEADS=4, DK=64, DV=64, COLUMNS=COLUMNS, WIDTH=3, KEPT=4)
+constants = dict(K_HEADS=2, V_HEADS=4, DK=64, DV=64, COLUMNS=8, WIDTH=3, KEPT=4, PDL=True)
 values = ("projected", "mixed", "replayed")
 others = {name: "*fp32" for name in ("decay", "dt_bias", "state", "out")}
 others |= {name: "*i32" for name in ("states_in", "states_out", "counts")}
@@ -126,15 +126,20 @@ def test_kernels_of_drafts_compile_for_a_gpu(name: str) -> None:
 
 
 FEW_ROWS = """
-from pippin.backends.torch.kernels.few_rows import _few_rows as kernel
+from pippin.backends.torch.kernels.few_rows import _in_registers as kernel
 
-constants = dict(bias=None, residual=None, K=1024, NORM=True, BIAS=False, EPILOGUE=0, ROWS=8)
-constants |= dict(BLOCK_N=16, BLOCK_K=1024, PARTS=4, STAGES=2, PDL=True)
+constants = dict(bias=None, residual=None, K=1024, NORM=True, BIAS=False, EPILOGUE=0, ROWS=2)
+constants |= dict(BLOCK_N=4, BLOCK_K=1024, PDL=True)
 values, others, aligned = ("x", "w", "out"), dict(norm="*fp32", eps="fp32"), ("x", "w", "num_out")
 """
+BY_TENSOR_CORES = (
+    FEW_ROWS.replace("_in_registers", "_by_tensor_cores")
+    .replace("ROWS=2", "ROWS=8, PARTS=4")
+    .replace("BLOCK_N=4", "BLOCK_N=16")
+)
 
 
-@pytest.mark.parametrize("kernel", [CONVOLUTION_OF_ONE_ROW, FEW_ROWS], ids=["one row", "few rows"])
+@pytest.mark.parametrize("kernel", [CONVOLUTION_OF_ONE_ROW, FEW_ROWS, BY_TENSOR_CORES])
 def test_weights_are_loaded_before_a_kernel_waits_for_the_one_before_it(kernel: str) -> None:
     """And the kernel behind it may start at once."""
     loads = re.findall(r"griddepcontrol\.\w+|ld\.global", compiled(kernel, "bf16"))

@@ -235,7 +235,7 @@ def test_random_allocations_are_counted_and_watched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"DEVICE": "cpu", "HALF": torch.float32, "KERNELS": False, "SERVED_SHAPE": SMALL}
-    small |= {"NUM_ROWS": 4, "NUM_ALLOCATIONS": 700, "LONGEST_PROMPT": 100, "MOST_SECONDS": 1e9}
+    small |= {"NUM_ROWS": 4, "NUM_ALLOCATIONS": 1500, "LONGEST_PROMPT": 100, "MOST_SECONDS": 1e9}
     for name, value in small.items():
         monkeypatch.setattr(allocations, name, value)
     with torch.inference_mode():

@@ -19,7 +19,7 @@ from pippin.backends.torch.kernels.packed.rows import look_up_packed
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.recurrent.delta_step import conv_step, delta_step
 from pippin.backends.torch.kernels.recurrent.mamba_step import mamba_step
-from pippin.backends.torch.kernels.rows import look_up
+from pippin.backends.torch.kernels.rows import look_up, norm_rows
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
@@ -66,7 +66,9 @@ class DecodeKernels:
 
         mix = partial(self._mix_projected, inputs=inputs)
         y = run_fused(self._decoder, x, mix, conv_of)
-        return product(y, self._decoder.head, norm=self._decoder.norm)
+        if len(x) == 1:
+            return product(y, self._decoder.head, norm=self._decoder.norm)
+        return self._decoder.head(norm_rows(y, self._decoder.norm))
 
     def _mix_projected(
         self, layer: DecoderLayer, projected: torch.Tensor, inputs: Inputs

@@ -1,9 +1,10 @@
-"""A few rows times a large weight, by tensor cores, and what stands around it in a layer.
+"""A few rows times a large weight, and what stands around it in a layer.
 
-As `products.py`, which see, for 2 to 8 rows: those of small batches, and the drafts of one row.
-Each warp multiplies its share of the channels, and their sums are added up. On an H200 a step of 4
-rows takes 0.85 and 0.72 of what it takes with cuBLAS for models with 1,024 channels, whose products
-are short, and 1.2 times as long for one with 2,048: these are left to cuBLAS.
+As `products.py`, which see, for 2 to 8 rows: those of small batches, and the drafts of one row. A
+program reads all channels of a few rows of the weight before it waits for x, and multiplies them in
+one of two ways: two rows of x, or many channels, in registers, as one row is; up to 8 rows of few
+channels by tensor cores, whose operands go through shared memory first. Which is faster was
+measured on an H200, and so was for how large a model either of them beats cuBLAS.
 """
 
 from __future__ import annotations
@@ -12,43 +13,132 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.kernels.dependent import (
-    allow_next,
-    dependent,
-    prefetch,
-    wait_for_previous,
-)
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.epilogues import RESIDUAL, SWIGLU, Epilogue, Tile
 from pippin.backends.torch.models.parts import Norm
 
 MOST_ROWS = 8
-MOST_HIDDEN = 1024  # channels of a model
+TENSOR_CORE_CHANNELS = 1024  # with so many channels at most, and more than two rows
 _RESIDUAL, _SWIGLU = tl.constexpr(RESIDUAL), tl.constexpr(SWIGLU)
 
 
-def few_rows_tile_for(size: int) -> Tile:
-    return Tile(16, min(1024, triton.next_power_of_2(size)), 4)
+def most_rows(hidden: int) -> int:
+    """That are better multiplied here than by cuBLAS, in a model with so many channels."""
+    return MOST_ROWS if hidden <= 1024 else 2 if hidden <= 2048 else 1
+
+
+def few_rows_tile_for(size: int, num_out: int, num_rows: int) -> Tile:
+    """A thread multiplies 32 channels of a row of the weight, or 16: what its registers hold."""
+    block_k = triton.next_power_of_2(size)
+    if num_rows <= 2:
+        return Tile(4 if num_out >= 3072 else 2, block_k, min(16, max(1, block_k >> 10)))
+    return Tile(16 if size <= TENSOR_CORE_CHANNELS else 4, block_k, min(16, max(4, block_k >> 10)))
 
 
 @triton.jit
-def _add(sums, w_block, rows):
-    """weight [parts, n, channels], rows [parts, channels, rows]; sums [n, rows]"""
-    return sums + tl.sum(tl.dot(w_block, rows), axis=0)
+def _load_residual(residual, m, n, num_rows, num_out, EPILOGUE: tl.constexpr):
+    """What `_store` adds: it arrives while the sums are made."""
+    found = (m + n) * 0.0
+    if EPILOGUE == _RESIDUAL:
+        inside = (m < num_rows) & (n < num_out)
+        found = tl.load(residual + m * num_out + n, mask=inside, other=0.0).to(tl.float32)
+    return found
 
 
 @triton.jit
-def _normed_rows(rows, norm, k, in_k, squares, NORM: tl.constexpr):
-    """But for the division: what it is by adds up in `squares`, [parts, rows]."""
+def _store(
+    sums,
+    sums2,  # with SWIGLU: of the rows of the weight behind the first num_out
+    scale,  # with NORM
+    added,  # with RESIDUAL
+    bias,
+    out,
+    m,  # rows of x and n, rows of the weight: one across, one down
+    n,
+    num_rows,
+    num_out,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
     if NORM:
-        wide = rows.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
-        weight = tl.load(norm + k, mask=in_k, other=0.0)
-        rows = (wide * weight[:, :, None]).to(rows.dtype)
-    return rows, squares
+        sums *= scale
+        sums2 *= scale
+    if BIAS:
+        sums += tl.load(bias + n, mask=n < num_out, other=0.0).to(tl.float32)
+        if EPILOGUE == _SWIGLU:
+            sums2 += tl.load(bias + num_out + n, mask=n < num_out, other=0.0).to(tl.float32)
+    if EPILOGUE == _RESIDUAL:
+        sums += added
+    if EPILOGUE == _SWIGLU:
+        sums = sums * tl.sigmoid(sums) * sums2
+    inside = (m < num_rows) & (n < num_out)
+    tl.store(out + m * num_out + n, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _few_rows(
+def _in_registers(
+    x,
+    w,
+    bias,
+    norm,
+    residual,
+    out,
+    num_rows,
+    num_out,
+    K: tl.constexpr,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # K, up to a power of two
+    PDL: tl.constexpr,
+):
+    """Blocks are [rows of x, rows of the weight, channels]: none moves between threads."""
+    allow_next(PDL)
+    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    in_k = k < K
+    of_w = w + n.to(tl.int64)[None, :, None] * K + k
+    inside = (n < num_out)[None, :, None] & in_k
+    w_block = tl.load(of_w, mask=inside, other=0.0)
+    if EPILOGUE == _SWIGLU:
+        w_block2 = tl.load(of_w + num_out * K, mask=inside, other=0.0)
+    if NORM:
+        weight = tl.load(norm + k, mask=in_k, other=0.0)
+    wait_for_previous(PDL)
+    added = _load_residual(residual, m[:, None], n[None, :], num_rows, num_out, EPILOGUE)
+    is_row = (m < num_rows)[:, None, None]
+    rows = tl.load(x + m[:, None, None] * K + k, mask=is_row & in_k, other=0.0).to(tl.float32)
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(rows * rows, axis=2) / K + eps)
+        rows *= weight
+    sums = tl.sum(w_block.to(tl.float32) * rows, axis=2)
+    sums2 = sums
+    if EPILOGUE == _SWIGLU:
+        sums2 = tl.sum(w_block2.to(tl.float32) * rows, axis=2)
+    _store(
+        sums,
+        sums2,
+        scale,
+        added,
+        bias,
+        out,
+        m[:, None],
+        n[None, :],
+        num_rows,
+        num_out,
+        NORM,
+        BIAS,
+        EPILOGUE,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _by_tensor_cores(
     x,
     w,
     bias,
@@ -66,62 +156,49 @@ def _few_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,  # of BLOCK_K, one for each warp
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Blocks are [parts, rows of the weight, channels] and [parts, channels, rows of x]."""
     allow_next(PDL)
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
-    in_n, is_row = n < num_out, m < num_rows
     each: tl.constexpr = BLOCK_K // PARTS
     k = tl.arange(0, PARTS)[:, None] * each + tl.arange(0, each)[None, :]
     in_k = k < K
     of_w = w + n.to(tl.int64)[None, :, None] * K + k[:, None, :]
-    of_x = x + m[None, None, :] * K + k[:, :, None]
-    # The first channels do not wait for x, and the others are on their way.
-    inside = in_k[:, None, :] & in_n[None, :, None]
+    inside = (n < num_out)[None, :, None] & in_k[:, None, :]
     w_block = tl.load(of_w, mask=inside, other=0.0)
     if EPILOGUE == _SWIGLU:
         w_block2 = tl.load(of_w + num_out * K, mask=inside, other=0.0)
-    if K > BLOCK_K:
-        first = tl.program_id(0).to(tl.int64) * (BLOCK_N * K)
-        end = tl.cast(num_out, tl.int64) * K
-        prefetch(w, first, BLOCK_N * K, end, PDL)
-        if EPILOGUE == _SWIGLU:
-            prefetch(w, first + end, BLOCK_N * K, 2 * end, PDL)
     wait_for_previous(PDL)
-    squares = tl.zeros([PARTS, ROWS], tl.float32)
-    sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    sums2 = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    rows = tl.load(of_x, mask=in_k[:, :, None] & is_row[None, None, :], other=0.0)
-    rows, squares = _normed_rows(rows, norm, k, in_k, squares, NORM)
-    sums = _add(sums, w_block, rows)
-    if EPILOGUE == _SWIGLU:
-        sums2 = _add(sums2, w_block2, rows)
-    for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
-        in_k = start + k < K
-        inside = in_k[:, None, :] & in_n[None, :, None]
-        w_block = tl.load(of_w + start, mask=inside, other=0.0)
-        rows = tl.load(of_x + start, mask=in_k[:, :, None] & is_row[None, None, :], other=0.0)
-        rows, squares = _normed_rows(rows, norm, start + k, in_k, squares, NORM)
-        sums = _add(sums, w_block, rows)
-        if EPILOGUE == _SWIGLU:
-            w_block2 = tl.load(of_w + num_out * K + start, mask=inside, other=0.0)
-            sums2 = _add(sums2, w_block2, rows)
+    added = _load_residual(residual, m[None, :], n[:, None], num_rows, num_out, EPILOGUE)
+    of_x = x + m[None, None, :] * K + k[:, :, None]
+    rows = tl.load(of_x, mask=(m < num_rows)[None, None, :] & in_k[:, :, None], other=0.0)
+    scale = 1.0
     if NORM:
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[None, :]
-        sums *= scale
-        sums2 *= scale
-    if BIAS:
-        sums += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-        if EPILOGUE == _SWIGLU:
-            sums2 += tl.load(bias + num_out + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    at = m[None, :] * num_out + n[:, None]
-    is_result = is_row[None, :] & in_n[:, None]
-    if EPILOGUE == _RESIDUAL:
-        sums += tl.load(residual + at, mask=is_result, other=0.0).to(tl.float32)
+        wide = rows.to(tl.float32)
+        squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
+        scale = tl.rsqrt(squares / K + eps)[None, :]
+        weight = tl.load(norm + k, mask=in_k, other=0.0)
+        rows = (wide * weight[:, :, None]).to(rows.dtype)
+    sums = tl.sum(tl.dot(w_block, rows), axis=0)
+    sums2 = sums
     if EPILOGUE == _SWIGLU:
-        sums = sums * tl.sigmoid(sums) * sums2
-    tl.store(out + at, sums.to(out.dtype.element_ty), mask=is_result)
+        sums2 = tl.sum(tl.dot(w_block2, rows), axis=0)
+    _store(
+        sums,
+        sums2,
+        scale,
+        added,
+        bias,
+        out,
+        m[None, :],
+        n[:, None],
+        num_rows,
+        num_out,
+        NORM,
+        BIAS,
+        EPILOGUE,
+    )
 
 
 def few_rows_product(
@@ -138,9 +215,11 @@ def few_rows_product(
     assert weight.element_size() == 2
     assert epilogue.conv is None
     num_out = weight.shape[0] // (2 if epilogue.kind == SWIGLU else 1)
-    tile = tile or few_rows_tile_for(size)
+    tile = tile or few_rows_tile_for(size, num_out, num_rows)
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
-    _few_rows[(triton.cdiv(num_out, tile.block_n),)](
+    by_tensor_cores = num_rows > 2 and size <= TENSOR_CORE_CHANNELS
+    kernel = _by_tensor_cores if by_tensor_cores else _in_registers
+    kernel[(triton.cdiv(num_out, tile.block_n),)](
         x,
         weight,
         bias,
@@ -154,12 +233,11 @@ def few_rows_product(
         NORM=norm is not None,
         BIAS=bias is not None,
         EPILOGUE=epilogue.kind,
-        ROWS=MOST_ROWS,
+        ROWS=MOST_ROWS if by_tensor_cores else triton.next_power_of_2(num_rows),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        PARTS=min(tile.num_warps, tile.block_k // 16),
-        STAGES=2,
         num_warps=tile.num_warps,
+        **({"PARTS": min(tile.num_warps, tile.block_k // 16)} if by_tensor_cores else {}),
         **dependent(x.device),
     )
     return out

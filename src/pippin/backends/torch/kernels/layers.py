@@ -21,7 +21,7 @@ from pippin.backends.torch.kernels.experts.products import (
     weighted_sum,
 )
 from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, route
-from pippin.backends.torch.kernels.few_rows import MOST_HIDDEN, MOST_ROWS
+from pippin.backends.torch.kernels.few_rows import most_rows
 from pippin.backends.torch.kernels.packed.linear import is_packed, is_stacked
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
@@ -75,8 +75,9 @@ def most_fused(decoder: Decoder) -> int:
     """Rows that `run_fused` takes at most."""
     if not all(map(_is_plain, decoder.layers)) or not decoder.head.is_plain or is_stacked(decoder):
         return 0
-    is_few = decoder.dtype != torch.float32 and decoder.shape.hidden <= MOST_HIDDEN
-    return MOST_ROWS if is_few and not is_packed(decoder) else 1
+    if decoder.dtype == torch.float32 or is_packed(decoder):
+        return 1
+    return most_rows(decoder.shape.hidden)
 
 
 def _is_plain(layer: DecoderLayer) -> bool:

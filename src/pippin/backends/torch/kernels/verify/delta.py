@@ -11,12 +11,21 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.kernels.recurrent.delta_step import delta_sizes
+from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
+from pippin.backends.torch.kernels.recurrent.delta_step import MANY_PROGRAMS, delta_sizes
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.step.verify.words import Places
 
 CONV_BLOCK = 256
-COLUMNS = 32  # of a state, in one program
+MOST_COLUMNS = 32  # of a state, in one program
+
+
+def columns_for(num_heads: int, num_columns: int) -> tuple[int, int]:
+    """Columns and warps of a program. Where heads are few, one warp takes a few columns: it waits
+    for no other between the tokens."""
+    if num_heads <= MANY_PROGRAMS:
+        return min(8, num_columns), 1
+    return min(MOST_COLUMNS, num_columns), 4
 
 
 @triton.jit
@@ -81,7 +90,10 @@ def _conv_verify(
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_conv, inside = c < num_channels, c < width
@@ -182,6 +194,7 @@ def conv_verify(
         KEPT=num_kept,
         BLOCK=CONV_BLOCK,
         num_warps=4,
+        **dependent(projected.device),
     )
     return mixed, replayed
 
@@ -236,7 +249,9 @@ def _delta_verify(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    allow_next(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     key_head = head // (V_HEADS // K_HEADS)
     channels: tl.constexpr = 2 * K_HEADS * DK + V_HEADS * DV
@@ -245,8 +260,9 @@ def _delta_verify(
     before = state + tl.load(states_in + row).to(tl.int64) * state_stride
     after = state + tl.load(states_out + row).to(tl.int64) * state_stride
     own_decay, bias = tl.load(decay + head), tl.load(dt_bias + head)
-    held = tl.load(before + within)
+    held = tl.load(before + within)  # an earlier step's
     count = tl.load(counts + row)
+    wait_for_previous(PDL)
     for t in range(count):
         x = replayed + (row * KEPT + t).to(tl.int64) * width
         held = _advance(
@@ -274,10 +290,11 @@ def delta_verify(
     layer: DeltaLayer,
     state: torch.Tensor,  # float32 [slabs, value heads, k_dim, v_dim], a view of the pool
     places: Places,
+    tile: tuple[int, int] | None = None,  # columns, warps
 ) -> torch.Tensor:
     """float32 [tokens, value heads, v_dim], before the gated norm."""
     shape, num_rows = layer.shape, places.size.num_rows
-    columns = min(COLUMNS, shape.v_dim)
+    columns, num_warps = tile or columns_for(num_rows * shape.num_v_heads, shape.v_dim)
     out = torch.empty(
         places.size.num_tokens,
         shape.num_v_heads,
@@ -303,6 +320,7 @@ def delta_verify(
         COLUMNS=columns,
         WIDTH=places.size.width,
         KEPT=replayed.shape[1],
-        num_warps=4,
+        num_warps=num_warps,
+        **dependent(projected.device),
     )
     return out

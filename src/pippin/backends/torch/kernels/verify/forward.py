@@ -17,7 +17,6 @@ from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.layers import most_fused, run_fused, run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
-from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.rows import gated_norm, norm_rows
 from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
 from pippin.backends.torch.kernels.verify.keys import write_keys
@@ -67,10 +66,9 @@ class VerifyKernels:
         if len(x) <= self._most_fused:
             y = run_fused(self._decoder, x, partial(self._mix_projected, places=places))
             hidden = norm_rows(y, self._decoder.norm)
-            logits = product(hidden, self._decoder.head)
         else:
             hidden = run_layers(self._decoder, x, partial(self._mix, places=places))
-            logits = self._decoder.head(hidden)
+        logits = self._decoder.head(hidden)
         return logits, PlaceInputs(_unowned(places.inputs.words), places, hidden)
 
     def choose(
