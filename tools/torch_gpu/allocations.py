@@ -248,13 +248,10 @@ class Allocations:
         self.kept_bytes += payload.nbytes
 
     def _evict(self, *, whole: bool = False) -> bool:
-        if self.prefixes and (not self.loose or self.rng.random() < 0.3):
-            number = int(self.rng.integers(len(self.prefixes)))
-            order = (*range(number, len(self.prefixes)), *range(number))
-            unused = next((i for i in order if not self.prefixes[i].num_rows), None)
-            if unused is None:
-                return False
-            prefix = self.prefixes.pop(unused)
+        unused = [prefix for prefix in self.prefixes if not prefix.num_rows]
+        if unused and (not self.loose or self.rng.random() < 0.3):
+            prefix = unused[int(self.rng.integers(len(unused)))]
+            self.prefixes.remove(prefix)
             for parts in prefix.payloads.values():
                 for payload in parts:
                     self._release(payload)

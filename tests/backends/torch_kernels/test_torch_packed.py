@@ -14,6 +14,7 @@ from pippin.backends.torch.kernels.checks.agreement import kernel_errors
 from pippin.backends.torch.kernels.epilogues import NO_EPILOGUE, ConvStep, Epilogue
 from pippin.backends.torch.kernels.layers import feed_forward
 from pippin.backends.torch.kernels.packed import linear as packed_linear
+from pippin.backends.torch.kernels.packed.few_rows import few_rows_in_registers
 from pippin.backends.torch.kernels.packed.linear import by_kernels, packed_times
 from pippin.backends.torch.kernels.packed.products import row_product
 from pippin.backends.torch.kernels.packed.rows import PackedTile, dense_rows, few_rows, splits_for
@@ -106,6 +107,15 @@ def test_a_few_rows(numbers: Numbers, num_rows: int, splits: int) -> None:
     bias = drawn(21)
     tile = PackedTile(16, 32, 16, 4, 2)
     close(few_rows(x, weight, bias, tile, splits), times(x, weight, bias))
+
+
+@pytest.mark.parametrize("num_rows", [2, 3])
+@pytest.mark.parametrize("size", [96, 1280])
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_a_few_rows_in_registers(numbers: Numbers, size: int, num_rows: int) -> None:
+    weight, x = packed(numbers, 21, size, group=32), drawn(num_rows, size)
+    bias = drawn(21)
+    close(few_rows_in_registers(x, weight, bias), times(x, weight, bias))
 
 
 def test_integers_without_an_offset() -> None:
