@@ -7,10 +7,10 @@ Starts `pippin serve --role prefill` and `--role decode` on loopback; on a GPU b
 its memory each. Every prompt of random tokens is computed by the first for a client of its own, and handed over to
 the second, in turn, with empty caches. Prints the time to the first token of both, the bytes, the processor time of
 the decode engine, and how many tokens of both replies are equal. Then two streams run at the second: gaps between
-their events alone, while prompts are handed over, and while the second computes them. Exit status 1 if a prompt was
-not handed over.
+their events alone, beside prompts that the first computes for its own clients, beside prompts that are handed over,
+and beside prompts that the second computes itself. Exit status 1 if a prompt was not handed over.
 
-Options of `pippin serve` for both stand at the end: `-- --deterministic --prefill-tokens 2048`. Random weights:
+Options of `pippin serve`, for both, stand at the end: `-- --deterministic --prefill-tokens 2048`. Random weights:
 `tools/make_random_hybrid.py DIR --max-len 40960` writes Qwen3.5-0.8B's shape. Its tokens may differ between a prompt
 in chunks of one length and of another, where `--deterministic` is not given.
 """
@@ -111,9 +111,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2_000, help="of each prompt")
     parser.add_argument("--prompts", type=int, default=4, help="after one that warms up")
     parser.add_argument("--memory", default="1GB", help="of each engine")
-    parser.add_argument("options", nargs="*", help="of `pippin serve`, for both, behind --")
-    args = parser.parse_args()
-    common = ["--backend", args.backend, "--memory", args.memory, *args.options]
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:at])
+    common = ["--backend", args.backend, "--memory", args.memory, *sys.argv[at + 1 :]]
     address = f"tcp://127.0.0.1:{free_port()}"
     receive = ["--role", "decode", "--peer", address, "--peer-memory", "4GB"]
     began = time.perf_counter()
@@ -130,10 +130,15 @@ def main() -> int:
         ]
         measure(prefill, decode, prompts[:1], quiet=True)
         whole = measure(prefill, decode, prompts[1:])
-        gaps_of_streams(decode, [], "no prompt")
-        gaps_of_streams(decode, prompts[:2], "prompts handed over")
+        gaps_of_streams(decode, "no prompt", decode, [])
+        for server in (prefill, decode):
+            server.flush()
+        gaps_of_streams(decode, "prompts of the prefill engine's clients", prefill, prompts[:2])
+        prefill.flush()
+        gaps_of_streams(decode, "prompts handed over", decode, prompts[:2])
         prefills.close()
-        gaps_of_streams(decode, prompts[:2], "prompts computed by the decode engine")
+        decode.flush()
+        gaps_of_streams(decode, "prompts computed by the decode engine", decode, prompts[:2])
         return 0 if whole else 1
 
 
@@ -167,9 +172,8 @@ def measure(prefill: Server, decode: Server, prompts: list[list[int]], *, quiet:
     return whole
 
 
-def gaps_of_streams(decode: Server, prompts: list[list[int]], name: str) -> None:
-    """Of streams at the decode engine, while prompts arrive there one after the other."""
-    decode.flush()
+def gaps_of_streams(decode: Server, name: str, other: Server, prompts: list[list[int]]) -> None:
+    """Of streams at the decode engine, while prompts arrive at one of both, one after the other."""
     stop, found = threading.Event(), list[list[float]]()
     threads = [
         threading.Thread(target=lambda at=at: found.append(decode.gaps([at, *range(5, 20)], stop)))
@@ -179,7 +183,7 @@ def gaps_of_streams(decode: Server, prompts: list[list[int]], name: str) -> None
         thread.start()
     time.sleep(QUIET_SECONDS)
     for prompt in prompts:
-        decode.ask(prompt)
+        other.ask(prompt)
     stop.set()
     for thread in threads:
         thread.join()
