@@ -216,9 +216,9 @@ class Pair:
             traffic.wait = lambda seconds: False  # type: ignore[method-assign]
 
     def _client(self, kwargs: dict[str, Any]) -> Client:
-        components = kwargs.pop("components", ALL)
+        components, max_len = kwargs.pop("components", ALL), kwargs.pop("max_len", 8192)
         backend = FakeBackend(
-            components=components, num_slots=256, max_len=8192, knows_head=self._knows_head
+            components=components, num_slots=256, max_len=max_len, knows_head=self._knows_head
         )
         client = Client(make_loop(**({"chunk": 64, "backend": backend} | kwargs)))
         client.loop.scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]

@@ -67,6 +67,11 @@ def test_a_table_names_its_models_and_overrides_options(monkeypatch: pytest.Monk
         ("[models.a]\nmax-lem = 1", "did you mean max-len?"),
         ("[models.a]\nport = 1", "models.a.port is not an option of one model"),
         ("[models.a]\nmax-len = 'many'", "models.a.max-len: Expected `int | null`, got `str`"),
+        ("[models.a]\nmax-len = 'many'\n[models.b]", "pippin.toml:2: models.a.max-len"),
+        (
+            "[model.a]\nmodel = 'b'",
+            "section [model] is not known: a model's table is [models.NAME]",
+        ),
         ("[models.a]\nkeep-alive = 'soon'", "models.a: keep_alive is 'soon'"),
         ("[models]\na = 1", "models.a must be a table"),
     ],
@@ -78,7 +83,7 @@ def test_what_is_wrong_in_a_table_is_named(
     status, error = error_of(capsys, "serve")
     assert status == 2
     assert message in error
-    assert "pippin.toml:1" in error
+    assert "pippin.toml:" in error
 
 
 def test_the_table_is_printed_as_it_can_be_read_again(
@@ -105,3 +110,13 @@ def test_options_of_one_model_are_refused_with_several(
     assert status == 2
     assert name.replace("-", "_") in error
     assert "2 models are served" in error
+
+
+def test_a_name_that_is_nearly_one_of_the_table_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("pippin.toml").write_text(TABLE)
+    status, error = error_of(capsys, "serve", "smal", "large")
+    assert status == 2
+    assert "no model 'smal' is in the table" in error
+    assert "did you mean small?" in error

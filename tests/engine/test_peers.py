@@ -160,10 +160,12 @@ def test_the_first_fact_that_differs_is_named() -> None:
     facts = {"version": "1", "weights": "a", "dtype": "float32"}
     assert difference(facts, dict(facts)) is None
     assert difference(facts, facts | {"dtype": "float16", "weights": "b"}) == (
-        "weights differs: a here, b there"
+        "weights differs: a in the prefill engine, b in the decode engine; serve the same "
+        "checkpoint with both"
     )
     assert difference(facts, {"version": "1", "weights": "a"}) == (
-        "dtype differs: float32 here, unknown there"
+        "dtype differs: float32 in the prefill engine, unknown in the decode engine; give both the "
+        "same --dtype"
     )
 
 
@@ -188,6 +190,29 @@ def refused_with(prefill: LivePrefill, decode: LiveDecode) -> str:
     finally:
         decode.close()
         prefill.close()
+
+
+def test_a_refusal_is_logged_once_for_each_host_and_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = LivePrefill(FAKE, peer_secret_file=write(tmp_path / "one", SECRET))
+    strangers = [LiveDecode(FAKE, prefill.address) for _ in range(3)]
+    try:
+        for stranger in strangers:
+            assert "the secrets differ" in stranger.wait_for_refusal()
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        prefill.close()
+    assert len([text for text in caplog.messages if "was refused: the secrets" in text]) == 1
+
+
+def test_an_address_at_which_nothing_listens_is_reported_in_words() -> None:
+    decode = LiveDecode(FAKE, "tcp://127.0.0.1:1")
+    try:
+        assert "no prefill engine listens there" in decode.wait_for_error()
+    finally:
+        decode.close()
 
 
 def test_a_secret_that_differs_is_refused(tmp_path: Path) -> None:
@@ -239,9 +264,9 @@ def test_tls_with_a_secret(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"role": "decode"}, "require --peer,"),
-        ({"role": "prefill"}, "require --peer-listen"),
-        ({"peer": ("tcp://127.0.0.1:1",)}, "require --peer,"),
+        ({"role": "decode"}, "add --peer with its address"),
+        ({"role": "prefill"}, "add --peer-listen tcp"),
+        ({"peer": ("tcp://127.0.0.1:1",)}, "add --role decode, or remove --peer"),
         ({"role": "decode", "peer": ("127.0.0.1:1",)}, "use tcp://127.0.0.1:PORT"),
         ({"role": "decode", "peer": ("tcp://127.0.0.1:99999",)}, "use tcp://127.0.0.1:PORT"),
         ({"role": "decode", "peer": ("tcp://10.0.0.5:7000",)}, "have to be encrypted"),

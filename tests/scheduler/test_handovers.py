@@ -6,6 +6,7 @@ import pytest
 
 from builders import ToyGrammar, check_idle, make_prompt, oracle
 from peers import Pair
+from pippin.backends.base import PendingStep, StepPlan
 from pippin.backends.fake import FakeBackend
 from pippin.types import Component
 
@@ -86,6 +87,57 @@ def test_chunks_are_sent_while_later_ones_are_computed() -> None:
     runs = [entry for _, entry in pair.wire.sent if entry.key.component is A]
     assert len(runs) >= 4
     assert [entry.start for entry in runs[1:]] == [entry.end for entry in runs[:-1]]
+    check_ended(pair)
+
+
+def test_a_chunk_is_sent_before_the_next_one_is_computed() -> None:
+    pair = Pair(overlap=False, components=(A,))
+    pair.decode.submit(make_prompt(640))
+    known: dict[int, int] = {}  # tokens computed, and how far the KV had been sent then
+    while not pair.decode.loop.idle:
+        pair.step()
+        entries = [entry for _, entry in pair.wire.sent if entry.key.component is A]
+        computed = pair.prefill.loop.counters()["metrics"]["computed_tokens"]
+        known[computed] = max((entry.end for entry in entries), default=0)
+    assert {computed: sent for computed, sent in known.items() if computed} == {
+        computed: computed for computed in range(64, 641, 64)
+    }
+    check_ended(pair)
+
+
+def test_a_prompt_that_is_computed_alone_is_sent_in_parts() -> None:
+    pair, prompt = Pair(components=(A,), chunk=512), make_prompt(2_048)
+    pair.prefill.loop.scheduler.pace.part_tokens = lambda prompt_len: prompt_len // 16  # type: ignore[method-assign]
+    plans = planned_tokens(pair)
+    pair.ask(prompt)
+    assert [num for num in plans if num] == [128] * 16
+    plans.clear()
+    pair.prefill.submit(make_prompt(2_000, 8))
+    pair.prefill.submit(make_prompt(2_000, 9))
+    pair.ask(make_prompt(2_048, 5))
+    assert max(plans) == 512
+    check_ended(pair)
+
+
+def planned_tokens(pair: Pair) -> list[int]:
+    """Of prompts, in each step of the prefill engine from now on."""
+    backend, found = pair.prefill.loop.backend, []
+    launch = backend.launch
+
+    def noted(plan: StepPlan) -> PendingStep:
+        found.append(plan.num_prefill_tokens)
+        return launch(plan)
+
+    backend.launch = noted  # type: ignore[method-assign]
+    return found
+
+
+def test_few_states_inside_of_a_long_prompt_are_sent() -> None:
+    pair, prompt = Pair(chunk=1_024, max_len=40_960), make_prompt(20_500)
+    reply = pair.ask(prompt, max_tokens=8)
+    assert (reply.tokens, reply.peer_tokens) == (oracle(prompt, max_tokens=8)[0], 20_500)
+    states = [entry.end for _, entry in pair.wire.sent if entry.key.component is S]
+    assert states == [*range(2_048, 20_481, 3_072), 20_500]
     check_ended(pair)
 
 

@@ -265,3 +265,14 @@ def test_a_small_gap_is_kept_where_forwards_are_dear() -> None:
     budgets = run(pace, seconds, streams=8, prompts=1, steps=300)
     assert max(seconds(8, tokens) for tokens in budgets) == pytest.approx(0.05, rel=0.02)
     assert len(budgets) < 100
+
+
+def test_a_prompt_that_is_sent_on_has_parts_that_are_worth_a_forward() -> None:
+    pace = Pace(8_192)
+    seconds = device(0.001, 0.0, 1e-4)
+    run(pace, seconds, streams=2, prompts=4, steps=400)
+    worth = 8 * pace.productive_tokens
+    assert worth == pytest.approx(8 * FORWARD_TOKENS, rel=0.2)
+    assert pace.part_tokens(32_768) == 2_048
+    assert worth <= pace.part_tokens(1_000) < worth + GRID
+    assert Pace(128).part_tokens(32_768) == 128

@@ -10,8 +10,8 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Setting:
     name: str  # as the option is spelt, without its dashes
     value: Any
     place: str  # file:line
+    places: Mapping[tuple[str, str], str] = field(default_factory=dict)  # of a models table's keys
 
 
 def default_paths() -> list[Path]:
@@ -65,9 +66,9 @@ def read_config_file(path: Path, known: Mapping[str, str]) -> list[Setting]:
         spelt = key.replace("_", "-")
         place = f"{path}:{_line_of(key, text)}"
         if spelt == MODELS and isinstance(value, dict):
-            settings[MODELS] = Setting(MODELS, value, place)
+            settings[MODELS] = Setting(MODELS, value, place, dict(_places(path, value, text)))
             continue
-        if spelt not in known:
+        if spelt not in known or isinstance(value, dict):
             raise ConfigError(f"{place}: {_unknown(spelt, value, known)}")
         name = known[spelt]
         if name in settings:
@@ -84,6 +85,8 @@ def read_config_file(path: Path, known: Mapping[str, str]) -> list[Setting]:
 
 
 def _unknown(name: str, value: Any, known: Iterable[str]) -> str:
+    if isinstance(value, dict) and difflib.get_close_matches(name, [MODELS]):
+        return f"section [{name}] is not known: a model's table is [{MODELS}.NAME]"
     if isinstance(value, dict):
         return f"section [{name}] is not supported: write options at the top level: port = 8000"
     near = difflib.get_close_matches(name, sorted(known), n=1)
@@ -91,8 +94,21 @@ def _unknown(name: str, value: Any, known: Iterable[str]) -> str:
     return f"{name} is not an option of `pippin serve`; {meant}"
 
 
+def _places(
+    path: Path, models: Mapping[str, Any], text: str
+) -> Iterator[tuple[tuple[str, str], str]]:
+    for name, table in models.items():
+        header = rf"""^[ \t]*\[[ \t]*{MODELS}[ \t]*\.[ \t]*["']?{re.escape(name)}["']?[ \t]*\]"""
+        found = re.search(header, text, re.MULTILINE)
+        start = found.start() if found else 0
+        before = text.count("\n", 0, start)
+        for key in ("", *table) if isinstance(table, dict) else ("",):
+            line = _line_of(key, text[start:]) if key else 1
+            yield (name, key), f"{path}:{before + line}"
+
+
 def _line_of(key: str, text: str) -> int:
-    """The line that sets a top-level key: the parser does not report it."""
+    """The line that sets a key first: the parser does not report it."""
     spelt = rf"""(?:{re.escape(key)}|"{re.escape(key)}"|'{re.escape(key)}')"""
     found = re.search(rf"^[ \t]*(?:\[+[ \t]*)?{spelt}[ \t]*[=.\]]", text, re.MULTILINE)
     return text.count("\n", 0, found.start()) + 1 if found else 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -43,6 +44,8 @@ def configs_of(config: Config, named: Sequence[str], table: Setting | None) -> l
     """
     models: Mapping[str, Any] = {} if table is None else table.value
     names = list(named) or list(models)
+    for name in names:
+        _check_known(name, models, table)
     if len(names) < 2 and not any(name in models for name in names):
         return []
     for name in names:
@@ -52,6 +55,21 @@ def configs_of(config: Config, named: Sequence[str], table: Setting | None) -> l
         _config_of(config, name, models.get(name), table, is_first=number == 0)
         for number, name in enumerate(names)
     ]
+
+
+def _check_known(name: str, models: Mapping[str, Any], table: Setting | None) -> None:
+    """A name that is nearly one of the table's is a mistake, unless it names a model itself."""
+    near = difflib.get_close_matches(name, list(models), n=1)
+    if table is None or name in models or not near or "/" in name or Path(name).exists():
+        return
+    from pippin.startup.find_checkpoint import bundled_models
+
+    if name in bundled_models():
+        return
+    raise ConfigError(
+        f"no model {name!r} is in the table at {table.place}, which has {', '.join(models)}; did "
+        f"you mean {near[0]}?"
+    )
 
 
 def _config_of(
@@ -79,7 +97,8 @@ def _config_of(
     except ConfigError as error:
         if table is None:
             raise
-        raise ConfigError(f"{table.place}: models.{name}: {error.message}") from error
+        place = table.places.get((name, ""), table.place)
+        raise ConfigError(f"{place}: models.{name}: {error.message}") from error
 
 
 def _checked(name: str, given: Any, table: Setting) -> dict[str, Any]:
@@ -90,15 +109,16 @@ def _checked(name: str, given: Any, table: Setting) -> dict[str, Any]:
         )
     values: dict[str, Any] = {}
     for key, value in given.items():
+        place = table.places.get((name, key), table.place)
         field = _KEYS.get(spelt := key.replace("_", "-"))
         if field is None:
             near = difflib.get_close_matches(spelt, sorted(_KEYS), n=1)
             known = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(_KEYS))}"
             raise ConfigError(
-                f"{table.place}: models.{name}.{key} is not an option of one model; {known}"
+                f"{place}: models.{name}.{key} is not an option of one model; {known}"
             )
         try:
             values[field] = msgspec.convert(value, get_type_hints(_FIELDS[field][0])[field])
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{table.place}: models.{name}.{key}: {error}") from error
+            raise ConfigError(f"{place}: models.{name}.{key}: {error}") from error
     return values

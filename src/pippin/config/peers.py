@@ -84,15 +84,19 @@ class PeersConfig:
         parse_bytes("peer_memory", self.peer_memory)
         if self.listens != (self.peer_listen is not None):
             raise ConfigError(
-                f"role is {self.role} and peer_listen is {self.peer_listen}: the roles prefill and "
-                "both require --peer-listen, the address at which decode engines connect, and the "
-                "others do not have one"
+                f"the role is {self.role}, and there is no address at which decode engines "
+                "connect: add --peer-listen tcp://127.0.0.1:7000"
+                if self.listens
+                else f"peer_listen is {self.peer_listen}, and the role is {self.role}, which "
+                "computes no prompts for others: add --role prefill, or remove --peer-listen"
             )
         if self.asks != bool(self.peer):
             raise ConfigError(
-                f"role is {self.role} and there are {len(self.peer)} peers: the roles decode and "
-                "both require --peer, the address of a prefill engine, and the others do not have "
-                "one"
+                f"the role is {self.role}, and no prefill engine is named: add --peer with its "
+                "address, such as tcp://127.0.0.1:7000"
+                if self.asks
+                else f"peer is {', '.join(self.peer)}, and the role is {self.role}, which computes "
+                "its prompts alone: add --role decode, or remove --peer"
             )
         if (self.peer_cert is None) != (self.peer_key is None):
             raise ConfigError("peer_cert and peer_key require each other: give both files")

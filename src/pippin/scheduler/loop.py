@@ -7,8 +7,9 @@
 What prompts need in N+1 may be dispatched after N's tokens were sent to their clients: to dispatch
 much takes as long as most of it takes the device.
 Without overlap the same code commits a step before it plans the next: one step in flight. So does
-the overlap loop where that costs next to nothing: after a step without a forward, whose tokens are
-there, and after a long one of prompts alone, so that what arrives meanwhile is in the next.
+the overlap loop where that costs next to nothing: after a step without a forward, whose tokens or
+spilled bytes are there, and after a long one of prompts alone, so that what arrives meanwhile is in
+the next.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pippin.scheduler.pacing.step_times import StepTimes
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import FLUSH_SECONDS
 
-LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
+LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this, if none is sent on,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
 COMPILING_SECONDS = 0.01  # to wait for a grammar at a time, where nothing else is to be done
 MAX_FAILED_STEPS = 3  # in a row: then the device counts as dead
@@ -100,12 +101,14 @@ class Loop:
         """Whether a step in flight is to be committed before the next one is planned."""
         if launched is None or launched.plan.decode:
             return False
-        if launched.plan.samples_at_once:
+        if launched.plan.samples_at_once or launched.plan.spills_alone:
             return True
         metrics, pace = self.scheduler.metrics, self.scheduler.pace
         host_seconds = metrics.records[-1].plan_seconds if metrics.records else 0.0
         seconds = pace.prompt_seconds(launched.plan.num_prefill_tokens)
-        return seconds > max(LONG_STEP_SECONDS, LONG_STEP_FACTOR * host_seconds)
+        pushes = self.scheduler.pushes
+        least = 0.0 if pushes is not None and pushes.busy else LONG_STEP_SECONDS
+        return seconds > max(least, LONG_STEP_FACTOR * host_seconds)
 
     def _plan_and_launch(self) -> Launched | None:
         planned_at = perf_counter()

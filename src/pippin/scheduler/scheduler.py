@@ -157,6 +157,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before something is committed."""
+        if self.pushes is not None and self.pushes.waits and not self.inflight_steps:
+            sent = self.plan_spill()  # before the next chunk is computed, not behind it
+            if sent is not None:
+                return sent
         step = self.inflight_steps.next_step
         self.registry.take_compiled()
         for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
@@ -188,7 +192,7 @@ class Scheduler:
         return plan
 
     def plan_spill(self) -> StepPlan | None:
-        """A step that only writes behind, for an engine that is about to stop."""
+        """A step that moves payloads between tiers, and computes nothing."""
         step = self.inflight_steps.next_step
         spill, load = self.traffic.plan(step)
         if not spill and not load:

@@ -212,6 +212,10 @@ class StepPlan:
         return bool(self.prefill) and not self.decode and not self.num_prefill_tokens
 
     @property
+    def spills_alone(self) -> bool:
+        return bool(self.spill) and not (self.rows or self.retire or self.admit or self.load)
+
+    @property
     def empty(self) -> bool:
         return not (
             self.retire or self.admit or self.prefill or self.decode or self.spill or self.load

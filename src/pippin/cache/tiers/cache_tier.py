@@ -5,7 +5,7 @@ Knows no threads and no steps. One thread calls, the one that owns the tree in m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy.typing as npt
@@ -14,13 +14,13 @@ from pippin.cache.entries.entry import Entry, Key
 from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import Match
-from pippin.cache.tiers.diff import Diff, Run
+from pippin.cache.tiers.diff import Diff, Run, is_worth_writing
 from pippin.cache.tiers.kinds import DISK, TierKind
 from pippin.cache.tiers.parts import EntryPart
 from pippin.cache.tiers.pieces import Piece, num_bytes, pieces
 from pippin.cache.tiers.tier_tree import Format, TierTree
 from pippin.cache.tree.canary import Canary
-from pippin.cache.tree.radix import TokenArray, as_tokens
+from pippin.cache.tree.radix import Node, TokenArray, as_tokens
 from pippin.types import GRID, Component, ModelSpec
 
 MIN_LOADED_TOKENS = GRID  # fewer are not worth a wait
@@ -74,10 +74,11 @@ class CacheTier:
         kind: TierKind = DISK,
         level: int = 0,
         on_grid: bool = False,
+        wants_state: Callable[[Node], bool] = is_worth_writing,
     ) -> None:
         """`batch_bytes`: of a write, and about of a piece that is read. `level`: how many faster
         tiers lie between it and memory. `on_grid`: prompts are restored up to whole blocks alone
-        (deterministic)."""
+        (deterministic). `wants_state`: whether that of a node is to be written."""
         self.kind = kind
         self.level = level
         self.memory = memory
@@ -88,6 +89,7 @@ class CacheTier:
         self.stats = TierStats()
         self.rates = kind.rates()
         self._on_grid = on_grid
+        self._wants_state = wants_state
         self.below.fill(store)
 
     # ---- down ------------------------------------------------------------------------------
@@ -95,7 +97,8 @@ class CacheTier:
     def missing(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Run]:
         """What is to be written next of a sequence; its payloads are borrowed until a change."""
         trees = (self.memory, self.below.cache)
-        diff = Diff(self.memory.tree.rules, *trees, self._num_bytes, self.batch_bytes)
+        sizes = (self._num_bytes, self.batch_bytes)
+        diff = Diff(self.memory.tree.rules, *trees, *sizes, self._wants_state)
         return diff.find(as_tokens(tokens), salt, self.below.root(salt))
 
     def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run], salt: bytes = b"") -> list[Entry]:

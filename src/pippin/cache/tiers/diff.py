@@ -42,6 +42,7 @@ class Diff:
     disk: PrefixCache
     sizes: Sizes
     left: int
+    wants_state: Callable[[Node], bool] = is_worth_writing
     runs: list[Run] = field(default_factory=list)
 
     def find(self, ids: TokenArray, salt: bytes = b"", root: bytes = b"") -> list[Run]:
@@ -98,9 +99,9 @@ class Diff:
 
     def _is_wanted(self, node: Node, below: Node | None) -> bool:
         """Without a hidden vector the same prompt again needs the state before its end."""
-        if is_worth_writing(node):
+        if self.wants_state(node):
             return True
-        return not self.rules.has_hidden and below is not None and is_worth_writing(below)
+        return not self.rules.has_hidden and below is not None and self.wants_state(below)
 
     def _add_windows(self, ends: Iterable[Node], on_disk: Sequence[Node]) -> None:
         """The windows that a restore at these ends needs, each run of tokens once."""

@@ -18,6 +18,15 @@ from pippin.types import Component
 from pippin.version import __version__
 
 Facts = Mapping[str, str]
+HASHES, HASH_CHARS = ("weights", "layout"), 12
+REMEDY = "start both with the same options"
+REMEDIES = {
+    "version": "install the same version of Pippin for both",
+    "weights": "serve the same checkpoint with both",
+    "dtype": "give both the same --dtype",
+    "layout": "serve the same checkpoint with both, in the same --dtype",
+    "deterministic": "give --deterministic to both on one kind of device, or to none",
+}
 
 
 def peer_facts(config: Config, backend: Backend) -> dict[str, str]:
@@ -46,12 +55,16 @@ def facts_fingerprint(facts: Facts) -> bytes:
     return hashlib.blake2b(_encoded(facts), digest_size=32, person=b"pippin peers").digest()
 
 
-def difference(ours: Facts, theirs: Facts) -> str | None:
-    """The first fact that differs, in words; None if all agree."""
-    for name in dict.fromkeys((*ours, *theirs)):
-        here, there = ours.get(name, "unknown"), theirs.get(name, "unknown")
-        if here != there:
-            return f"{name} differs: {here[:80]} here, {there[:80]} there"
+def difference(prefill: Facts, decode: Facts) -> str | None:
+    """The first fact that differs, in words that both ends may read; None if all agree."""
+    for name in dict.fromkeys((*prefill, *decode)):
+        sent, wanted = prefill.get(name, "unknown"), decode.get(name, "unknown")
+        if sent != wanted:
+            length = HASH_CHARS if name in HASHES else 80
+            return (
+                f"{name} differs: {sent[:length]} in the prefill engine, {wanted[:length]} in the "
+                f"decode engine; {REMEDIES.get(name, REMEDY)}"
+            )
     return None
 
 

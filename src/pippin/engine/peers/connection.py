@@ -216,7 +216,8 @@ class Connection:
         theirs = await self._expect(Proof)
         if not is_proof(theirs.proof, secret, them, nonces, theirs.facts):
             raise PeerRefused("the secrets differ: both ends need the same --peer-secret-file")
-        if found := difference(facts, theirs.facts):
+        ends = (theirs.facts, facts) if asks else (facts, theirs.facts)
+        if found := difference(*ends):
             raise PeerRefused(found)
         if not asks:
             await self.write(ours)

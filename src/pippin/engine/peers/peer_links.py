@@ -158,7 +158,7 @@ class Link:
                 self._report(f"does not fit: {error}")
                 self._pause = LONGEST_PAUSE
             except (OSError, asyncio.IncompleteReadError) as error:
-                self._report(f"is not connected: {error}")
+                self._report(f"is not connected: {_cause(error)}")
             await asyncio.sleep(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
@@ -235,6 +235,16 @@ class Link:
         if error != self.error:
             logger.warning("the prefill engine at %s %s", self.address, error)
             self.error = error
+
+
+def _cause(error: OSError | asyncio.IncompleteReadError) -> str:
+    if isinstance(error, asyncio.IncompleteReadError):
+        return "the connection was closed"
+    if isinstance(error, ConnectionRefusedError):
+        return "no prefill engine listens there (connection refused); it is tried again"
+    if isinstance(error, TimeoutError):
+        return f"no connection within {CONNECT_SECONDS:g} seconds; it is tried again"
+    return str(error)
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:

@@ -42,6 +42,7 @@ from pippin.types import ModelSpec, SamplingParams
 
 MAX_CONNECTIONS = 32
 MAX_OPENING = 32  # connections that may be those of strangers: no secret was proven yet
+MAX_REFUSALS = 100  # that are remembered
 MAX_ASKS = 64  # of one connection, at a time
 SEND_SECONDS = 60.0  # of one entry: a decode engine that reads nothing for so long is disconnected
 START_SECONDS = 10.0
@@ -71,6 +72,7 @@ class PeerListener:
         self.thread = WireThread("pippin-peers")
         self._numbers = itertools.count()
         self._clients: set[AskingPeer] = set()
+        self._refusals: set[tuple[str, str]] = set()  # that were logged
         self._connections: dict[asyncio.Task[None], Connection] = {}
         try:
             self._server = self.thread.start(self._listen(address, tls)).result(START_SECONDS)
@@ -118,12 +120,22 @@ class PeerListener:
                 self._clients.discard(peer)
                 peer.leave()
         except PeerRefused as error:
-            logger.warning("a decode engine at %s was refused: %s", name, error)
+            self._note_refusal(writer, str(error))
         except (OSError, asyncio.IncompleteReadError) as error:
             logger.info("a decode engine at %s disconnected: %s", name, error)
         finally:
             del self._connections[task]
             connection.close()
+
+    def _note_refusal(self, writer: asyncio.StreamWriter, reason: str) -> None:
+        """Once for each host and reason: a decode engine tries again for ever."""
+        host, port, *_ = writer.get_extra_info("peername")
+        if (host, reason) in self._refusals:
+            return
+        if len(self._refusals) >= MAX_REFUSALS:
+            self._refusals.clear()
+        self._refusals.add((host, reason))
+        logger.warning("a decode engine at %s, port %s, was refused: %s", host, port, reason)
 
     def close(self) -> None:
         """Decode engines are disconnected."""

@@ -26,6 +26,8 @@ MAX_GROWTH = 2.0  # and at most this many times as long
 STEPS_BETWEEN_RESTS = 32  # a step without prompts now and then tells the two costs apart,
 LONGEST_SAVED = 0.055  # seconds of prompts to save up for: streams wait for all of it at once
 MAX_SAVING_STEPS = 32  # without prompts, before a forward that streams cannot pay for runs anyway
+PARTS = 16  # of a prompt that is sent while it is computed: what is sent at its end is one,
+FORWARDS_WORTH = 8  # but no shorter than so many forwards would take for being forwards
 STEPS_BEFORE_REST = 8  # and so many after the number of streams has changed
 
 
@@ -100,6 +102,11 @@ class Pace:
     def productive_tokens(self) -> int:
         """A chunk of so many takes no longer for being a forward than for its tokens."""
         return self.costs.productive_tokens if self.costs.known else GRID
+
+    def part_tokens(self, prompt_len: int) -> int:
+        """Of a step that computes nothing but a prompt which another engine waits for."""
+        part = max(-(-prompt_len // PARTS), FORWARDS_WORTH * self.productive_tokens)
+        return min(-(-part // GRID) * GRID, self.prefill_tokens)
 
     def prompt_seconds(self, tokens: int) -> float:
         """What a step of so many prompt tokens, and no streams, should take; 0 if unknown."""

@@ -60,6 +60,9 @@ class PromptPlanner:
         if not started and not waiting:
             return (), ()
         budget = pace.budget(num_streams, len(started) + waiting, num_drafts)
+        prompts = [*(running.request for running in started), *self.admission.queue[:2]]
+        if len(prompts) == 1 and prompts[0].handover:
+            budget = min(budget, pace.part_tokens(prompts[0].num_tokens))
         turns = self._turns(started)
         top = max((turn.priority for turn in turns), default=None)
         waiting_top = self.admission.top_priority if self.slots.num_free else None

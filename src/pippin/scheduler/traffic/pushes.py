@@ -7,7 +7,7 @@ difference to memory, as it is of a disk. It ends when its request has ended and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -16,14 +16,17 @@ from pippin.cache.peers.outgoing_store import OutgoingStore
 from pippin.cache.peers.wanted import DecodePeer, Wanted
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.diff import STATE_STRIDE
 from pippin.cache.tiers.kinds import OUTGOING
 from pippin.cache.tiers.tier_io import TierIO
 from pippin.cache.tiers.tier_tree import Format
 from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.radix import Node
 from pippin.scheduler.request import Request
 from pippin.scheduler.traffic.spills import Spills
 
 MAX_BATCHES = 2  # on their way at a time, of all pushes
+MAX_STATES = 8  # sent of a prompt, beside the one at its end
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class Pushes:
         return bool(self._pushes)
 
     @property
+    def waits(self) -> bool:
+        """Whether there may be something to be sent, and none of it is on its way."""
+        return any(push.spills.waits for push in self._pushes.values())
+
+    @property
     def futures(self) -> list[Future[list[bool]]]:
         return [future for push in self._pushes.values() for future in push.spills.futures]
 
@@ -101,6 +109,7 @@ class Pushes:
             batch_bytes=min(self._batch_bytes, target.max_entry_bytes),
             kind=OUTGOING,
             level=1,  # what was sent is not evicted any sooner
+            wants_state=_states_of(len(wanted.tokens)),
         )
         tiers.expect(wanted.tokens, wanted.held, wanted.salt)
         tier_io = TierIO(store, writer=target.writer, reader=target.writer)
@@ -178,3 +187,19 @@ class Pushes:
         stats.sent_entries += sent.spilled_entries
         stats.sent_bytes += sent.spilled_bytes
         push.target.peer.end(push.target.wanted.id, reason)
+
+
+def _states_of(prompt_len: int) -> Callable[[Node], bool]:
+    """That at its end restores a prompt; others, a part of it if the rest does not arrive.
+
+    They are at multiples of `STATE_STRIDE`, so many apart that at most `MAX_STATES` are sent. The
+    last one is among them: it is what --deterministic restores.
+    """
+    last = prompt_len // STATE_STRIDE
+    apart = max(1, -(-last // MAX_STATES))
+
+    def is_wanted(node: Node) -> bool:
+        number, rest = divmod(node.end, STATE_STRIDE)
+        return node.end == prompt_len or (not rest and (last - number) % apart == 0)
+
+    return is_wanted

@@ -60,6 +60,13 @@ class Spills:
         return self._batch is not None
 
     @property
+    def waits(self) -> bool:
+        """Whether something is to be written, and no batch is on its way."""
+        batch = self._batch
+        is_written = batch is None or (batch.future is not None and batch.future.done())
+        return is_written and bool(self._waiting)
+
+    @property
     def futures(self) -> list[Future[list[bool]]]:
         future = None if self._batch is None else self._batch.future
         return [] if future is None else [future]
