@@ -27,7 +27,7 @@ from pippin.backends.torch.models.packed import Packed
 
 def fits_registers(num_rows: int, num_words: int) -> bool:
     """Whether that is faster than tensor cores, as measured on an H200."""
-    return num_rows <= 2 or (num_rows <= 4 and num_words <= 512)
+    return num_rows <= 2 or (num_rows <= 4 and num_words < 512)
 
 
 def few_rows_tile_for(num_words: int) -> PackedRowTile:
