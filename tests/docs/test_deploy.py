@@ -4,6 +4,8 @@ The linters of Docker, Compose and Kubernetes check the rest."""
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +201,13 @@ def test_every_image_has_a_version_and_ours_is_this_one() -> None:
     assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+", image)] == []
     ours = {image for image in images if image.startswith("pippin:")}
     assert ours == {f"pippin:{__version__}", f"pippin:{__version__}-cuda"}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", ["base", "gpu", "routed"])
+def test_kustomize_puts_each_folder_together(folder: str) -> None:
+    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / folder)]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [(each["kind"], each["metadata"]["name"]) for each in yaml.safe_load_all(built)]
+    assert len(set(found)) == len(found)
+    assert {kind for kind, _ in found} == {"Service", "PersistentVolumeClaim", "Deployment"}

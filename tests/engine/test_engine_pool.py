@@ -106,7 +106,7 @@ def test_a_prompt_goes_where_it_can_be_restored_and_others_where_there_is_less_t
 def test_a_long_queue_outweighs_a_short_prefix() -> None:
     async def scenario(engines: Engines) -> None:
         engines.report(1, PREFIX)
-        await engines.ask("a", [*PREFIX, *[9] * 4 * BLOCK_TOKENS])
+        await engines.ask("a", [*PREFIX, *[9] * 12 * BLOCK_TOKENS])
         await engines.ask("b", [*PREFIX, 8])
         assert [sent.ids for sent in engines.sent] == [["b"], ["a"]]
         engines.say(1, TokenDelta("a", [1]))  # its prompt is computed

@@ -24,6 +24,10 @@ from pippin.engine.kv_events.block_hashes import prompt_hashes
 from pippin.errors import EngineDead, NotReady, Overloaded
 from pippin.messages import Submit, TokenDelta
 
+# What a copy elsewhere costs, in tokens computed for each of its own: those it evicts there, of
+# prompts that come back as well, and which evict others then.
+HOME_WORTH = 3
+
 logger = logging.getLogger(__name__)
 
 
@@ -181,7 +185,7 @@ class EnginePool:
             awake or serving or self.replicas,
             key=lambda replica: (
                 replica.prefixes.restorable_tokens(hashes)
-                + replica.prefixes.home_tokens(hashes)
+                + HOME_WORTH * replica.prefixes.home_tokens(hashes)
                 - replica.load,
                 -replica.load,
                 -len(replica.prefixes),
