@@ -256,7 +256,7 @@ def decode_step(loaded: LoadedModel) -> Counter[str]:
     rows = DecodeRows(loaded.layout, loaded.attention)
     slots = range(1, ROWS + 1)
     rows.join([(slot, prompt(loaded, PREFIX)) for slot in slots])
-    rows.flush()  # cohorts that joined one by one become one
+    rows.flush()
     mx.eval(rows.arrays())
     forward = DecodeForward(loaded.layout, loaded.forward, compiled=True)
     results: list[Any] = []

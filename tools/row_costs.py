@@ -1,4 +1,4 @@
-"""Counts what requests that start and end cost packed rows: columns of KV that are copied.
+"""Counts what requests that start and end cost rows: columns of KV that are copied.
 
     python tools/row_costs.py
 
@@ -18,8 +18,7 @@ from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
-from pippin.backends.mlx.rows.mains import Row, Tails
-from pippin.backends.mlx.rows.packed_mains import PackedMains
+from pippin.backends.mlx.rows.mains import Mains, Row, Tails
 from pippin.types import Component
 
 TAIL, STEPS_OF_A_REQUEST, NUM_STEPS = 64, 256, 2048
@@ -31,7 +30,7 @@ CACHE = LayerCache(
 def copied(num_rows: int, context: int) -> tuple[float, float, float]:
     """Columns copied in each step on average: by joins, by tails that are full; and held."""
     layout = Layout((CACHE,), (0,))
-    mains = PackedMains(layout, SpareLimit(Footprint(layout)), AttentionPaths(attend_joined))
+    mains = Mains(layout, SpareLimit(Footprint(layout)), AttentionPaths(attend_joined))
     rows: dict[int, Row] = {}
     written = np.zeros((num_rows, TAIL), bool)
     counts = {"join": 0, "tail": 0}
@@ -47,7 +46,7 @@ def copied(num_rows: int, context: int) -> tuple[float, float, float]:
     for step in range(NUM_STEPS):
         if step % TAIL == TAIL - 1:
             tails = [mx.zeros((num_rows, 1, TAIL, 1))] * 2
-            mains.absorb(list(rows.values()), Tails({0: tails}, written))
+            mains.absorb(Tails({0: tails}, written))
             written[:] = False
             count("tail")
         for index in range(num_rows):

@@ -2,8 +2,8 @@
 
 python tools/shared_prefix.py ROWS[,ROWS...] TOKENS[,TOKENS...]
 
-Rows hold random keys and values: what a step costs does not depend on them. Sharing is taken
-whenever it is possible, whatever it saves, so that the table shows where it begins to pay.
+Rows hold random keys and values: what a step costs does not depend on them. What is shared is read
+for all rows at once whatever that saves, so that the table shows where it begins to pay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 import pippin
-from pippin.backends.mlx.rows import grouping  # brings its BLAS: before mlx itself
+from pippin.backends.mlx.rows import kv_table  # brings its BLAS: before mlx itself
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.load import load
 from pippin.backends.mlx.prefill.batch import PromptState
@@ -26,7 +26,7 @@ import mlx.core as mx  # isort: skip
 
 MODEL = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 OWN_TOKENS = 24
-WARM_STEPS = 12  # rows that join are regrouped on the way
+WARM_STEPS = 12
 BLOCKS, BLOCK_STEPS = 5, 8
 
 loaded = load(MODEL, dtype="float32")
@@ -83,7 +83,7 @@ def compare(num_rows: int, num_shared: int) -> None:
         for rows, times in zip(pair, taken, strict=True):
             times += step_ms(rows, forward, BLOCK_STEPS)
     apart, shared = median(taken[0]), median(taken[1])
-    mib = [sum(a.nbytes for c in rows.mains.cohorts for a in c.arrays()) / 2**20 for rows in pair]
+    mib = [sum(array.nbytes for array in rows.mains.arrays()) / 2**20 for rows in pair]
     print(
         f"| {num_rows} | {num_shared:,} | {apart:.1f} | {shared:.1f} | {apart / shared:.2f}x "
         f"| {mib[0]:.1f} | {mib[1]:.1f} |",
@@ -92,7 +92,7 @@ def compare(num_rows: int, num_shared: int) -> None:
 
 
 if __name__ == "__main__":
-    grouping.SHARE_COST_TOKENS = 0
+    kv_table.SHARE_COST_TOKENS = 0
     print("| rows | shared tokens | apart, ms | shared, ms | | apart, MiB | shared, MiB |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     rows_wanted, tokens_wanted = ([int(n) for n in arg.split(",")] for arg in sys.argv[1:3])

@@ -154,7 +154,6 @@ class StepForwards:
     prefill: int = 0  # forwards over chunks of prompts
     new_prefill: int = 0  # of these, of a shape that had not been run lately
     new_decode: int = 0  # forwards over decode rows, likewise
-    cohorts: int = 0  # in which the decode rows lay; a settled batch is one
     compiled: bool = False  # the decode rows ran as one compiled function
 
 

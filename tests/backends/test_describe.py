@@ -32,6 +32,9 @@ def test_a_model_that_attends_in_its_own_way_is_said_to_be_slower() -> None:
     assert attention(layout(PLAIN), timed=True) == (
         "1 layer through mlx-lm's function: the faster way by times"
     )
+    assert attention(layout(PLAIN, STATE), gathers=True) == (
+        "1 layer through mlx-lm's function: plain operations copy KV in each step, slower"
+    )
     assert attention(layout(PLAIN, OWN_WAY, STATE)) == (
         "1 of 2 layers attend in their own way: concatenated KV each step, slower"
     )

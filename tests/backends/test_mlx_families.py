@@ -18,17 +18,16 @@ from families import FAMILIES, VOCAB, build
 from near_ties import TOLERANCE
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
 from pippin.backends.mlx.attention.head_ropes import HeadNorms, head_norms
-from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall, Path
+from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.gpu import added_norms
 from pippin.backends.mlx.gpu.added_norms import use_pending_sums
-from pippin.backends.mlx.gpu.attention_times import only_way
 from pippin.backends.mlx.load import LoadedModel, prepare
-from pippin.backends.mlx.rows import arrays, cohorts, grouping
+from pippin.backends.mlx.rows import arrays, mains
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.shapes import Ladder
-from pippin.backends.mlx.trial_run import adds_later, deferred_norms, packed_rows
+from pippin.backends.mlx.trial_run import adds_later, deferred_norms
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
@@ -260,20 +259,14 @@ def test_rotations_beside_latents_are_left_to_attention(
     assert all(each is (family == "deepseek_v3") for each in rotated)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "path"),
-    [(None, Path.JOINED), (None, Path.PIECES), (attend_joined, Path.JOINED)],
-    ids=["cohorts, joined", "cohorts in pieces", "packed"],
-)
+@pytest.mark.parametrize("kernel", [None, attend_joined], ids=["plain", "packed"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 def test_however_layers_attend_everyone_says_what_mlx_lm_says(
-    family: str, kernel: AttendPacked | None, path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kernel: AttendPacked | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain layers, windows, sinks; one row that grows alone, then a crowd."""
     monkeypatch.setattr(arrays, "TAIL", SHORT_TAIL)
-    loaded = served(family)
-    _, calls = packed_rows(loaded.layout, loaded.forward)
-    paths = AttentionPaths(kernel, dict.fromkeys(calls, only_way(path)))
+    paths = AttentionPaths(kernel)
     for cases in ([Case(65, 20)], SHORT_CROWD):
         check(family, serve(family, cases, like_a_gpu=True, attention=paths))
 
@@ -290,13 +283,12 @@ SHAPES = ("qwen3_5", "gpt_oss", "falcon_h1", "deepseek_v3")  # one for each way 
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_many_flushes_into_many_groups_change_nothing(
+def test_many_flushes_and_merges_change_nothing(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short tails and cheap groups: rows of all lengths are regrouped every few steps."""
+    """Short tails and few segments: rows of all lengths are moved every few steps."""
     monkeypatch.setattr(arrays, "TAIL", 8)
-    monkeypatch.setattr(cohorts, "COLUMN_STEP", 8)
-    monkeypatch.setattr(grouping, "GROUP_COST_TOKENS", 24)
+    monkeypatch.setattr(mains, "MOST_IN_TABLE", 2)
     check(family, serve(family, CROWD[:-2]))  # all but those that wait for the long ones
 
 

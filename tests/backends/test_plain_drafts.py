@@ -1,4 +1,4 @@
-"""Drafts on devices without operations of ours, as on Metal: plain operations over packed rows.
+"""Drafts on devices without operations of ours, in plain operations.
 
 The same tokens as without drafts; the contract's own tests run here as they are.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
-from test_mlx_drafts import Speculated, make_mlx
+from test_mlx_drafts import Speculated
 from test_speculated_replies import prompts_of, replies_of
 
 import test_draft_contract as contract
@@ -17,9 +17,7 @@ from families import build
 from near_ties import count_same
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.operations.bindings import without_operations
-from pippin.backends.mlx.drafts.draft_rows import DraftRows
 from pippin.backends.mlx.load import prepare
-from pippin.backends.mlx.rows.packed_mains import PackedMains
 from pippin.scheduler.request import Request
 from pippin.scheduler.speculation.drafter import DeviceDrafter
 from pippin.scheduler.speculation.oracle import OracleDrafter
@@ -44,12 +42,6 @@ def any_depth() -> Speculation:
         lambda _: next(depths) % (MAX_DEPTH + 1),
         device=DeviceDrafter("mtp", MAX_DEPTH),
     )
-
-
-def test_rows_lie_packed() -> None:
-    rows = make_mlx("llama")._decodes.shared_rows
-    assert isinstance(rows, DraftRows)
-    assert isinstance(rows.mains, PackedMains)
 
 
 @pytest.mark.parametrize(

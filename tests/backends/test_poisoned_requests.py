@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
@@ -18,10 +19,9 @@ from builders import Client, Reply
 from families import build
 from near_ties import assert_same
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
-from pippin.backends.mlx.attention import split_attention
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
-from pippin.backends.mlx.rows import arrays, cohorts, grouping
+from pippin.backends.mlx.rows import arrays, kv_table, mains
 from pippin.types import SamplingParams
 from serving import make_client, make_prompt, served
 
@@ -72,10 +72,8 @@ def test_a_request_that_is_not_a_number_changes_nothing_for_others(
     name: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "TAIL", 24)
-    monkeypatch.setattr(cohorts, "COLUMN_STEP", 8)
-    for module in (grouping, split_attention):
-        monkeypatch.setattr(module, "SHARED_BLOCK", 8)
-    monkeypatch.setattr(grouping, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(mains, "FEWEST_SHARED", 8)
+    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 0)
     model = poisonous(name, value)
     spoiled = replies_to(make_client(name, model=model), name, POISON)
     clean = replies_to(make_client(name, model=model), name, HARMLESS)
@@ -103,12 +101,16 @@ def poison(backend: MLXBackend, slot: int, value: float) -> None:
     for array in flat:
         for line in lines:
             array[line] = value
-    for cohort in rows.mains.cohorts:
-        for line, index in enumerate(cohort.indices):
-            if index not in live:
-                for pair in cohort.kv.values():
-                    for side in pair:
-                        side[line] = value
+    rows.mains._kv_table = None
+    for own in rows.mains._classes:
+        for segment in own.segments:
+            free = np.ones(segment.capacity, bool)
+            for index in live:
+                for piece in own.pieces[index]:
+                    if piece.segment is segment:
+                        free[piece.start : piece.start + piece.num_columns] = False
+            for side in (side for pair in segment.kv.values() for side in pair):
+                side[:, mx.array(np.flatnonzero(free))] = value
 
 
 def speak(name: str, value: float | None) -> dict[int, list[int]]:
@@ -136,7 +138,7 @@ def speak(name: str, value: float | None) -> dict[int, list[int]]:
             said[slot] += tokens
 
     step(start=(1, 2, 3))
-    for _ in range(12):  # past a regrouping: one cohort of three lines and a fourth
+    for _ in range(12):
         step(decode="123")
     if value is not None:
         poison(backend, 2, value)

@@ -27,7 +27,6 @@ from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.payloads import packing
 from pippin.backends.mlx.rows.arrays import TAIL, RowArrays
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
-from pippin.backends.mlx.rows.grouping import group_rows
 from pippin.types import Component, SamplingParams
 from serving import served
 
@@ -179,11 +178,9 @@ def test_a_prompt_keeps_nothing_of_those_it_was_computed_with(name: str) -> None
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_that_leave_take_with_them_what_they_held(name: str) -> None:
-    """All were one cohort, whose arrays would otherwise stay until tails are full."""
     crowd = Crowd(name, seed=2)
     crowd.come(*range(900, 908))
     crowd.say(TAIL + 2)
-    assert len(crowd.backend._decodes.shared_rows.mains.cohorts) == 1
     held_by_all = crowd.drained_bytes()
     spare = held_by_all // 16
     crowd.limit(spare)
@@ -235,15 +232,6 @@ def kv_layout(num_layers: int, dim: int) -> Layout:
         for layer in range(num_layers)
     ]
     return Layout(tuple(caches), (0,) * num_layers)
-
-
-def test_rows_pad_each_other_less_where_memory_is_short() -> None:
-    lengths = {0: 100, 1: 200, 2: 110, 3: 120}
-    assert [group.indices for group in group_rows(lengths, {})] == [[0, 1, 2, 3]]
-    groups = group_rows(lengths, {}, max_padding=100)
-    assert [group.indices for group in groups] == [[0, 2, 3], [1]]
-    alone = group_rows(lengths, {}, max_padding=0)
-    assert [group.indices for group in alone] == [[0], [2], [3], [1]]
 
 
 def test_rows_get_just_the_lines_they_need_where_a_bucket_would_be_too_much() -> None:

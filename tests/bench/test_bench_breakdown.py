@@ -18,7 +18,7 @@ RATES = Rates(
     new_prefill=0.3,
     new_decode=0.1,
 )
-SETTLED = StepForwards(cohorts=1)
+SETTLED = StepForwards()
 
 
 def step(
@@ -69,38 +69,21 @@ def test_work_is_what_one_batch_takes_for_the_same_rows_and_tokens() -> None:
 
 
 def test_a_new_shape_costs_what_it_was_measured_to_cost() -> None:
-    ran = StepForwards(new_prefill=1, new_decode=1, cohorts=1)
+    ran = StepForwards(new_prefill=1, new_decode=1)
     check(explain(step(0, 0.0, 0.5, forwards=ran)), work=0.01, new_shapes=0.4, rest=0.09)
 
 
 def test_small_chunks_cost_more_than_their_tokens_in_a_batch() -> None:
-    ran = StepForwards(prefill=2, cohorts=1)
+    ran = StepForwards(prefill=2)
     parts = explain(step(0, 0.0, 0.41, tokens=200, forwards=ran))
     check(parts, work=0.21, small_chunks=0.1, rest=0.1)
 
 
 def test_a_chunk_that_costs_no_more_than_in_a_batch_is_not_small() -> None:
-    ran = StepForwards(prefill=1, cohorts=1)
+    ran = StepForwards(prefill=1)
     fast = replace(RATES, chunks=((100, 0.01), (500, 0.02)))
     parts = break_down([step(0, 0.0, 0.41, tokens=400, forwards=ran)], fast, 0.0, 0.41)
     check(parts, work=0.41)
-
-
-def test_scattered_rows_cost_everywhere_what_they_cost_far_from_prompts() -> None:
-    """10 ms of work took 30, so the same rows beside a prompt wasted 20 ms, whatever that took."""
-    scattered = StepForwards(cohorts=4)
-    steps = [
-        step(0, 0.0, 0.03, forwards=scattered),
-        step(1, 0.03, 0.03, forwards=scattered),
-        step(2, 0.06, 0.09, forwards=scattered),  # a launch beside it: not to be learnt from
-        step(3, 0.15, 0.24, tokens=200, forwards=replace(scattered, prefill=1)),
-    ]
-    parts = break_down(steps, replace(RATES, chunks=((1, 0.0),)), 0.0, 0.39)
-    check(parts, work=0.24, scattered_cohorts=0.08, rest=0.07)
-
-
-def test_scattered_rows_that_are_no_slower_cost_nothing() -> None:
-    check(explain(step(0, 0.0, 0.008, forwards=StepForwards(cohorts=4))), work=0.01, rest=-0.002)
 
 
 def test_a_device_that_keeps_account_tells_when_it_was_idle() -> None:

@@ -37,7 +37,9 @@ def test_every_step_leaves_a_record_in_order(overlap: bool) -> None:
 def test_a_log_holds_every_record_as_it_was(tmp_path: Path) -> None:
     metrics = EngineMetrics(log=StepLog(tmp_path / "steps"))
     records = [record_of(step, device=DeviceReading(step + 0.9, 0.7 * step)) for step in range(3)]
-    records.append(dataclasses.replace(record_of(3), forwards=StepForwards(prefill=2, cohorts=5)))
+    records.append(
+        dataclasses.replace(record_of(3), forwards=StepForwards(prefill=2, new_prefill=1))
+    )
     for record in records:
         metrics.add(record)
         assert read_step_log(tmp_path / "steps")[-1] == record  # at once, not when it is closed

@@ -10,8 +10,10 @@ from pippin.backends.mlx.attention.table_kv import table_operations
 from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
+from pippin.backends.mlx.rows import kv_table
 from pippin.backends.mlx.rows.arrays import RowArrays
-from pippin.backends.mlx.rows.cohorts import Cohort, kv_table_of
+from pippin.backends.mlx.rows.kv_table import make_kv_table
+from pippin.backends.mlx.rows.segments import Piece, Segment, WindowClass
 from pippin.types import Component
 
 SCALE = 0.3
@@ -34,7 +36,7 @@ class Rows:
     def __init__(self, num_rows: int, dims: tuple[int, int] = (16, 24), seed: int = 0) -> None:
         self.dims = dims
         self.rng = np.random.default_rng(seed)
-        self.cohorts: list[Cohort] = []
+        self.lies = WindowClass(None, [0])
         self.own: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # [heads, tokens, dim]
         self.queries = self.normal(num_rows, 3 * HEADS, 1, dims[0])
         self.tail = tuple(self.normal(num_rows, HEADS, TAIL, dim) for dim in dims)
@@ -43,35 +45,46 @@ class Rows:
     def normal(self, *shape: int) -> np.ndarray:
         return self.rng.normal(size=shape).astype(np.float32)
 
-    def add_cohort(self, stored: dict[int, int], columns: int, num_shared: int = 0) -> None:
-        """Padding is not a number. A row of -1 has left."""
-        sides = [self.normal(len(stored), HEADS, columns, dim) for dim in self.dims]
-        shared = [self.normal(1, HEADS, num_shared, dim) for dim in self.dims]
-        for line, (row, count) in enumerate(stored.items()):
+    def add_segment(self, counts: dict[int, int], num_shared: int = 0) -> None:
+        """Rows' columns one after the other, behind some that all of them begin with. Those of row
+        -1, which has left, are not numbers."""
+        shared = [self.normal(HEADS, num_shared, dim) for dim in self.dims]
+        sides = [list[np.ndarray]() for _ in self.dims]
+        if num_shared:
+            for parts, begin in zip(sides, shared, strict=True):
+                parts.append(begin)
+        segment = Segment(num_shared + sum(counts.values()))
+        start = num_shared
+        for row, count in counts.items():
+            own = [self.normal(HEADS, count, dim) for dim in self.dims]
+            for parts, side in zip(sides, own, strict=True):
+                parts.append(side * np.nan if row < 0 else side)
             if row >= 0:
                 keys, values = (
-                    np.concatenate([begin[0], side[line, :, :count]], axis=1)
-                    for begin, side in zip(shared, sides, strict=True)
+                    np.concatenate(pair, axis=1) for pair in zip(shared, own, strict=True)
                 )
-                self.own[row] = keys, values
-            for side in sides:
-                side[line, :, count:] = np.nan
-        lengths = [num_shared + count for count in stored.values()]
-        held = [{0: count} for count in stored.values()]
-        pair = [mx.array(side) for side in sides]
-        both = {0: [mx.array(side) for side in shared]} if num_shared else {}
-        self.cohorts.append(Cohort(list(stored), lengths, held, {0: pair}, both))
+                before = self.own.get(row, (keys[:, :0], values[:, :0]))
+                self.own[row] = (
+                    np.concatenate([before[0], keys], axis=1),
+                    np.concatenate([before[1], values], axis=1),
+                )
+                found = [(0, num_shared), (start, count)]
+                pieces = self.lies.pieces.setdefault(row, [])
+                pieces += [Piece(segment, first, n) for first, n in found if n]
+            start += count
+        segment.kv[0] = [mx.array(np.concatenate(parts, axis=1)) for parts in sides]
+        self.lies.segments.append(segment)
 
     def attend(
         self, ours: Operations, *, window: int | None = None, sinks: np.ndarray | None = None
     ) -> np.ndarray:
-        kv_table = kv_table_of(ours, layout_of(kv_cache(self.dims)), self.cohorts)
+        made = make_kv_table(ours, layout_of(kv_cache(self.dims)), [self.lies])
         keys, values = map(mx.array, self.tail)
         out = ours.row_attention(
             mx.array(self.queries),
             (keys, values),
             mx.array(self.written),
-            kv_table,
+            made,
             SCALE,
             place=0,
             window=window,
@@ -102,13 +115,13 @@ class Rows:
 
 
 def uneven_rows(dims: tuple[int, int] = (16, 24), seed: int = 0) -> Rows:
-    """Two cohorts and one that rows have left, a row without a main, and one with nothing else."""
+    """Two segments and one that a row has left, a row without a main, and one with nothing else."""
     rows = Rows(6, dims, seed)
     rows.written[:, 3] = True
     rows.written[2] = False
-    rows.add_cohort({4: 90, 1: 41, -1: 60, 2: 3}, columns=90)
-    rows.add_cohort({0: 7}, columns=7)
-    rows.add_cohort({5: 64}, columns=64)
+    rows.add_segment({4: 90, 1: 41, -1: 60, 2: 3})
+    rows.add_segment({0: 7, 4: 20, 1: 2})
+    rows.add_segment({5: 64, 4: 1})
     return rows
 
 
@@ -131,18 +144,24 @@ def test_sinks_weigh_along(ours: Operations) -> None:
 
 
 @pytest.mark.parametrize("num_shared", [1, 64, 300])
-def test_rows_that_share_what_they_begin_with(ours: Operations, num_shared: int) -> None:
+def test_rows_that_share_what_they_begin_with(
+    ours: Operations, num_shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 50)
     rows = Rows(5)
-    rows.add_cohort({3: 20, -1: 5, 0: 1, 2: 33}, columns=64, num_shared=num_shared)
-    rows.add_cohort({1: 50}, columns=50)
+    rows.add_segment({3: 20, -1: 5, 0: 1, 2: 33}, num_shared=num_shared)
+    rows.add_segment({1: 50, 2: 8}, num_shared=30)
     rows.written[4, 0] = True
     rows.check(ours)
     rows.check(ours, sinks=rows.normal(3 * HEADS))
 
 
-def test_scores_far_apart_are_put_together_without_overflow(ours: Operations) -> None:
+def test_scores_far_apart_are_put_together_without_overflow(
+    ours: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 0)
     rows = Rows(2)
-    rows.add_cohort({0: 20, 1: 30}, columns=30, num_shared=40)
+    rows.add_segment({0: 20, 1: 30}, num_shared=40)
     rows.queries *= 300
     rows.check(ours)
 
@@ -153,55 +172,41 @@ def test_a_row_that_sees_nothing_gets_zeros(ours: Operations) -> None:
     assert not rows.attend(ours).any()
 
 
-def test_keys_and_values_may_lie_in_any_order(ours: Operations) -> None:
-    """As prompts leave them: heads inside of tokens, or tokens innermost."""
-    rows = Rows(2)
-    rows.written[:, 0] = True
-    rows.add_cohort({0: 30, 1: 12}, columns=30, num_shared=70)
-    want = rows.attend(ours)
-
-    def as_seen(pair: list[mx.array], axes: tuple[int, ...]) -> list[mx.array]:
-        back = np.argsort(axes).tolist()
-        return [mx.contiguous(side.transpose(axes)).transpose(back) for side in pair]
-
-    cohort = rows.cohorts[0]
-    for axes in ((0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
-        kv, shared = as_seen(cohort.kv[0], axes), as_seen(cohort.shared[0], axes)
-        rows.cohorts = [Cohort(cohort.indices, cohort.lengths, cohort.stored, {0: kv}, {0: shared})]
-        np.testing.assert_allclose(rows.attend(ours), want, rtol=0, atol=TOLERANCE)
-
-
 def test_a_kv_table_keeps_its_arrays_alive_and_no_longer(ours: Operations) -> None:
     def make_table() -> mx.array:
-        kv = mx.random.normal((1, HEADS, 4096, 16)), mx.random.normal((1, HEADS, 4096, 24))
-        cohort = Cohort.of_one(0, 4096, {0: kv})
-        kv_table = kv_table_of(ours, layout_of(kv_cache()), [cohort])
-        mx.eval(kv_table)
-        return kv_table
+        kv = [mx.random.normal((HEADS, 4096, 16)), mx.random.normal((HEADS, 4096, 24))]
+        lies = WindowClass(None, [0])
+        lies.append(Segment(4096, {0: kv}), {0: 4096})
+        made = make_kv_table(ours, layout_of(kv_cache()), [lies])
+        mx.eval(made)
+        return made
 
     mx.synchronize()
     before = mx.get_active_memory()
-    kv_table = make_table()
+    made = make_table()
     nbytes = HEADS * 4096 * (16 + 24) * 4
     assert nbytes <= mx.get_active_memory() - before < 1.1 * nbytes
-    del kv_table
+    del made
     mx.synchronize()
     assert mx.get_active_memory() - before < 1000
 
 
-def test_a_compiled_step_runs_any_rows_of_a_table(ours: Operations) -> None:
+def test_a_compiled_step_runs_any_rows_of_a_table(
+    ours: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was traced with other rows: nothing of theirs may be left in it."""
+    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 0)
     rows = [uneven_rows(seed=1), uneven_rows(seed=2)]
-    rows[1].add_cohort({3: 200}, columns=256, num_shared=100)
+    rows[1].add_segment({3: 200, 1: 7}, num_shared=100)
 
     @mx.compile
-    def step(queries: mx.array, tail: KV, written: mx.array, kv_table: mx.array) -> mx.array:
-        return ours.row_attention(queries, tail, written, kv_table, SCALE, place=0) + 0.0
+    def step(queries: mx.array, tail: KV, written: mx.array, table: mx.array) -> mx.array:
+        return ours.row_attention(queries, tail, written, table, SCALE, place=0) + 0.0
 
     for one in rows:
         keys, values = map(mx.array, one.tail)
-        kv_table = kv_table_of(ours, layout_of(kv_cache()), one.cohorts)
-        got = step(mx.array(one.queries), (keys, values), mx.array(one.written), kv_table)
+        made = make_kv_table(ours, layout_of(kv_cache()), [one.lies])
+        got = step(mx.array(one.queries), (keys, values), mx.array(one.written), made)
         for row in range(6):
             np.testing.assert_allclose(
                 np.array(got[row : row + 1]), one.expected(row), rtol=0, atol=TOLERANCE

@@ -21,12 +21,11 @@ from pippin.backends.mlx.attention.paths import (
     kind_of,
 )
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.cpu.operations.bindings import without_operations
 from pippin.backends.mlx.describe import attention_paths
 from pippin.backends.mlx.gpu import attention_times
 from pippin.backends.mlx.gpu.attention_times import AttentionLayer, TimedStep, choose_attention
 
-KERNEL, JOINED, PIECES = Path
+KERNEL, JOINED = Path
 SIDE = mx.zeros((2, 1, 16))
 LAYER = AttentionLayer(
     kind_of(mx.zeros((1, 4, 1, 16)), (SIDE, SIDE), None),
@@ -74,7 +73,7 @@ def choose(
 def test_every_way_is_timed_once_and_remembered(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock(monkeypatch, {KERNEL: 1.0, JOINED: 2.0, PIECES: 3.0})
+    clock = Clock(monkeypatch, {KERNEL: 1.0, JOINED: 2.0})
     path = tmp_path / "attention.json"
     first = choose(path, clock)
     assert clock.num_timed == 2 * len(SMALL)
@@ -108,22 +107,10 @@ def test_a_kernel_that_rounds_less_than_plain_operations_is_right(
     assert chosen.kernel is exact
 
 
-def test_without_a_kernel_the_others_are_timed_and_with_one_again(
-    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch, {KERNEL: 1.0, JOINED: 2.0, PIECES: 3.0})
-    path = tmp_path / "attention.json"
-    chosen = choose(path, clock, None)
-    assert chosen.kernel is None
-    assert clock.num_timed == 2 * len(SMALL)
-    assert choose(path, clock).kernel is kernel
-    assert clock.num_timed == 4 * len(SMALL)
-
-
 def test_what_there_is_no_time_for_waits_for_the_next_load(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock(monkeypatch, {KERNEL: 1.0, JOINED: 2.0, PIECES: 3.0})
+    clock = Clock(monkeypatch, {KERNEL: 1.0, JOINED: 2.0})
     path = tmp_path / "attention.json"
     seconds = iter([0.0, 0.0, 99.0])
     monkeypatch.setattr(attention_times, "perf_counter", lambda: next(seconds))
@@ -169,7 +156,7 @@ def test_a_kernel_that_is_off_for_some_size_is_not_used(
 def test_what_would_take_too_much_memory_is_not_timed(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock(monkeypatch, {KERNEL: 1.0, JOINED: 2.0, PIECES: 3.0})
+    clock = Clock(monkeypatch, {KERNEL: 1.0, JOINED: 2.0})
     monkeypatch.setattr(attention_times, "MOST_BYTES", 4 * 32 * LAYER.token_bytes)
     chosen = choose(tmp_path / "attention.json", clock)
     assert list(chosen.times[LAYER.kind]) == [SMALL[0]]
@@ -188,15 +175,12 @@ def test_what_is_timed_attends_that_way(
 
     fused = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", partial(noted, JOINED, fused))
-    in_pieces = attention_times.row_kv.attend
-    monkeypatch.setattr(attention_times.row_kv, "attend", partial(noted, PIECES, in_pieces))
 
     def other_kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         ran.append(KERNEL)
         return call.q, *call.tail
 
-    with without_operations():  # as on a GPU
-        TimedStep(LAYER, size, path, None if path is PIECES else other_kernel).run()
+    TimedStep(LAYER, size, path, other_kernel).run()
     assert set(ran) == {path}
 
 
@@ -212,7 +196,7 @@ def test_a_model_is_timed_at_load_and_doctor_says_what_was_found(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    clock = Clock(monkeypatch, {KERNEL: 3.0, JOINED: 1.0, PIECES: 2.0})
+    clock = Clock(monkeypatch, {KERNEL: 3.0, JOINED: 1.0})
     monkeypatch.setattr(load, "choose_attention", partial(choose_attention, seconds_of=clock))
     loaded = prepared(monkeypatch, "qwen3", deterministic=False)
     assert loaded.attention.kernel is kernel
@@ -223,7 +207,7 @@ def test_a_model_is_timed_at_load_and_doctor_says_what_was_found(
         "attention times",
     ]
     assert lines[0][1].startswith("joined 1.000 ms, kernel 3.000 ms (")
-    assert lines[-1][1].startswith(f"rows are packed; in {tmp_path / 'pippin' / 'attention.json'}")
+    assert lines[-1][1].startswith(f"in {tmp_path / 'pippin' / 'attention.json'}")
 
 
 def test_deterministic_mode_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_queries_and_keys_are_rotated(
 def test_a_model_is_held_against_plain_operations_at_load(
     function: AttendPacked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its rotations are left to the kernel; where that is off, rows are cohorts."""
+    """Its rotations are left to the kernel; where that is off, it is not used."""
     monkeypatch.setattr(EmulatedKernel, "orders", (FORWARD,))
     monkeypatch.setattr(kernel_of_layout, "on_metal", lambda: True)
     config = CONFIGS["deepseek_v3"] | {"kv_lora_rank": 64, "qk_rope_head_dim": 32}

@@ -9,14 +9,14 @@ from pippin.backends.mlx.cpu.operations.bindings import operations, without_oper
 
 @pytest.fixture
 def without_table() -> Iterator[None]:
-    """Rows as on devices without operations of ours: in as few cohorts as is worth it."""
+    """Rows as on devices without operations of ours, in plain operations."""
     with without_operations():
         yield
 
 
 @pytest.fixture(params=["table", "without_table"])
 def way(request: pytest.FixtureRequest) -> str:
-    """Both ways that cohorts are attended to."""
+    """Both ways that rows are attended to on a CPU."""
     if request.param == "without_table":
         request.getfixturevalue("without_table")
     elif operations() is None:

@@ -19,11 +19,11 @@ from pippin.backends.mlx.payloads.packing import KV
 
 HEADS, DIM = 2, 16
 TOKEN_BYTES = 2 * HEADS * DIM * 4
-KERNEL, JOINED, PIECES = Path
+KERNEL, JOINED = Path
 LIKE_AN_H200: PathTimes = {
-    Size(1, 512): {KERNEL: 0.04, JOINED: 0.02, PIECES: 0.1},
-    Size(1, 4096): {KERNEL: 0.06, JOINED: 0.08, PIECES: 0.05},
-    Size(16, 512): {KERNEL: 0.05, JOINED: 0.4, PIECES: 0.2},
+    Size(1, 512): {KERNEL: 0.04, JOINED: 0.02},
+    Size(1, 4096): {KERNEL: 0.06, JOINED: 0.08},
+    Size(16, 512): {KERNEL: 0.05, JOINED: 0.4},
 }
 
 
@@ -51,14 +51,8 @@ def of_packed(times: PathTimes, lengths: list[int]) -> Path:
     return paths(times).of_packed(call)
 
 
-def of_cohort(times: PathTimes, num_lines: int, num_columns: int) -> Path:
-    side = mx.zeros((num_lines, HEADS, num_columns, DIM))
-    return paths(times).of_cohort(queries(num_lines), (side, side), None)
-
-
-def test_untimed_it_is_the_kernel_over_packed_rows_and_pieces_of_cohorts() -> None:
+def test_untimed_it_is_the_kernel() -> None:
     assert of_packed({}, [100]) is KERNEL
-    assert of_cohort({}, 1, 100) is PIECES
 
 
 @pytest.mark.parametrize(
@@ -87,16 +81,13 @@ def test_rows_that_are_joined_cost_as_much_as_the_longest() -> None:
 def test_in_doubt_it_is_the_usual_way() -> None:
     assert of_packed({Size(1, 512): {KERNEL: 1.0, JOINED: 0.97}}, [512]) is KERNEL
     assert of_packed({Size(1, 512): {JOINED: 0.1}}, [512]) is KERNEL
-    assert of_cohort({Size(1, 512): {PIECES: 1.0, JOINED: 0.97}}, 1, 512) is PIECES
 
 
 def test_more_than_so_much_is_never_copied() -> None:
-    times: PathTimes = {Size(1, 512): {KERNEL: 9.0, JOINED: 0.1, PIECES: 9.0}}
+    times: PathTimes = {Size(1, 512): {KERNEL: 9.0, JOINED: 0.1}}
     most = MOST_JOINED_BYTES // TOKEN_BYTES
     assert of_packed(times, [most]) is JOINED
     assert of_packed(times, [most + 1]) is KERNEL
-    assert of_cohort(times, 1, most) is JOINED
-    assert of_cohort(times, 1, most + 1) is PIECES
 
 
 def test_other_shapes_and_types_have_times_of_their_own() -> None:

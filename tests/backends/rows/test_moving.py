@@ -1,4 +1,4 @@
-"""What rows hold survives being regrouped, and is not held twice on the way."""
+"""What rows hold survives being moved, and is not held twice on the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
-from pippin.backends.mlx.rows import arrays, cohorts, grouping, regrouping
+from pippin.backends.mlx.rows import arrays, mains, paced_launch
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.types import Component
 
@@ -98,34 +98,23 @@ class Rows:
                 np.testing.assert_array_equal(found, expected)
                 assert min(wanted, cache.window or wanted) <= num_found <= wanted
 
-    def check_padding(self) -> None:
-        """Nothing of anybody's: weighed with nothing, it would still spoil a row if not finite."""
-        for cohort in self.decode_rows.mains.cohorts:
-            live = [line for line, index in enumerate(cohort.indices) if index >= 0]
-            for line in live:
-                for cache, columns in cohort.stored[line].items():
-                    for side in cohort.kv[cache]:
-                        assert not np.array(side)[line, :, columns:].any()
-
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short tails, cheap groups, and every beginning that can be shared is."""
+    """Short tails, few segments, and every beginning that can be shared is."""
     monkeypatch.setattr(arrays, "TAIL", 8)
-    monkeypatch.setattr(cohorts, "COLUMN_STEP", 8)
-    monkeypatch.setattr(grouping, "SHARED_BLOCK", 8)
-    for cost in ("GROUP_COST_TOKENS", "SHARE_COST_TOKENS", "SPLIT_COST_TOKENS"):
-        monkeypatch.setattr(grouping, cost, 10)
-    monkeypatch.setattr(grouping, "DEPTHS", (16,))
+    monkeypatch.setattr(mains, "FEWEST_SHARED", 4)
+    monkeypatch.setattr(mains, "MOST_IN_TABLE", 5)
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_come_pause_and_go_keep_what_they_hold(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed % 2:  # the device is waited for
-        monkeypatch.setattr(regrouping, "SMALL_MOVE_BYTES", 0)
+        monkeypatch.setattr(paced_launch, "SMALL_MOVE_BYTES", 0)
+        monkeypatch.setattr(paced_launch, "SMALL_TABLE_BYTES", 0)
     rng = np.random.default_rng(seed)
     rows = Rows(kv_layout([None, WINDOW, None], dim=3))
     beginning = rng.integers(0, TOKENS, 40)
@@ -142,15 +131,15 @@ def test_rows_that_come_pause_and_go_keep_what_they_hold(
         elif rows.tokens:
             awake = [slot for slot in rows.tokens if rng.random() < 0.9]
             rows.say(awake, rng)
-        shared |= any(cohort.shared for cohort in rows.decode_rows.mains.cohorts)
+        whole, _ = rows.decode_rows.mains._classes
+        shared |= sum(whole.held()) < sum(map(whole.num_columns, whole.pieces))
         if rng.random() < 0.1:
             rows.check()
-            rows.check_padding()
     rows.check()
-    assert shared, "no rows began alike"
+    assert shared is (way == "table")
 
 
-def test_what_packed_rows_hold_survives_and_nothing_of_those_who_left_does() -> None:
+def test_what_rows_hold_survives_and_nothing_of_those_who_left_does() -> None:
     rng = np.random.default_rng(1)
     rows = Rows(kv_layout([None, WINDOW], dim=4), AttentionPaths(attend_joined))
     rows.join(1, np.full(70, 7 * TOKENS))
@@ -165,31 +154,27 @@ def test_what_packed_rows_hold_survives_and_nothing_of_those_who_left_does() -> 
     assert all((np.array(side) < 2 * TOKENS).all() for side in rows.decode_rows.mains.arrays())
 
 
-def peak_of_flush(num_layers: int, num_rows: int, num_tokens: int) -> tuple[int, int]:
-    """Bytes that rows hold after their tails were moved, and the most that was held meanwhile."""
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("num_layers", [2, 16])
+def test_merging_all_rows_needs_little_more_than_what_is_moved(num_layers: int) -> None:
     rng = np.random.default_rng(0)
-    rows = Rows(kv_layout([None] * num_layers, dim=32))
     gc.collect()
     before = mx.get_active_memory()
-    for slot in range(1, num_rows + 1):
-        rows.join(slot, rng.integers(0, TOKENS, num_tokens - 3 * slot))
-    mx.eval(rows.decode_rows.arrays())
-    rows.decode_rows.flush()  # one cohort of all
-    mx.eval(rows.decode_rows.arrays())
+    rows = Rows(kv_layout([None] * num_layers, dim=32))
+    for slot in range(1, 10):
+        rows.join(slot, rng.integers(0, TOKENS, 12_000 // num_layers - 3 * slot))
     rows.say(list(rows.tokens), rng)
+    rows.leave(5)
     mx.eval(rows.decode_rows.arrays())
     mx.synchronize()
+    held = mx.get_active_memory() - before
+    assert held > paced_launch.SMALL_MOVE_BYTES
+    rows.decode_rows.spare.max_bytes = 0
     mx.reset_peak_memory()
     rows.decode_rows.flush()
     mx.eval(rows.decode_rows.arrays())
     mx.synchronize()
-    peak = mx.get_peak_memory() - before
-    assert len(rows.decode_rows.mains.cohorts) == 1
-    return mx.get_active_memory() - before, peak
-
-
-@pytest.mark.parametrize("num_layers", [2, 16])
-def test_moving_tails_needs_little_more_than_what_is_moved(num_layers: int) -> None:
-    held, peak = peak_of_flush(num_layers, num_rows=8, num_tokens=12_000 // num_layers)
-    assert held > regrouping.SMALL_MOVE_BYTES
-    assert peak <= 1.3 * held
+    (own,) = rows.decode_rows.mains._classes
+    assert len(own.segments) == 1
+    assert mx.get_peak_memory() - before <= 1.3 * held
+    rows.check()

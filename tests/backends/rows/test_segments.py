@@ -1,6 +1,8 @@
-"""Rows packed in segments: a join copies no other row, and what is merged stays in order."""
+"""Rows lie in segments: a join copies no other row, and what is merged stays in order."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -8,11 +10,14 @@ import pytest
 
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
+from pippin.backends.mlx.rows import kv_table, mains
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
-from pippin.backends.mlx.rows.mains import Row, Tails
-from pippin.backends.mlx.rows.packed_mains import PackedMains
+from pippin.backends.mlx.rows.kv_table import Reading, Span, common_len
+from pippin.backends.mlx.rows.mains import Mains, Row, Tails
+from pippin.backends.mlx.rows.segments import Segment
 from pippin.types import Component
 
 TAIL, WIDTH, WINDOW = 8, 6, 12
@@ -28,7 +33,7 @@ class Rows:
 
     def __init__(self, max_spare_bytes: float = np.inf) -> None:
         spare = SpareLimit(Footprint(LAYOUT), max_spare_bytes)
-        self.mains = PackedMains(LAYOUT, spare, AttentionPaths(attend_joined))
+        self.mains = Mains(LAYOUT, spare, AttentionPaths(attend_joined))
         self.rows: dict[int, Row] = {}
         self.in_tail: dict[int, int] = {}
         self.num_named = 0
@@ -61,7 +66,7 @@ class Rows:
             tails[1, index, 0, TAIL - count :] = np.array(values)[0, 0]
             row.length += count
         sides = [mx.array(side) for side in tails]
-        self.mains.absorb(list(self.rows.values()), Tails({0: sides, 1: sides}, written))
+        self.mains.absorb(Tails({0: sides, 1: sides}, written))
 
     def leave(self, index: int) -> None:
         self.mains.leave(self.rows.pop(index))
@@ -76,6 +81,7 @@ class Rows:
                 expected = self.columns(row, row.length - (window or row.length), row.length)
                 np.testing.assert_array_equal(found, np.array(expected[0])[0, 0, :, 0])
         shape, tree = self.mains.view(positions, np.ones((WIDTH, TAIL), bool))
+        assert shape is not None
         assert all(len(columns) <= MOST_SEGMENTS for columns in shape.columns)
         for index, row in self.rows.items():
             for own, window in enumerate((None, WINDOW - 1)):
@@ -104,8 +110,7 @@ def test_when_there_are_too_many_the_smallest_neighbours_are_merged() -> None:
     for length in (500, 400, 30, 20, 300):
         rows.join([length])
         rows.check()
-    held = [segment.num_held for segment in rows.mains._classes[0].segments]
-    assert held == [500, 400, 50, 300]
+    assert rows.mains._classes[0].held() == [500, 400, 50, 300]
 
 
 def test_a_segment_that_no_row_is_in_is_dropped() -> None:
@@ -122,11 +127,11 @@ def test_spare_columns_are_given_up_when_there_are_too_many() -> None:
     rows.join([640, 640])
     rows.join([64])
     rows.leave(0)
-    assert rows.mains.want_moving(list(rows.rows.values()), WIDTH, 1)
+    assert rows.mains.want_moving(WIDTH - len(rows.rows), 1)
     rows.absorb({1: 3, 2: 1})
     rows.check()
-    columns = sum(array.shape[1] for array in rows.mains._kv[0][0])
-    assert columns == 2 * 768  # of 708, in whole blocks of 64
+    (segment,) = rows.mains._classes[0].segments
+    assert [side.shape[1] for side in segment.kv[0]] == [768, 768]  # of 708, in blocks of 64
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -142,3 +147,61 @@ def test_whatever_happens_rows_hold_their_own_columns_in_order(seed: int) -> Non
         elif rows.rows:
             rows.absorb({index: int(rng.integers(0, TAIL + 1)) for index in rows.rows})
         rows.check()
+
+
+def tokens_of(spans: list[Span], segments: list[Segment]) -> list[float]:
+    return [
+        number
+        for segment, start, count in spans
+        for number in np.array(segments[segment].kv[0][0])[0, start : start + count, 0].tolist()
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_begin_alike_name_the_same_columns(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all that a row holds is read for it once, by itself or with others."""
+    monkeypatch.setattr(mains, "FEWEST_SHARED", 3)
+    monkeypatch.setattr(mains, "MOST_IN_TABLE", 3)
+    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 8)
+    rng = np.random.default_rng(seed)
+    ours = cast(Operations, object())  # which nothing here calls
+    held = Mains(LAYOUT, SpareLimit(Footprint(LAYOUT)), AttentionPaths(), ours)
+    beginnings = rng.integers(0, 99, (2, 30))
+    rows: dict[int, Row] = {}
+    num_together = 0
+    for number in range(40):
+        free = [index for index in range(WIDTH) if index not in rows]
+        if free and rng.random() < 0.6:
+            start = beginnings[rng.integers(2)][: rng.integers(1, 31)]
+            prompt = np.append(start, rng.integers(100, 999, rng.integers(1, 9))).astype(np.int32)
+            row = rows[free[0]] = Row(number, free[0], len(prompt), prompt)
+            side = mx.array(prompt.astype(np.float32))[None, None, :, None]
+            last = side[:, :, -WINDOW:]
+            held.join([(row, {0: (side, -side), 1: (last, -last)})])
+        elif rows and rng.random() < 0.4:
+            held.leave(rows.pop(int(rng.choice(list(rows)))))
+        own = held._classes[0]
+        reading = Reading.of(own)
+        num_together += len(reading.together)
+        for index, row in rows.items():
+            assert row.prompt is not None
+            for cache, window in ((0, None), (1, WINDOW)):
+                found = [np.array(keys)[0, 0, :, 0] for keys, _ in held.pieces_of(row, cache)]
+                expected = row.prompt if window is None else row.prompt[-window:]
+                np.testing.assert_array_equal(np.concatenate(found), expected)
+            spans = [*reading.own[index], *(s for s, those in reading.together if index in those)]
+            assert sorted(tokens_of(spans, own.segments)) == sorted(row.prompt)
+    assert num_together
+    assert all(part.capacity == len(part.kv[0][0][0]) for part in held._classes[0].segments)
+
+
+def test_what_two_prompts_begin_with_is_what_a_plain_loop_finds() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        a, b = (rng.integers(0, 2, rng.integers(0, 6)) for _ in range(2))
+        expected = 0
+        while expected < min(len(a), len(b)) and a[expected] == b[expected]:
+            expected += 1
+        assert common_len(a, b) == expected

@@ -15,37 +15,34 @@ import numpy as np
 import pytest
 
 from near_ties import TOLERANCE, log_softmax
-from pippin.backends.mlx.attention import split_attention
-from pippin.backends.mlx.attention.paths import AttentionPaths, Path
-from pippin.backends.mlx.gpu.attention_times import only_way
+from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows import arrays, cohorts, grouping
+from pippin.backends.mlx.rows import arrays, kv_table, mains
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.grouping import common_len, group_rows
-from pippin.backends.mlx.trial_run import packed_rows
+from pippin.backends.mlx.rows.kv_table import Reading
 from reference import assert_right, score
 from serving import diverge, make_client, make_prompt, served
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(operations() is None, reason="no operations of ours on this device"),
+]
 
-BLOCK = 8  # tokens of a tail and of all else in these tests: a regrouping every few steps
+BLOCK = 8  # tokens of a tail in these tests: moves every few steps
 START_LEN = 100
-# Without windows, with them, with sinks, with latent KV, with layers that borrow others' KV.
-MODELS = ("qwen3_5", "llama", "gemma3", "gpt_oss", "deepseek_v3", "gemma4")
+# Without windows, with them, with sinks, with layers that borrow others' KV.
+MODELS = ("qwen3_5", "llama", "gemma3", "gpt_oss", "gemma4")
 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share whatever can be shared, and regroup often."""
+    """Share whatever can be shared, and move often."""
     monkeypatch.setattr(arrays, "TAIL", BLOCK)
-    monkeypatch.setattr(cohorts, "COLUMN_STEP", BLOCK)
-    for module in (grouping, split_attention):
-        monkeypatch.setattr(module, "SHARED_BLOCK", BLOCK)
-    monkeypatch.setattr(grouping, "SHARE_COST_TOKENS", 0)
-    monkeypatch.setattr(grouping, "SPLIT_COST_TOKENS", 0)
-    monkeypatch.setattr(grouping, "DEPTHS", (4 * BLOCK,))
+    monkeypatch.setattr(mains, "FEWEST_SHARED", BLOCK)
+    monkeypatch.setattr(mains, "MOST_IN_TABLE", 4)
+    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 0)
 
 
 @cache
@@ -72,16 +69,16 @@ class Stage:
 
     name: str
     shares: bool
-    paths: AttentionPaths | None = None
     logits: dict[int, list[np.ndarray]] = field(default_factory=dict)  # by slot, of each step
-    seen: list[tuple[int, ...]] = field(default_factory=list)  # tokens shared, by cohort and step
+    # Of each step: how many rows read how many tokens together.
+    seen: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = served(self.name)
         self.attend_through(self.model.layout)
 
     def attend_through(self, layout: Layout) -> None:
-        self.rows = DecodeRows(layout, self.paths)
+        self.rows = DecodeRows(layout)
         self._forward = DecodeForward(layout, self.model.forward)
 
     def join(self, *slots: int) -> None:
@@ -100,7 +97,7 @@ class Stage:
             for slot, row in zip(at.tolist(), np.array(logits), strict=True):
                 if slot:
                     self.logits[slot].append(row)
-            self.seen.append(tuple(sorted(num_shared(self.rows))))
+            self.seen.append(shared_spans(self.rows))
 
     def _known(self, prompts: Mapping[int, np.ndarray]) -> Mapping[int, np.ndarray] | None:
         return prompts if self.shares else None
@@ -128,20 +125,20 @@ def check_with_plain_model(stage: Stage) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE, err_msg=f"slot {slot}")
 
 
-def num_shared(rows: DecodeRows) -> list[int]:
-    """Of each cohort that shares."""
-    sizes = [{int(keys.shape[2]) for keys, _ in c.shared.values()} for c in rows.mains.cohorts]
-    return [size for (size,) in filter(None, sizes)]
+def shared_spans(rows: DecodeRows) -> tuple[tuple[int, int], ...]:
+    """Between the bounds of what some row begins with: how many rows, how many tokens."""
+    spans = (pair for own in rows.mains._classes for pair in Reading.of(own).together)
+    return tuple(sorted((len(those), span.num_columns) for span, those in spans))
 
 
 def main_nbytes(rows: DecodeRows) -> int:
-    return sum(array.nbytes for cohort in rows.mains.cohorts for array in cohort.arrays())
+    return sum(array.nbytes for array in rows.mains.arrays())
 
 
 @cache
-def play(name: str, way: str, *, shares: bool, paths: AttentionPaths | None = None) -> Stage:
-    """Rows join and leave, so that the shared beginning comes, shrinks, goes and comes again."""
-    stage = Stage(name, shares, paths)
+def play(name: str, *, shares: bool) -> Stage:
+    """Rows join and leave, among them one that begins half alike and one that does not at all."""
+    stage = Stage(name, shares)
     stage.join(1, 2, 3)
     stage.run(10)
     stage.join(4)
@@ -159,29 +156,19 @@ def play(name: str, way: str, *, shares: bool, paths: AttentionPaths | None = No
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("eager")
-def test_rows_that_share_say_what_each_says_alone(name: str, way: str) -> None:
-    stage = play(name, way, shares=True)
+def test_rows_that_share_say_what_each_says_alone(name: str) -> None:
+    stage = play(name, shares=True)
     check_with_plain_model(stage)
-    whole = START_LEN - START_LEN % BLOCK
-    half = START_LEN // 2 - START_LEN // 2 % BLOCK
-    assert {(), (whole,), (half,)} <= set(stage.seen), "it came, shrank, and went"
-    assert stage.seen[-1] == (whole,)
-
-
-@pytest.mark.usefixtures("eager", "without_table")
-def test_what_is_shared_is_not_joined_however_fast_that_is() -> None:
-    model = served(MODELS[0])
-    _, calls = packed_rows(model.layout, model.forward)
-    joined = AttentionPaths(times=dict.fromkeys(calls, only_way(Path.JOINED)))
-    stage = play(MODELS[0], "without_table", shares=True, paths=joined)
-    check_with_plain_model(stage)
-    assert stage.seen[-1], "nothing was shared"
+    half = START_LEN // 2
+    whole = tuple((rows, START_LEN) for rows in (3, 4))
+    assert {(one,) for one in whole} | {((3, half), (4, half))} == set(stage.seen)
+    assert stage.seen[-1] == ((3, START_LEN),)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("eager")
-def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str, way: str) -> None:
-    sharing, apart = play(name, way, shares=True), play(name, way, shares=False)
+def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str) -> None:
+    sharing, apart = play(name, shares=True), play(name, shares=False)
     assert set(apart.seen) == {()}
     for slot, logits in sharing.logits.items():
         pair = (log_softmax(np.stack(rows)) for rows in (logits, apart.logits[slot]))
@@ -208,22 +195,18 @@ def test_what_is_shared_is_held_once() -> None:
         stage.run(BLOCK + 1)
         sizes[shares] = main_nbytes(stage.rows)
     leaf_bytes = sum(cache.nbytes for cache in served("llama").layout.caches)
-    whole = START_LEN - START_LEN % BLOCK
-    assert sizes[False] - sizes[True] == 2 * whole * leaf_bytes
+    assert sizes[False] - sizes[True] == 2 * START_LEN * leaf_bytes
 
 
 @pytest.mark.usefixtures("eager")
-def test_the_shared_arrays_stay_where_they_are_when_tails_are_flushed() -> None:
+def test_what_is_shared_stays_where_it_is_when_tails_are_full() -> None:
     stage = Stage("llama", shares=True)
     stage.join(1, 2, 3)
-    stage.run(BLOCK + 1)
-    (before,) = stage.rows.mains.cohorts
-    shared = dict(before.shared)
+    stage.run(1)
+    first = stage.rows.mains._classes[0].segments[0]
     stage.run(BLOCK)
-    (after,) = stage.rows.mains.cohorts
-    assert after is not before
-    assert shared.keys() == after.shared.keys() != set()
-    assert all(after.shared[cache][0] is keys for cache, (keys, _) in shared.items())
+    (own,) = stage.rows.mains._classes
+    assert all(own.pieces[row.index][0].segment is first for row in stage.rows.rows.values())
 
 
 @pytest.mark.usefixtures("eager")
@@ -231,17 +214,14 @@ def test_rows_that_begin_differently_share_nothing() -> None:
     stage = Stage("llama", shares=True)
     stage.join(1, 6)
     stage.run(2 * BLOCK)
-    assert len(stage.rows.mains.cohorts) == 1
     assert set(stage.seen) == {()}
 
 
 @pytest.mark.usefixtures("eager")
 def test_windowed_layers_share_nothing() -> None:
-    stage = play("gpt_oss", "table", shares=True)
-    caches = served("gpt_oss").layout.caches
-    (cohort,) = stage.rows.mains.cohorts
-    assert {caches[cache].window for cache in cohort.shared} == {None}
-    assert {caches[cache].window for cache in cohort.kv} > {None}
+    stage = play("gpt_oss", shares=True)
+    shares = {own.window: bool(Reading.of(own).together) for own in stage.rows.mains._classes}
+    assert {window is None: found for window, found in shares.items()} == {True: True, False: False}
 
 
 @pytest.mark.usefixtures("eager")
@@ -256,85 +236,18 @@ def test_a_model_that_attends_in_its_own_way_shares_nothing() -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_the_engine_tells_rows_what_they_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared: set[int] = set()
+    shared: set[tuple[tuple[int, int], ...]] = set()
     original = DecodeRows.advance
 
     def watched(rows: DecodeRows, *args: object) -> object:
         result = original(rows, *args)  # type: ignore[arg-type]
-        shared.update(num_shared(rows))
+        shared.add(shared_spans(rows))
         return result
 
     monkeypatch.setattr(DecodeRows, "advance", watched)
     client = make_client("llama")
     replies = [client.submit(prompts_of("llama")[s], max_tokens=30) for s in (1, 2, 3)]
     client.run()
-    assert shared == {START_LEN - START_LEN % BLOCK}
+    assert ((3, START_LEN),) in shared
     for reply in replies:
         assert_right("llama", reply.prompt, reply.tokens)
-
-
-# ---- which rows share ------------------------------------------------------------------------
-
-
-def prompt_after(start: np.ndarray, num_tokens: int, seed: int) -> np.ndarray:
-    return np.concatenate([start, np.full(num_tokens, -seed, np.int32)])
-
-
-def test_the_common_beginning_is_what_a_plain_loop_finds() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        some = [rng.integers(0, 2, rng.integers(0, 6)) for _ in range(rng.integers(1, 5))]
-        expected = 0
-        for column in zip(*some, strict=False):
-            if len(set(column)) > 1:
-                break
-            expected += 1
-        assert common_len(some) == expected
-
-
-def test_a_beginning_is_shared_in_whole_blocks_when_it_saves_enough() -> None:
-    start = np.arange(1000, dtype=np.int32)
-    prompts = {index: prompt_after(start, 5, seed=index) for index in range(1, 9)}
-    (group,) = group_rows(dict.fromkeys(prompts, 1010), prompts)
-    assert group.indices == list(prompts)
-    assert group.num_shared == 1000 // 64 * 64
-    saves_little = {index: prompt[900:] for index, prompt in list(prompts.items())[:2]}
-    (group,) = group_rows(dict.fromkeys(saves_little, 110), saves_little)
-    assert group.num_shared == 0
-
-
-def test_a_row_keeps_a_column_of_its_own() -> None:
-    prompt = np.arange(64 * 32, dtype=np.int32)
-    lengths = {index: len(prompt) for index in range(8)}
-    (group,) = group_rows(lengths, dict.fromkeys(lengths, prompt))
-    assert group.num_shared == len(prompt) - 64
-
-
-def test_a_stranger_does_not_keep_others_from_sharing() -> None:
-    start = np.arange(4000, dtype=np.int32)
-    prompts = {index: prompt_after(start, 5, seed=index) for index in range(1, 9)}
-    prompts[9] = start[::-1].copy()
-    groups = group_rows(dict.fromkeys(prompts, 4010), prompts)
-    assert sorted((group.indices, group.num_shared) for group in groups) == [
-        (list(range(1, 9)), 3968),
-        ([9], 0),
-    ]
-
-
-def test_a_small_family_is_not_worth_a_group_of_its_own() -> None:
-    start = np.arange(300, dtype=np.int32)
-    prompts = {index: prompt_after(start, 5, seed=index) for index in (1, 2)}
-    prompts[3] = start[::-1].copy()
-    (group,) = group_rows(dict.fromkeys(prompts, 305), prompts)
-    assert (group.indices, group.num_shared) == ([1, 2, 3], 0)
-
-
-def test_rows_whose_prompt_is_not_known_share_nothing() -> None:
-    prompts = dict.fromkeys(range(8), np.arange(4000, dtype=np.int32))
-    groups = group_rows(dict.fromkeys(range(9), 4010), prompts)
-    assert [(group.indices, group.num_shared) for group in groups] == [
-        (list(range(8)), 3968),
-        ([8], 0),
-    ]
-    (group,) = group_rows(dict.fromkeys(range(9), 4010), {})
-    assert group.num_shared == 0

@@ -1,13 +1,8 @@
-"""What a step record says of the forwards that ran: how many, how scattered, whether new."""
+"""What a step record says of the forwards that ran: how many, and whether new."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-import pytest
-
 from builders import Client
-from pippin.backends.mlx.cpu.operations.bindings import operations, without_operations
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.types import StepForwards
 from serving import make_client, make_prompt
@@ -31,22 +26,13 @@ def test_a_prompt_of_a_known_length_has_no_new_shape() -> None:
     assert _last_prefill(client).prefill == 1
 
 
-@pytest.mark.parametrize("has_table", [True, False])
-def test_rows_that_joined_one_by_one_lie_in_cohorts_of_their_own_until_they_settle(
-    has_table: bool,
-) -> None:
-    """Unless one operation reads them wherever they lie."""
-    if has_table and operations() is None:
-        pytest.skip("no operations of ours on this device: rows have no KV table")
+def test_steps_of_two_rows_have_one_shape_whenever_they_joined() -> None:
     client = make_client("llama", cache=False)
     for length in (40, 50):
         client.submit(make_prompt("llama", length, length), max_tokens=40)
-    with nullcontext() if has_table else without_operations():
-        client.run()
+    client.run()
     together = [r.forwards for r in client.loop.scheduler.metrics.records if r.decode_rows == 2]
-    assert [together[0].cohorts, together[-1].cohorts] == ([1, 1] if has_table else [2, 1])
-    assert together[0].new_decode == 1
-    assert together[1].new_decode == 0
+    assert [ran.new_decode for ran in together[:2]] == [1, 0]
 
 
 def _last_prefill(client: Client) -> StepForwards:

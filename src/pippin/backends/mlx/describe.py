@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.attention.table_kv import table_operations
 from pippin.backends.mlx.gpu.attention_times import SUBJECT as ATTENTION
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
@@ -15,12 +16,16 @@ from pippin.backends.mlx.timing import times_file
 
 def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     """The name of each thing chosen, and a line about it."""
-    yield "attention", attention(loaded.layout, timed=bool(loaded.attention.times))
+    with loaded.operating():
+        by_table = table_operations(loaded.layout) is not None
+    gathers = loaded.attention.kernel is None and not by_table
+    timed = bool(loaded.attention.times)
+    yield "attention", attention(loaded.layout, timed=timed, gathers=gathers)
     yield from attention_paths(loaded.attention)
     yield from recurrences(loaded.recurrences)
 
 
-def attention(layout: Layout, *, timed: bool = False) -> str:
+def attention(layout: Layout, *, timed: bool = False, gathers: bool = False) -> str:
     caches = [cache for cache in layout.caches if not cache.is_state]
     own = sum(not cache.splits for cache in caches)
     if not caches:
@@ -29,6 +34,7 @@ def attention(layout: Layout, *, timed: bool = False) -> str:
         latent = any(cache.reads is Reads.LATENT for cache in caches)
         layers = f"{_count(len(caches), 'layer')}{' over latents' if latent else ''}"
         how = "the faster way by times" if timed else "KV is not copied"
+        how = "plain operations copy KV in each step, slower" if gathers else how
         return f"{layers} through mlx-lm's function: {how}"
     attend = "layer attends in its" if len(caches) == 1 else "layers attend in their"
     return f"{own} of {len(caches)} {attend} own way: concatenated KV each step, slower"
@@ -43,8 +49,7 @@ def attention_paths(paths: AttentionPaths) -> Iterator[tuple[str, str]]:
             took = ", ".join(f"{way} {ways[way]:.3f} ms" for way in fastest_first)
             yield name, f"{took} ({kind})"
     if any(paths.times.values()):
-        lie = "cohorts" if paths.kernel is None else "packed"
-        yield "attention times", f"rows are {lie}; {remembered_in(ATTENTION)}"
+        yield "attention times", remembered_in(ATTENTION)
 
 
 def recurrences(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:

@@ -211,8 +211,8 @@ def _choose_attention(
     if on_cpu() or not layout.packs_rows:
         return AttentionPaths()
     kernel, layers = packed_rows(layout, forward)
-    if kernel is None and layout.has_latents:
-        return AttentionPaths()  # plain operations attend over cohorts, in one way
+    if kernel is None:
+        return AttentionPaths()
     paths = AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
     if paths.kernel is None:
         return paths

@@ -1,6 +1,6 @@
 """The short list of things that change in an mlx-lm model, made at load, all in this file.
 
-    scaled_dot_product_attention   over our row views: main and tail apart, per cohort; in prefill
+    scaled_dot_product_attention   over our row views (attention/row_kv.py); in prefill
                                    by blocks of queries where scores are many (query_blocks.py)
     gated_delta_update             the chunked recurrence, unless mlx-lm's is faster (choices.py)
     ssm_update                     likewise, for Mamba-2 layers
@@ -109,8 +109,8 @@ def attention(
     """mlx-lm's attention function, and split attention where the cache is one of our rows."""
     keys, values = array_of(keys), array_of(values)
     rows = _row_view(keys, cache, mask)
-    if rows is not None:
-        return rows.attend_masked(queries, scale, mask, sinks)
+    if rows is not None and mask is not None:
+        return rows.attend(queries, scale, mask, sinks)
     if isinstance(mask, RowMask) or (isinstance(cache, RowKV) and mask is None):
         raise TypeError(WITHOUT_ITS_MASK)
     if isinstance(cache, ProbeKV):

@@ -15,7 +15,7 @@ import numpy as np
 
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
-from pippin.backends.mlx.attention.plain_attention import attend_joined, held_against_plain
+from pippin.backends.mlx.attention.plain_attention import held_against_plain
 from pippin.backends.mlx.gpu.attention_times import AttentionLayer
 from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
@@ -78,11 +78,12 @@ def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, 
 
     Every layer's attention is held against plain operations on the very same numbers.
     """
-    kernel = kernel_of(layout)
-    errors: list[mx.array] = []
     layers: dict[str, AttentionLayer] = {}
-
-    attend = attend_joined if kernel is None else held_against_plain(kernel, errors)
+    kernel = kernel_of(layout)
+    if kernel is None:
+        return None, layers
+    errors: list[mx.array] = []
+    attend = held_against_plain(kernel, errors)
 
     def noted(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         layer = AttentionLayer.of(call)
@@ -94,12 +95,12 @@ def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, 
         _prefill(layout, forward, (2, 3, 1), prompts)
         rows = DecodeRows(layout, AttentionPaths(noted))
         _advance(rows, prompts, DecodeForward(layout, forward))
-        largest = float(mx.stack(errors).max()) if errors else 0.0
+        largest = float(mx.stack(errors).max())
     except Exception as error:  # whatever a kernel can do on a machine that we have never seen
-        logger.warning("rows are not packed: %s", error, exc_info=error)
+        logger.warning("no kernel attends to decode rows: %s", error, exc_info=error)
         return None, layers
     if not largest <= ROUNDING:
-        logger.warning("rows are not packed: the kernel is off by %.1g here", largest)
+        logger.warning("no kernel attends to decode rows: the kernel is off by %.1g here", largest)
         return None, layers
     return kernel, layers
 

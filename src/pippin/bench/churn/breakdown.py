@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from pippin.bench.churn.rates import Rates
-from pippin.bench.results.samples import ratio
 from pippin.metrics import StepRecord
 
 
@@ -25,7 +24,6 @@ class Breakdown:
     launching: float = 0.0
     idle_device: float = 0.0
     small_chunks: float = 0.0
-    scattered_cohorts: float = 0.0
     no_requests: float = 0.0
     rest: float = 0.0
 
@@ -55,7 +53,6 @@ class Span:
     seconds: float
     idle: float | None  # of these the device had nothing to do; None where it is not known
     launching: float  # the host was planning a step or handing it over
-    decodes_only: bool  # and so do the steps before and after it
 
 
 def break_down(
@@ -64,9 +61,8 @@ def break_down(
     """The period from `began` to `ended`, on the records' own clock."""
     spans = list(_spans([r for r in records if r.planned >= began and r.resumed <= ended]))
     stepping = sum(span.seconds for span in spans)
-    parts = [_explain(span, rates) for span in spans]
+    parts = (_explain(span, rates) for span in spans)
     found = sum(parts, Breakdown(no_requests=ended - began - stepping))
-    found += Breakdown(scattered_cohorts=_scattered(spans, parts, rates))
     return found + Breakdown(rest=ended - began - found.wall)
 
 
@@ -83,9 +79,7 @@ def _spans(records: Sequence[StepRecord]) -> Iterator[Span]:
             owed -= idle
         launches = records[index : index + 2]  # this one's, and under overlap the next one's
         launching = sum(_overlap(r.planned, r.launched, begins, record.resumed) for r in launches)
-        neighbours = records[max(0, index - 1) : index + 2]
-        decodes_only = not any(r.prefill_tokens for r in neighbours)
-        yield Span(record, seconds, idle, launching, decodes_only)
+        yield Span(record, seconds, idle, launching)
         before = record
 
 
@@ -111,17 +105,3 @@ def _explain(span: Span, rates: Rates) -> Breakdown:
         idle_device=idle - launching,
         small_chunks=max(0.0, chunks - prefill),
     )
-
-
-def _scattered(spans: Sequence[Span], parts: Sequence[Breakdown], rates: Rates) -> float:
-    """Steps over several cohorts, at what those far from prompts take longer than settled ones."""
-    scattered = [
-        (span, part)
-        for span, part in zip(spans, parts, strict=True)
-        if span.record.forwards.cohorts > 1
-    ]
-    undisturbed = [(span, part) for span, part in scattered if span.decodes_only]
-    excess = sum(span.seconds - part.wall for span, part in undisturbed)
-    price = ratio(excess, sum(part.work for _, part in undisturbed)) if undisturbed else 0.0
-    decoding = sum(rates.decode_seconds(span.record.decode_rows) for span, _ in scattered)
-    return max(0.0, price) * decoding

@@ -16,7 +16,7 @@ import mlx.core as mx
 from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
 from pippin.backends.mlx.attention.head_ropes import DeferredRopes
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.split_attention import shared_mask
+from pippin.backends.mlx.attention.plain_attention import columns_of_rows
 from pippin.backends.mlx.layout import LayerCache, Layout
 
 Tree = dict[str, Any]
@@ -42,31 +42,10 @@ class RowMask:
 
 
 @dataclass(frozen=True)
-class CohortShape:
-    num_lines: int
-    columns: tuple[int, ...]  # by window class of the layout
-    full: tuple[bool, ...]  # by window class: every line fills every column
-    shared: tuple[int, ...]  # by window class: tokens before the columns, held once for all lines
-
-
-@dataclass(frozen=True)
-class MainsShape:
-    @property
-    def compiles(self) -> bool:
-        """Whether a step of this shape is worth being compiled."""
-        return True
-
-
-@dataclass(frozen=True)
-class CohortsShape(MainsShape):
-    cohorts: tuple[CohortShape, ...]
-    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+class PackedShape:
+    columns: tuple[tuple[int, ...], ...]  # by window class of the layout, by segment
+    longest: tuple[int, ...]  # by window class: no row has more columns
     paths: AttentionPaths
-
-    @property
-    def compiles(self) -> bool:
-        """Other shapes do not last."""
-        return self.aligned
 
 
 @dataclass(frozen=True)
@@ -82,7 +61,7 @@ class StepShape:
     """What the host knows of a step and its graph depends on."""
 
     width: int
-    mains: MainsShape
+    mains: PackedShape | None  # None: where rows lie is in a KV table
     drafts: DraftsShape | None = None
 
 
@@ -96,17 +75,15 @@ class DecodeStep:
     tails    [keys, values] by KV cache: [width, heads, TAIL, dim]
     states   entries by state cache: [width, ...]
 
-    With cohorts:
-    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
-    cohorts  kv by KV cache: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
-             or empty; lines: the row of each line; lengths: its tokens;
-             stored: by window class, how many of them are in the columns
+    With a KV table:
+    kv_table                      cpu/operations/cpp/kv_table.h
 
-    Packed:
+    Else:
     mains    [keys, values] by KV cache and segment: [heads, columns, dim]
     places   int32 [width, segments, 2] by window class: where a row's columns begin in a segment,
-             and how many of them it sees
-    visible  bool [width, TAIL] by window class
+             and how many there are; for a kernel: how many of them it sees
+    visible  bool [width, TAIL] by window class, for a kernel
+    ends     int32 [width], for plain operations: the position after a row's last column in mains
 
     With drafts tokens are [width, n] and cursors [width]. `places` are then those of a row that is
     as short as it may be, and what a token sees of them depends on its cursor.
@@ -116,14 +93,11 @@ class DecodeStep:
         self.layout = layout
         self.shape = shape
         self.tree = tree
-        mains = shape.mains
-        self.cohorts = mains.cohorts if isinstance(mains, CohortsShape) else ()
-        self.aligned = isinstance(mains, CohortsShape) and mains.aligned
         self.ropes: DeferredRopes | None = None  # where attention computes them
         self.lenders: WeakValueDictionary[int, Lender] = WeakValueDictionary()  # by id of keys
-        self._tail_masks: dict[object, mx.array] = {}
-        self._main_masks: dict[object, mx.array | None] = {}
-        self._windows: dict[int, tuple[mx.array, int | None]] = {}  # by id of a concatenated mask
+        self.given: list[mx.array] = []  # masks that models were given
+        self._columns: dict[int, tuple[mx.array, mx.array]] = {}  # by window class
+        self._masks: dict[object, mx.array] = {}
         self._packed: dict[int, tuple[mx.array, mx.array]] = {}  # by window class
 
     def packed(self, number: int) -> tuple[mx.array, mx.array]:
@@ -146,69 +120,38 @@ class DecodeStep:
         rows = self.lenders.get(id(keys))
         return rows if rows is not None and rows.lends(keys) else None
 
-    def tail_mask(self, cache: LayerCache, window: int | None) -> mx.array:
-        """bool [width, 1, 1, TAIL]"""
-        tail_len = self.tree["written"].shape[1]
-        chunk = window if cache.chunked else None
-        narrow = window if window is not None and window < tail_len else None
-        key = narrow, chunk
-        if key not in self._tail_masks:
-            visible: mx.array = self.tree["written"]
-            if chunk is not None:
-                visible = visible & (self.tail_ages() <= self.tree["offset"][:, None] % chunk + 1)
-            elif narrow is not None:
-                visible = visible & (self.tail_ages() <= narrow)
-            self._tail_masks[key] = visible[:, None, None, :]
-        return self._tail_masks[key]
+    def columns(self, number: int) -> tuple[mx.array, mx.array]:
+        """Of a window class, what rows hold in mains and tail as if joined: int32 [width, columns],
+        which column of all segments each is in mains; and [width, columns and TAIL], the position
+        of each, -1 where it is no token's."""
+        if number not in self._columns:
+            assert self.shape.mains is not None
+            sizes, longest = self.shape.mains.columns[number], self.shape.mains.longest[number]
+            at, num_held = columns_of_rows(self.tree["places"][number], sizes, longest)
+            column, ends = mx.arange(longest)[None], self.tree["ends"][:, None]
+            main = mx.where(column < num_held, ends - num_held + column, -1)
+            self._columns[number] = at, mx.concatenate([main, self._tail_positions(ends)], axis=1)
+        return self._columns[number]
 
-    def tail_ages(self) -> mx.array:
-        """int32 [width, TAIL]: 1 for a row's newest token."""
-        return mx.cumsum(self.tree["written"].astype(mx.int32), axis=1, reverse=True)
+    def _tail_positions(self, ends: mx.array) -> mx.array:
+        if self.shape.drafts is not None:
+            return ends + mx.arange(self.tree["tails"][0][0].shape[2])
+        written = self.tree["written"]
+        return mx.where(written, ends + mx.cumsum(written.astype(mx.int32), axis=1) - 1, -1)
 
-    def main_mask(self, number: int, cache: LayerCache, window: int | None) -> mx.array | None:
-        """bool [lines, 1, 1, columns], or None where every line fills every column."""
-        key = (number, cache.window, window, cache.chunked)
-        if key not in self._main_masks:
-            self._main_masks[key] = self._build_main_mask(number, cache, window)
-        return self._main_masks[key]
-
-    def shared_mask(self, number: int, num_shared: int, window: int | None) -> mx.array | None:
-        """As `attend_shared` has its scores, or None where every line sees all of them."""
-        if window is None:
-            return None
-        key = (number, "shared", window)
-        if key not in self._main_masks:
-            lines = self.tree["cohorts"][number]["lines"]
-            position = mx.take(self.tree["offset"], lines)[:, None]
-            visible = mx.arange(num_shared)[None] > position - window
-            self._main_masks[key] = shared_mask(visible)
-        return self._main_masks[key]
-
-    def note_window(self, mask: mx.array, window: int | None) -> None:
-        """A mask that layers of both ways may be given: who reads pieces asks for its window."""
-        self._windows[id(mask)] = mask, window
-
-    def window_of(self, mask: Any) -> int | None:
-        """The window of a mask that `make_mask` has made in this step."""
-        if isinstance(mask, RowMask):
-            return mask.window
-        if id(mask) not in self._windows:
-            raise TypeError(WITHOUT_ITS_MASK)
-        return self._windows[id(mask)][1]
-
-    def _build_main_mask(
-        self, number: int, cache: LayerCache, window: int | None
-    ) -> mx.array | None:
-        place = self.layout.window_classes.index(cache.window)
-        shape, cohort = self.cohorts[number], self.tree["cohorts"][number]
-        if window is None and shape.full[place]:
-            return None
-        column = mx.arange(shape.columns[place])[None]
-        stored = cohort["stored"][place][:, None]
-        visible: mx.array = column < stored
-        if window is not None:
-            position = mx.take(self.tree["offset"], cohort["lines"])[:, None]
-            first = cohort["lengths"][:, None] - stored  # position of column 0
-            oldest = position // window * window if cache.chunked else position - window + 1
-            visible = visible & (first + column >= oldest)
-        return visible[:, None, None, :]
+    def mask(self, cache: LayerCache, window: int | None) -> mx.array:
+        """What each token sees of a layer's joined columns: bool [width, 1, tokens, columns]."""
+        number = self.layout.window_classes.index(cache.window)
+        key = number, window, cache.chunked
+        if key not in self._masks:
+            position = self.columns(number)[1][:, None]
+            own = self.tree["offset"][:, None] + mx.arange(self.tree["tokens"].shape[1])
+            own = own[..., None]
+            visible = position >= 0
+            if self.shape.drafts is not None:  # else all that is there was before
+                visible = visible & (position <= own)
+            if window is not None:
+                oldest = own // window * window if cache.chunked else own - window + 1
+                visible = visible & (position >= oldest)
+            self._masks[key] = visible[:, None]
+        return self._masks[key]

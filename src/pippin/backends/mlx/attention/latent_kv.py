@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.decode_step import RowMask
 from pippin.backends.mlx.attention.head_ropes import CHANGED, Rope, Unrotated
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV
 from pippin.backends.mlx.attention.paths import PackedCall
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.attention.split_attention import shared_scores
 
 
 class LatentKV(RowKV):
@@ -21,9 +20,8 @@ class LatentKV(RowKV):
 
         scores = scaled q · latent + (scaled rotated q · rotated key), which the model itself adds
 
-    Over cohorts a piece is [latent: keys and values at once | rotated keys]. The model gets an
-    identity in place of all rotated keys, so what it adds are its rotated queries, and no key is
-    moved.
+    A column is [latent: key and value at once | rotated key]. The model gets an identity in place
+    of all rotated keys, so what it adds are its rotated queries, and no key is moved.
     `layout.discover` has found that its layers do compute this.
     """
 
@@ -34,27 +32,15 @@ class LatentKV(RowKV):
     def make_mask(self, *_: Any, **__: Any) -> None:
         return None
 
-    def attend_masked(
+    def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         """`mask`: the rotated queries, scaled, [width, heads, 1, dim]."""
+        latents = self._joined(0)
         both = mx.concatenate([queries * scale, mask.astype(queries.dtype)], axis=-1)
-        return self.attend(both, 1.0, self.layer_cache.window, sinks)
-
-    def _scores(self, q: mx.array, piece: Sequence[mx.array]) -> mx.array:
-        latent, rotated = self._parted(q)
-        return latent @ piece[0].swapaxes(-1, -2) + rotated @ piece[1].swapaxes(-1, -2)
-
-    def _shared_scores(self, q: mx.array, piece: Sequence[mx.array]) -> mx.array:
-        latent, rotated = self._parted(q)
-        return shared_scores(latent, piece[0]) + shared_scores(rotated, piece[1])
-
-    def _values(self, piece: Sequence[mx.array]) -> mx.array:
-        return piece[0]
-
-    def _parted(self, q: mx.array) -> tuple[mx.array, mx.array]:
-        rank = self.tail[0].shape[-1]
-        return q[..., :rank], q[..., rank:]
+        keys = mx.concatenate([latents, self._joined(1)], axis=-1)
+        own = RowMask(self.layer_cache.window, self.step)
+        return self._attend(both, keys, latents, 1.0, own, sinks)
 
 
 class PackedLatentKV(PackedRowKV):
@@ -71,13 +57,13 @@ class PackedLatentKV(PackedRowKV):
     def make_mask(self, *_: Any, **__: Any) -> None:
         return None
 
-    def attend_masked(
+    def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         if isinstance(mask, Unrotated) != (self._rope is not None):
             raise TypeError(CHANGED)
         self._asked = mask
-        return self.attend(queries, scale, self.layer_cache.window, sinks)
+        return self._by_kernel(queries, scale, sinks)
 
     def _call(self, *given: Any) -> PackedCall:
         call, asked = super()._call(*given), self._asked

@@ -1,23 +1,16 @@
-"""What a model sees of packed mains in one step: the cache view of one attention layer."""
+"""What a layer sees of rows whose segments a kernel reads in one step: its cache view."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
-from pippin.backends.mlx.attention.paths import AttentionPaths, PackedCall, Path
+from pippin.backends.mlx.attention.decode_step import DecodeStep
+from pippin.backends.mlx.attention.paths import PackedCall, Path
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.layout import LayerCache
-
-
-@dataclass(frozen=True)
-class PackedShape(MainsShape):
-    columns: tuple[tuple[int, ...], ...]  # by window class of the layout, by segment
-    longest: tuple[int, ...]  # by window class: no row has more columns
-    paths: AttentionPaths
 
 
 class PackedRowKV(RowKV):
@@ -26,23 +19,23 @@ class PackedRowKV(RowKV):
     def __init__(self, step: DecodeStep, cache: LayerCache, place: int) -> None:
         super().__init__(step, cache, place)
         self._segments = [(keys, values) for keys, values in step.tree["mains"][place]]
-        self._class = step.layout.window_classes.index(cache.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return self._handed_out(keys, values)
 
     def attend(
-        self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        assert window == self.layer_cache.window, "packed rows see what their layer keeps"
+        assert mask.window == self.layer_cache.window, "a kernel sees what its layer keeps"
+        return self._by_kernel(queries, scale, sinks)
+
+    def _by_kernel(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         shape = self.step.shape.mains
-        assert isinstance(shape, PackedShape)
+        assert shape is not None
+        assert shape.paths.kernel is not None
         call = self._call(queries, scale, sinks, shape.longest[self._class])
-        kernel = shape.paths.kernel
-        if kernel is None or shape.paths.of_packed(call) is Path.JOINED:
-            out, *self.tail = attend_joined(call)
-        else:
-            out, *self.tail = kernel(call)
+        joins = shape.paths.of_packed(call) is Path.JOINED
+        out, *self.tail = (attend_joined if joins else shape.paths.kernel)(call)
         return out
 
     def _call(

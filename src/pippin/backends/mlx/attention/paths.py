@@ -1,8 +1,7 @@
 """Which way a layer attends in a decode step, by what each way takes on this device.
 
-    kernel   over mains that lie packed, in one or two launches (gpu/packed_attention.py)
+    kernel   over mains where they lie, in one or two launches (gpu/packed_attention.py)
     joined   main and tail as one array, for mlx's fused attention; copies KV in every step
-    pieces   main and tail of cohorts where they lie, in a dozen plain operations
 
 Knows no rows and times nothing (gpu/attention_times.py does). Which way it is depends on shapes
 alone, so that steps of equal shape stay equal.
@@ -56,7 +55,6 @@ AttendPacked = Callable[[PackedCall], tuple[mx.array, mx.array, mx.array]]
 class Path(StrEnum):
     KERNEL = "kernel"
     JOINED = "joined"
-    PIECES = "pieces"
 
 
 class Size(NamedTuple):
@@ -69,7 +67,7 @@ PathTimes = Mapping[Size, Mapping[Path, float]]  # milliseconds of a layer
 
 @dataclass(frozen=True, eq=False)
 class AttentionPaths:
-    """Rows are packed where there is a kernel for it, and cohorts elsewhere."""
+    """Without a kernel rows are joined, or an operation reads them by a table."""
 
     kernel: AttendPacked | None = None
     times: Mapping[str, PathTimes] = field(default_factory=dict)  # by kind of layer
@@ -78,32 +76,16 @@ class AttentionPaths:
     adds_later: bool = False  # a layer's sums are left to the norms that follow
 
     def of_packed(self, call: PackedCall) -> Path:
-        """The kernel reads what rows hold. To join them is to pad them to the longest."""
+        """The kernel reads what rows hold. To join them is to pad them to the longest. In doubt it
+        is the kernel."""
         num_rows, all_columns = call.q.shape[0], sum(keys.shape[1] for keys, _ in call.mains)
-        ways = {Path.KERNEL: Size(num_rows, -(-all_columns // num_rows))}
         joined = Size(num_rows, call.num_columns)
-        if can_join(joined, _token_bytes(call.tail)):
-            ways[Path.JOINED] = joined
-        return self._fastest(kind_of(call.q, call.tail, call.sinks), ways)
-
-    def of_cohort(self, queries: mx.array, main: KV, sinks: mx.array | None) -> Path:
-        """`main` [lines, heads, columns, dim], a line for each row."""
-        num_lines, _, num_columns, _ = main[0].shape
-        ways = {Path.PIECES: Size(num_lines, num_columns)}
-        if can_join(ways[Path.PIECES], _token_bytes(main)):
-            ways[Path.JOINED] = ways[Path.PIECES]
-        return self._fastest(kind_of(queries, main, sinks), ways)
-
-    def _fastest(self, kind: str, ways: Mapping[Path, Size]) -> Path:
-        """The first of the ways unless another is clearly faster, or nothing is known of it."""
-        usual, *_ = ways
-        times = self.times.get(kind, {})
-        found = {path: _milliseconds(times, path, size) for path, size in ways.items()}
-        known = {path: ms for path, ms in found.items() if ms is not None}
-        if usual not in known:
-            return usual
-        best = min(known, key=lambda path: known[path])
-        return best if known[best] <= WORTHWHILE * known[usual] else usual
+        times = self.times.get(kind_of(call.q, call.tail, call.sinks), {})
+        by_kernel = _milliseconds(times, Path.KERNEL, Size(num_rows, -(-all_columns // num_rows)))
+        by_join = _milliseconds(times, Path.JOINED, joined)
+        if by_kernel is None or by_join is None or not can_join(joined, _token_bytes(call.tail)):
+            return Path.KERNEL
+        return Path.JOINED if by_join <= WORTHWHILE * by_kernel else Path.KERNEL
 
 
 def can_join(size: Size, token_bytes: int) -> bool:

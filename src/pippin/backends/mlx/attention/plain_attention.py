@@ -1,12 +1,13 @@
-"""Attention over packed mains in plain operations: what gpu/packed_attention.py does by a kernel.
+"""Attention over mains in segments in plain operations: each row's columns are gathered first.
 
-What that kernel is checked against, and what runs instead of it where that is faster. A column
-that a row does not see weighs nothing, and nothing times infinity is not a number: so a row reads
-columns of its own in place of others'.
+What a kernel is checked against (gpu/packed_attention.py), what runs instead of it where that is
+faster, and where there is none. A column that a row does not see weighs nothing, and nothing times
+infinity is not a number: so a row reads columns of its own in place of others'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -18,10 +19,10 @@ from pippin.backends.mlx.payloads.packing import KV
 def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     """Each row's columns and its tail as one array, for mlx's own attention."""
     call = _rotated(call)
-    new_tail = _new_tail(call)
-    at, visible = _columns_of_rows(call)
+    new_tail = with_columns(call.tail, call.k, call.v, call.cursor)
+    at, visible = _seen_columns(call)
     keys, values = (
-        mx.concatenate([_gathered(list(parts), at), late], axis=2)
+        mx.concatenate([gathered(list(parts), at), late], axis=2)
         for parts, late in zip(zip(*call.mains, strict=True), new_tail, strict=True)
     )
     tail = call.visible_tail.reshape(*visible.shape[:2], -1)
@@ -49,29 +50,47 @@ def _rotated(call: PackedCall) -> PackedCall:
     return replace(call, q=q, k=k, ropes=None)
 
 
-def _columns_of_rows(call: PackedCall) -> tuple[mx.array, mx.array]:
-    """int32 [rows, columns]: where each column of a row is among those of all segments; bool
-    [rows, tokens, columns]: whether a token sees it. The first token sees all that others see."""
-    sizes = [keys.shape[1] for keys, _ in call.mains]
-    offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-    num_rows, num_tokens = call.q.shape[0], call.q.shape[2]
-    places = call.places.reshape(num_rows, num_tokens, -1, 2)
-    starts, counts = places[:, 0, :, 0], places[:, 0, :, 1]
-    column = mx.arange(call.num_columns)[None]
-    at = before = mx.zeros((num_rows, 1), mx.int32)
-    for number, offset in enumerate(offsets):
+def columns_of_rows(
+    places: mx.array, sizes: Sequence[int], num_columns: int
+) -> tuple[mx.array, mx.array]:
+    """int32 [rows, num_columns]: where each column of a row is among those of all segments, of
+    these sizes; [rows, 1]: how many it has. `places` int32 [rows, segments, 2]."""
+    starts, counts = places[..., 0], places[..., 1]
+    column = mx.arange(num_columns)[None]
+    at = before = mx.zeros((len(places), 1), mx.int32)
+    for number in range(len(sizes)):
         start, count = starts[:, number : number + 1], counts[:, number : number + 1]
         # Past its columns a row reads its last one again, also where a window has passed them all.
-        own = mx.minimum(column - before, count - 1) + start + offset
+        own = mx.minimum(column - before, count - 1) + start + sum(sizes[:number])
         at = mx.where((column >= before) & (start + count > 0), own, at)
         before = before + count
-    passed = before - places[..., 1].sum(axis=-1)  # by a later token's window
-    return at, (column < before)[:, None] & (column[None] >= passed[..., None])
+    return at, before
 
 
-def _gathered(parts: list[mx.array], at: mx.array) -> mx.array:
+def gathered(parts: Sequence[mx.array], at: mx.array) -> mx.array:
     """[heads, columns, dim] each -> [rows, heads, columns, dim]"""
-    return mx.take(mx.concatenate(parts, axis=1), at, axis=1).swapaxes(0, 1)
+    return columns_at(parts, at).swapaxes(0, 1)
+
+
+def columns_at(parts: Sequence[mx.array], at: mx.array) -> mx.array:
+    """[heads, columns, dim] each -> [heads, *at.shape, dim]"""
+    joined = parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=1)
+    heads, _, dim = joined.shape
+    if not dim:  # of what is kept once
+        return mx.zeros((heads, *at.shape, dim), joined.dtype)
+    return mx.take(joined, at, axis=1)
+
+
+def _seen_columns(call: PackedCall) -> tuple[mx.array, mx.array]:
+    """As `columns_of_rows` has them, and bool [rows, tokens, columns]: whether a token sees it. The
+    first token sees all that others see."""
+    num_rows, num_tokens = call.q.shape[0], call.q.shape[2]
+    places = call.places.reshape(num_rows, num_tokens, -1, 2)
+    sizes = [keys.shape[1] for keys, _ in call.mains]
+    at, num_held = columns_of_rows(places[:, 0], sizes, call.num_columns)
+    column = mx.arange(call.num_columns)[None]
+    passed = num_held - places[..., 1].sum(axis=-1)  # by a later token's window
+    return at, (column < num_held)[:, None] & (column[None] >= passed[..., None])
 
 
 def held_against_plain(kernel: AttendPacked, errors: list[mx.array]) -> AttendPacked:
@@ -102,19 +121,19 @@ def _in_float32(call: PackedCall) -> PackedCall:
     return replace(call, q=q, k=k, v=v, tail=tail, mains=mains, sinks=sinks, rotated=rotated)
 
 
-def _new_tail(call: PackedCall) -> KV:
-    if call.cursor.size == 1 and call.k.shape[2] == 1:
+def with_columns(tail: KV, k: mx.array, v: mx.array, cursor: mx.array) -> KV:
+    """The tails with new columns, the first of which is at the cursor: of all rows, or of each."""
+    if cursor.size == 1 and k.shape[2] == 1:
         keys, values = (
-            mx.slice_update(old, new, call.cursor, (2,))
-            for old, new in zip(call.tail, (call.k, call.v), strict=True)
+            mx.slice_update(old, new, cursor, (2,)) for old, new in zip(tail, (k, v), strict=True)
         )
         return keys, values
-    tail_len, last = call.tail[0].shape[2], call.k.shape[2] - 1
-    age = mx.arange(tail_len)[None] - call.cursor[:, None]
+    tail_len, last = tail[0].shape[2], k.shape[2] - 1
+    age = mx.arange(tail_len)[None] - cursor[:, None]
     is_new, at = (age >= 0) & (age <= last), mx.clip(age, 0, last)
     is_new, at = (array[:, None, :, None] for array in (is_new, at))
     keys, values = (
         mx.where(is_new, mx.take_along_axis(new, at, axis=2), old)
-        for old, new in zip(call.tail, (call.k, call.v), strict=True)
+        for old, new in zip(tail, (k, v), strict=True)
     )
     return keys, values

@@ -1,27 +1,20 @@
-"""Cohorts as a table of where their KV lies, for CPUs that attend to it in one operation.
+"""What a layer sees of rows that lie in a KV table, for CPUs that attend to it in one operation.
 
-The table is one small array, so a step's graph is the same for any rows: it is compiled once for
-each number of rows, and rows that join or leave move no others. Padding is not read.
+A step's graph is the same for any rows: it is compiled once for each number of rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
-from pippin.backends.mlx.layout import LayerCache, Layout
+from pippin.backends.mlx.layout import Layout
 
 # Rows have a KV table for all of these or for none.
 TABLE_OPERATIONS = ("kv_table", "row_attention", "tail_write")
-
-
-@dataclass(frozen=True)
-class TableShape(MainsShape):
-    """One for all: where rows lie is in the KV table."""
 
 
 def table_operations(layout: Layout) -> Operations | None:
@@ -30,17 +23,13 @@ def table_operations(layout: Layout) -> Operations | None:
 
 
 class TableRowKV(RowKV):
-    def __init__(self, step: DecodeStep, cache: LayerCache, place: int) -> None:
-        super().__init__(step, cache, place)
-        self._place = place
-
     def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         ours = _operations()
         columns = keys.astype(mx.float32), values.astype(mx.float32)
         return ours.tail_write((self.tail[0], self.tail[1]), columns, self.step.tree["cursor"])
 
     def attend(
-        self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         out = _operations().row_attention(
             queries.astype(mx.float32),
@@ -49,7 +38,7 @@ class TableRowKV(RowKV):
             self.step.tree["kv_table"],
             scale,
             place=self._place,
-            window=window,
+            window=mask.window,
             sinks=None if sinks is None else sinks.astype(mx.float32),
         )
         return out.astype(queries.dtype)

@@ -8,8 +8,8 @@ ends, by the length that the device has of it (FutureMap). The host's `Row.lengt
 until the step has been waited for. To move tails into mains exact lengths are needed: then, every
 few dozen steps, the step in flight is waited for.
 
-Mains lie in a KV table (attention/table_kv.py) where operations of ours read one, and packed
-elsewhere: a kernel or plain operations attend to these.
+Operations of ours read them by a KV table (attention/table_kv.py), or a kernel or plain operations
+attend.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pippin.backends.base import DecodeRow, Proposal
 from pippin.backends.draft_limits import NOT_DETERMINISTIC
 from pippin.backends.mlx.attention.decode_step import DraftsShape, StepShape, Tree
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.table_kv import TABLE_OPERATIONS, table_operations
-from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.attention.table_kv import TABLE_OPERATIONS
+from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.drafts.acceptance import NONE, Proposals
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
@@ -34,8 +34,6 @@ from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, delta_layers
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.mains import Mains
-from pippin.backends.mlx.rows.packed_mains import PackedMains
 from pippin.backends.mlx.step.future_map import FutureMap
 
 DRAFT_OPERATIONS = (*TABLE_OPERATIONS, "delta_layer", "draft_layer")
@@ -92,13 +90,11 @@ class DraftRows(DecodeRows):
         self._layers = layers
         self._future_map = future_map
         self._bounds: dict[int, Bound] = {}  # by slot
-        self._has_table = _has_table(layout)
         super().__init__(layout, paths, max_depth=max_depth)
 
-    def _make_mains(self) -> Mains:
-        if self._has_table:
-            return super()._make_mains()
-        return PackedMains(self.layout, self.spare, self._paths)
+    @property
+    def _table_operations(self) -> Operations | None:
+        return None if operations(*DRAFT_OPERATIONS) is None else super()._table_operations
 
     @property
     def states(self) -> dict[int, list[mx.array]]:
@@ -179,9 +175,8 @@ class DraftRows(DecodeRows):
         """Run the input tokens of exactly these rows, and drafts behind them."""
         by_slot = {decode.slot: decode for decode in decodes}
         self._steps_unchanged += 1
-        rows = list(self.rows.values())
         full = any(self._ends_behind_tail(decode) for decode in decodes)
-        if full or self.mains.want_moving(rows, self.width, self._steps_unchanged):
+        if full or self.mains.want_moving(self.width - len(self.rows), self._steps_unchanged):
             self.flush()
         slots, depths, least, counts = (np.zeros(self.width, dtype=np.int32) for _ in range(4))
         unsure_slots = np.zeros(self.width, dtype=np.int32)
@@ -218,7 +213,7 @@ class DraftRows(DecodeRows):
         }
         if keeps:
             tree["counts"] = self._known(unsure_slots, counts, self._future_map.counts)
-        if self._has_table:
+        if self._table_operations is not None:
             tree["written"] = tree["cursor"]
         else:  # a line of no row has a tail like others'
             tree["cursor"] = mx.maximum(tree["cursor"], 0)
@@ -290,7 +285,3 @@ def find_draft_layers(
     states = [layout.caches[index].layer for index in layout.state_indices]
     layers = delta_layers(model, states)
     return "a recurrent layer is not as Qwen3.5 has it" if layers is None else layers
-
-
-def _has_table(layout: Layout) -> bool:
-    return operations(*DRAFT_OPERATIONS) is not None and table_operations(layout) is not None

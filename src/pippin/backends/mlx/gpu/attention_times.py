@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention import plain_attention, row_kv, split_attention
+from pippin.backends.mlx.attention import packed_kv, plain_attention
 from pippin.backends.mlx.attention.decode_step import StepShape, Tree
 from pippin.backends.mlx.attention.paths import (
     AttendPacked,
@@ -89,14 +89,14 @@ class AttentionLayer:
 
 def choose_attention(
     layers: Mapping[str, AttentionLayer],
-    kernel: AttendPacked | None,
+    kernel: AttendPacked,
     *,
     path: FilePath | None = None,
     seconds_of: Timer = shortest_seconds,
 ) -> AttentionPaths:
     """By the times in the file at `path`, and new ones for what is not there."""
     kernels = (packed_attention, packed_kernels, latent_attention, latent_kernel)
-    timed = (*kernels, plain_attention, row_kv, split_attention)
+    timed = (*kernels, plain_attention, packed_kv)
     ours = machine(timed)
     remembered = RememberedTimes(path or times_file(SUBJECT), ours, dict[str, float])
     began = perf_counter()
@@ -107,14 +107,14 @@ def choose_attention(
                 continue
             key = f"{layer.kind}: {size.num_rows} x {size.num_columns}"
             found = remembered.get(key)
-            if found is None or (kernel is not None) != (Path.KERNEL in found):
+            if found is None:
                 if perf_counter() - began > LOAD_SECONDS:
                     continue
                 found = _time_ways(layer, size, kernel, seconds_of)
                 remembered.add(key, found)
             times[layer.kind][size] = {Path(name): ms for name, ms in found.items()}
     except KernelIsOff as error:
-        logger.warning("rows are not packed: %s", error)
+        logger.warning("no kernel attends to decode rows: %s", error)
         return AttentionPaths()
     except Exception as error:  # whatever a device that we have never seen can do
         logger.warning("how to attend is not chosen by timing: %s", error, exc_info=error)
@@ -126,13 +126,12 @@ def choose_attention(
 
 
 def _time_ways(
-    layer: AttentionLayer, size: Size, kernel: AttendPacked | None, seconds_of: Timer
+    layer: AttentionLayer, size: Size, kernel: AttendPacked, seconds_of: Timer
 ) -> dict[str, float]:
-    ways = [Path.PIECES if kernel is None else Path.KERNEL]
+    ways = [Path.KERNEL]
     if can_join(size, layer.token_bytes):
         ways.append(Path.JOINED)
-    if kernel is not None:
-        _check(layer, size, kernel)
+    _check(layer, size, kernel)
     steps = {path: TimedStep(layer, size, path, kernel) for path in ways}
     return {path.value: 1e3 * seconds_of(steps[path].run) / (LAYERS * CALLS) for path in ways}
 
@@ -159,7 +158,7 @@ class TimedStep:
         layer: AttentionLayer,
         size: Size,
         path: Path,
-        kernel: AttendPacked | None,
+        kernel: AttendPacked,
         *,
         compiled: bool = True,
     ) -> None:
@@ -209,7 +208,7 @@ class OnlyAttention:
         for cache in caches:
             cache.update_and_fetch(*self._new)
             mask = self._rotated if layer.latents else cache.make_mask(1)
-            out = cache.attend_masked(q, layer.scale, mask, layer.sinks)
+            out = cache.attend(q, layer.scale, mask, layer.sinks)
             q = q + out[..., :1]
         return q.reshape(tokens.shape[0], 1, -1)
 

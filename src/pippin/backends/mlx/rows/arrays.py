@@ -1,6 +1,6 @@
 """What decode rows have beside their mains: tails and recurrent states, arrays with a line per row.
 
-Knows no slots, no cohorts and no steps. Lines that no row has are computed along and mean nothing.
+Knows no slots and no steps. Lines that no row has are computed along and mean nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.recurrent.draft_states import kept_shapes
 
-TAIL = 64  # columns: steps from one regrouping to the next
+TAIL = 64  # columns: steps from one move into mains to the next
 
 
 @dataclass

@@ -13,18 +13,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.attention.decode_step import (
-    CohortsShape,
-    DecodeStep,
-    MainsShape,
-    StepShape,
-    Tree,
-)
+from pippin.backends.mlx.attention.decode_step import DecodeStep, StepShape, Tree
 from pippin.backends.mlx.attention.head_ropes import DeferredRopes, deferring
 from pippin.backends.mlx.attention.latent_kv import LatentKV, PackedLatentKV
-from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
+from pippin.backends.mlx.attention.packed_kv import PackedRowKV
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.attention.table_kv import TableRowKV, TableShape
+from pippin.backends.mlx.attention.table_kv import TableRowKV
 from pippin.backends.mlx.gpu.added_norms import adding_later
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
@@ -36,11 +30,6 @@ Forward = Callable[[mx.array, list[Any]], mx.array]
 # Logits, tails, states, and in a list of one or none what the logits are made of.
 StepResult = tuple[mx.array, list[KV], list[list[mx.array]], list[mx.array]]
 WithHidden = Callable[[mx.array, list[Any]], tuple[mx.array, mx.array | None]]
-_VIEWS: dict[type[MainsShape], type[RowKV]] = {
-    PackedShape: PackedRowKV,
-    TableShape: TableRowKV,
-    CohortsShape: RowKV,
-}
 
 
 class DecodeForward:
@@ -61,9 +50,8 @@ class DecodeForward:
         self.last: tuple[StepShape, bool] | None = None  # its shape, and whether it was compiled
 
     def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
-        compiles = shape.mains.compiles and self._compiles
-        self.last = shape, compiles
-        return self._step_of(shape)(tree) if compiles else self._run(shape, tree)
+        self.last = shape, self._compiles
+        return self._step_of(shape)(tree) if self._compiles else self._run(shape, tree)
 
     def _step_of(self, shape: StepShape) -> Callable[[Tree], StepResult]:
         step = self._compiled.get(shape)
@@ -88,7 +76,7 @@ class DecodeForward:
         of_kind = {False: iter(kv), True: iter(states)}
         caches = layout.nest([next(of_kind[cache.is_state]) for cache in layout.caches])
         hidden, adds_later = None, False
-        if isinstance(shape.mains, PackedShape) and shape.drafts is None:
+        if shape.mains is not None and shape.drafts is None:
             adds_later = shape.mains.paths.adds_later
             norms = shape.mains.paths.norms
             if norms is not None:
@@ -127,7 +115,9 @@ def _state_view(replay: Replay | None, cache: LayerCache, entries: Sequence[mx.a
 
 def _view(step: DecodeStep, cache: LayerCache, place: int) -> RowKV:
     """What an attention layer sees; `place`: of the cache among the KV caches."""
-    if cache.reads is Reads.LATENT:
-        packed = isinstance(step.shape.mains, PackedShape)
-        return (PackedLatentKV if packed else LatentKV)(step, cache, place)
-    return _VIEWS[type(step.shape.mains)](step, cache, place)
+    latent, mains = cache.reads is Reads.LATENT, step.shape.mains
+    if mains is None:
+        return TableRowKV(step, cache, place)
+    if mains.paths.kernel is None:
+        return (LatentKV if latent else RowKV)(step, cache, place)
+    return (PackedLatentKV if latent else PackedRowKV)(step, cache, place)

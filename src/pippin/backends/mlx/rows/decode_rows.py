@@ -17,15 +17,15 @@ import numpy as np
 
 from pippin.backends.mlx.attention.decode_step import StepShape, Tree
 from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.attention.table_kv import table_operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.arrays import RowArrays
-from pippin.backends.mlx.rows.cohort_mains import CohortMains
 from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.mains import Mains, Row, Tails
-from pippin.backends.mlx.rows.packed_mains import PackedMains
 
 
 class DecodeRows:
@@ -44,12 +44,13 @@ class DecodeRows:
 
     def _reset(self) -> None:
         self.cursor = 0  # the tail column that the next step writes
-        self.mains = self._make_mains()
+        self.mains = Mains(self.layout, self.spare, self._paths, self._table_operations)
         self._per_row = RowArrays(self.layout, self._max_depth)
 
-    def _make_mains(self) -> Mains:
-        make = CohortMains if self._paths.kernel is None else PackedMains
-        return make(self.layout, self.spare, self._paths)
+    @property
+    def _table_operations(self) -> Operations | None:
+        """That read rows by a KV table, where there are such."""
+        return None if self._paths.kernel is not None else table_operations(self.layout)
 
     @property
     def width(self) -> int:
@@ -123,9 +124,8 @@ class DecodeRows:
         `resolve`: of rows' slots, their input ids, int32 [rows].
         """
         self._steps_unchanged += 1
-        rows = list(self.rows.values())
         full = self.cursor == self._per_row.written.shape[1]
-        if full or self.mains.want_moving(rows, self.width, self._steps_unchanged):
+        if full or self.mains.want_moving(self.width - len(self.rows), self._steps_unchanged):
             self.flush()
         chosen = set(slots)
         slots_by_index = np.zeros(self.width, dtype=np.int32)
@@ -160,7 +160,7 @@ class DecodeRows:
         return StepShape(self.width, mains_shape), tree
 
     def arrays(self) -> list[mx.array]:
-        """Everything a step or a regrouping wrote, for the step's one `mx.async_eval`."""
+        """Everything a step or a move wrote, for the step's one `mx.async_eval`."""
         return self._per_row.arrays() + self.mains.arrays()
 
     # ---- inside ----------------------------------------------------------------------------
@@ -180,8 +180,7 @@ class DecodeRows:
         wanted = self.spare.width_for(len(self.rows))
         if wanted < self.width:
             self._narrow(wanted)
-        tails = Tails(self._per_row.tails, self._per_row.written)
-        self.mains.absorb(list(self.rows.values()), tails)
+        self.mains.absorb(Tails(self._per_row.tails, self._per_row.written))
         self._per_row.begin_tails()
         self.cursor = 0
 

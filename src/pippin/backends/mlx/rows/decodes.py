@@ -232,7 +232,7 @@ class Decodes:
         assert self.forward.last is not None
         shape, compiled = self.forward.last
         is_new = self._seen.add(shape)
-        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=compiled)
+        step.note_decode(is_new=is_new, compiled=compiled)
         step.written += rows.arrays()
 
 

@@ -13,9 +13,10 @@ from math import prod
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.recurrent.draft_states import kept_bytes
 from pippin.backends.mlx.rows.arrays import TAIL
-from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
 
 logger = logging.getLogger(__name__)
+
+COLUMN_STEP = 64  # mains are counted in so many columns
 
 IN_FLIGHT = 2  # copies of what each step writes anew: one that is read, one that is written
 MOVING_SHARE = 0.3  # of a main: its part of the copies while rows are moved
@@ -43,7 +44,7 @@ class Footprint:
     def row_bytes(self, num_tokens: int) -> int:
         """At most: its main, padded, and what moving it takes; a line of tails and of states."""
         main = sum(
-            num_columns(num_tokens if window is None else min(num_tokens, window)) * nbytes
+            _whole(num_tokens if window is None else min(num_tokens, window)) * nbytes
             for window, nbytes in self.bytes_by_window.items()
         )
         return main + int(MOVING_SHARE * main) + self.line_bytes
@@ -75,24 +76,13 @@ class Footprint:
         )
         return most
 
-    def padding_bytes(self, cohort: Cohort) -> int:
-        """What a cohort holds for no row: lines whose rows have left, columns that are padding."""
-        live = [line for line, index in enumerate(cohort.indices) if index >= 0]
-        total = 0
-        for window, nbytes in self.bytes_by_window.items():
-            cache = next(i for i in cohort.kv if self._layout.caches[i].window == window)
-            needed = sum(num_columns(cohort.stored[line][cache]) for line in live)
-            columns = len(cohort.indices) * cohort.columns(cache)
-            total += max(columns - needed, 0) * nbytes
-        return total
-
 
 @dataclass
 class SpareLimit:
     """How much may be held for no row, so that steps are simple and have few shapes.
 
-    A quarter of it for padding and a quarter for lines without a row; the rest is for rows that
-    leave before the others are moved.
+    A quarter of it for spare columns and a quarter for lines without a row; the rest is for rows
+    that leave before the others are moved.
     """
 
     footprint: Footprint
@@ -109,5 +99,9 @@ class SpareLimit:
         spare = (width - num_rows) * self.footprint.line_bytes
         return width if spare <= self.max_bytes / 4 else num_rows
 
-    def is_exceeded(self, padding_bytes: int, num_spare_lines: int) -> bool:
-        return padding_bytes + num_spare_lines * self.footprint.line_bytes > self.max_bytes
+    def is_exceeded(self, column_bytes: int, num_spare_lines: int) -> bool:
+        return column_bytes + num_spare_lines * self.footprint.line_bytes > self.max_bytes
+
+
+def _whole(num_columns: int) -> int:
+    return -(-num_columns // COLUMN_STEP) * COLUMN_STEP

@@ -1,23 +1,40 @@
-"""What decode rows hold apart from their tails, and how it may lie. Knows no steps and no slots.
+"""What decode rows hold apart from their tails. Knows no steps and no slots.
 
-A row's *main* is never written: with two steps in flight something always reads it. It is replaced
-when rows join, and when the tails of all rows are moved into new mains. Two arrangements:
+A row's *main* is never written: with two steps in flight something always reads it. The columns of
+all rows lie one after the other, in a few segments per layer and side (segments.py). A row that
+joins is copied once at the most, and no other row is.
 
-    cohorts (cohort_mains.py)   rows of like length side by side, padded; plain operations attend
-    packed  (packed_mains.py)   all rows one after the other, nothing padded; a kernel attends
+A kernel reads segments as they are (gpu/packed_attention.py), and so does an operation of ours on
+CPUs, which is given a table of where rows' columns lie (kv_table.py): there what rows begin with in
+common is held, and read, once. Plain operations gather each row's columns in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.attention.decode_step import MainsShape, Tree
+from pippin.backends.mlx.attention.decode_step import PackedShape, Tree
+from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttentionPaths
+from pippin.backends.mlx.attention.plain_attention import columns_at
+from pippin.backends.mlx.cpu.operations.bindings import Operations
+from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
+from pippin.backends.mlx.rows.footprint import MOVING_SHARE, SpareLimit
+from pippin.backends.mlx.rows.kv_table import common_len, make_kv_table
+from pippin.backends.mlx.rows.paced_launch import PacedLaunch
+from pippin.backends.mlx.rows.segments import Segment, WindowClass
+from pippin.backends.mlx.shapes import at_least
+
+FEWEST_COLUMNS = 256  # of a segment that steps are compiled for
+MOST_IN_TABLE = 32  # segments of a window class: copying them costs more than reading many
+FEWEST_SHARED = 128  # tokens that a row begins with and another one has
+
+# Of a row that joins, by cache: [1, heads, tokens, dim].
+Joining = tuple["Row", MutableMapping[int, KV]]
 
 
 @dataclass
@@ -39,38 +56,246 @@ class Tails:
     written: np.ndarray
 
 
-class Mains(Protocol):
-    @property
-    def num_groups(self) -> int:
-        """How many arrays of rows a step reads, for each layer."""
-        ...
+class Mains:
+    def __init__(
+        self,
+        layout: Layout,
+        spare: SpareLimit,
+        paths: AttentionPaths,
+        table_operations: Operations | None = None,
+    ) -> None:
+        """`table_operations`: that read the rows by a table, where there are such."""
+        self._layout = layout
+        self._spare = spare
+        self._paths = paths
+        self._operations = table_operations
+        self._kv_table: mx.array | None = None  # of the rows as they are
+        self._rows: list[Row] = []
+        self._most_segments = MOST_SEGMENTS if paths.kernel is not None else 1
+        if table_operations is not None:
+            self._most_segments = MOST_IN_TABLE
+        self._classes = [
+            WindowClass(w, own, chunked=layout.caches[own[0]].chunked)
+            for w in layout.window_classes
+            if (own := [i for i in layout.kv_indices if layout.caches[i].window == w])
+        ]
 
-    def join(self, joining: Sequence[tuple[Row, MutableMapping[int, KV]]]) -> None:
-        """Rows whose prompts are done, and what they hold by cache: [1, heads, tokens, dim]. What
-        is copied of it is removed from there, so that rows are not in memory twice."""
-        ...
+    def join(self, joining: Sequence[Joining]) -> None:
+        """Rows whose prompts are done. What is copied of them is removed from there, so that rows
+        are not in memory twice."""
+        self._kv_table = None
+        for together in [joining] if self._operations is None else [[one] for one in joining]:
+            for own in self._classes:
+                self._join(own, together)
+            self._rows += [row for row, _ in together]
 
-    def leave(self, row: Row) -> None: ...
+    def leave(self, row: Row) -> None:
+        self._kv_table = None
+        self._rows = [other for other in self._rows if other is not row]
+        for own in self._classes:
+            own.leave(row.index)
+            own.forget_passed()
 
     def pieces_of(self, row: Row, cache: int) -> list[KV]:
         """What the row has here, in token order: [1, heads, tokens, dim] each."""
-        ...
+        found: list[KV] = []
+        for segment, start, count in self._class_of(cache).pieces[row.index]:
+            keys, values = (side[None, :, start : start + count] for side in segment.kv[cache])
+            found.append((keys, values))
+        return found
 
-    def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[MainsShape, Tree]:
+    def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[PackedShape | None, Tree]:
         """As a step sees them. `positions` int32 [width]: where each row's token stands;
         `visible` bool [width, TAIL]: tail columns that its token may look at, its own included."""
-        ...
+        if self._operations is not None:
+            if self._kv_table is None:
+                self._kv_table = make_kv_table(self._operations, self._layout, self._classes)
+            return None, {"kv_table": self._kv_table}
+        shape = PackedShape(
+            tuple(tuple(part.capacity for part in own.segments) for own in self._classes),
+            tuple(at_least(own.longest) for own in self._classes),
+            self._paths,
+        )
+        mains = [
+            [list(segment.kv[cache]) for segment in self._class_of(cache).segments]
+            for cache in self._layout.kv_indices
+        ]
+        if self._paths.kernel is not None:
+            seen = [mx.array(_seen(visible, own, positions)) for own in self._classes]
+            return shape, {"mains": mains, "places": self._places(positions), "visible": seen}
+        ends = np.zeros(len(positions), np.int32)
+        for index, end in self._classes[0].ends.items() if self._classes else ():
+            ends[index] = end
+        return shape, {
+            "mains": mains,
+            "places": self._places(positions, every=True),
+            "ends": mx.array(ends),
+        }
 
-    def want_moving(self, rows: Sequence[Row], width: int, steps_unchanged: int) -> bool:
-        """Whether steps would be simpler, or too much memory is spare."""
-        ...
+    def want_moving(self, num_spare_lines: int, steps_unchanged: int) -> bool:
+        """Whether too much memory is spare."""
+        return steps_unchanged <= 1 and self._spare.is_exceeded(self._spare_bytes, num_spare_lines)
 
-    def absorb(self, rows: Sequence[Row], tails: Tails) -> None:
-        """Move the tails into new mains."""
-        ...
+    def absorb(self, tails: Tails) -> None:
+        """Move the tails into mains."""
+        self._kv_table = None
+        merges = self._spare.is_exceeded(self._spare_bytes, 0)
+        for own in self._classes:
+            self._append_tails(own, tails)
+            if merges and own.segments:
+                self._merge(own, 0, len(own.segments))
 
     def renumber(self, new: Mapping[int, int]) -> None:
         """Rows have other indices now."""
-        ...
+        self._kv_table = None
+        for own in self._classes:
+            own.renumber(new)
 
-    def arrays(self) -> list[mx.array]: ...
+    def arrays(self) -> list[mx.array]:
+        segments = (segment for own in self._classes for segment in own.segments)
+        return [side for part in segments for pair in part.kv.values() for side in pair]
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _class_of(self, cache: int) -> WindowClass:
+        return next(own for own in self._classes if cache in own.caches)
+
+    def _places(self, positions: np.ndarray, *, every: bool = False) -> list[mx.array]:
+        seen_from = None if every else positions
+        width, most = len(positions), self._most_segments
+        return [mx.array(own.table(width, most, seen_from)) for own in self._classes]
+
+    @property
+    def _spare_bytes(self) -> int:
+        """Of columns that belong to no row."""
+        by_window = self._spare.footprint.bytes_by_window
+        spare = ((own.capacity - sum(own.held())) * by_window[own.window] for own in self._classes)
+        return sum(spare)
+
+    def _join(self, own: WindowClass, joining: Sequence[Joining]) -> None:
+        num_shared = 0
+        if self._operations is not None and own.window is None:
+            ((row, _),) = joining
+            other, num_shared = self._longest_beginning(row)
+            if other is not None:
+                own.pieces[row.index] = own.first_columns(other.index, num_shared)
+        counts: dict[int, int] = {}
+        for row, kv in joining:
+            counts[row.index] = kv[own.caches[0]][0].shape[2] - num_shared
+            own.ends[row.index] = row.length
+
+        def take(cache: int) -> list[KV]:
+            taken = [kv.pop(cache) for _, kv in joining]
+            if not num_shared:
+                return taken
+            return [(keys[:, :, num_shared:], values[:, :, num_shared:]) for keys, values in taken]
+
+        self._add(own, counts, take, moves=self._operations is None)
+
+    def _longest_beginning(self, row: Row) -> tuple[Row | None, int]:
+        """The row that has most of what this one begins with, and how many tokens."""
+        prompts = [(other, other.prompt) for other in self._rows if other.prompt is not None]
+        if row.prompt is None or not prompts:
+            return None, 0
+        found = [(common_len(row.prompt, prompt), other) for other, prompt in prompts]
+        num_common, best = max(found, key=lambda pair: pair[0])
+        num_common = min(num_common, row.length)
+        return (best, num_common) if num_common >= FEWEST_SHARED else (None, 0)
+
+    def _append_tails(self, own: WindowClass, tails: Tails) -> None:
+        written = {index: np.flatnonzero(tails.written[index]) for index in own.ends}
+        at = [index * tails.written.shape[1] + columns for index, columns in written.items()]
+        counts = {index: len(columns) for index, columns in written.items()}
+        if not sum(counts.values()):
+            return
+        for index, count in counts.items():
+            own.ends[index] += count
+        chosen = mx.array(np.concatenate(at).astype(np.int32))
+
+        def take(cache: int) -> list[KV]:
+            keys, values = (
+                columns_at([_side_by_side(side)], chosen)[None] for side in tails.kv[cache]
+            )
+            return [(keys, values)]
+
+        self._add(own, counts, take)
+
+    def _add(
+        self,
+        own: WindowClass,
+        counts: Mapping[int, int],
+        take: Callable[[int], Sequence[KV]],
+        *,
+        moves: bool = True,
+    ) -> None:
+        """A new segment. `take`: of a cache, what it holds in order, [1, heads, tokens, dim] each,
+        which nothing else holds then. Each row has a share of memory for moves; a row that is
+        longer than these allow for is copied one layer after the other, where it `moves`."""
+        used = sum(counts.values())
+        segment = Segment(self._capacity(used))
+        nbytes = self._spare.footprint.bytes_by_window[own.window]
+        allowed = int(MOVING_SHARE * (sum(own.held()) + used) * nbytes)
+        paced = PacedLaunch(segment.capacity * nbytes if moves else 0, allowed)
+        for cache in own.caches:
+            sides = zip(*take(cache), strict=True)
+            segment.kv[cache] = [_packed(list(side), segment.capacity) for side in sides]
+            del sides
+            paced.launch(segment.kv[cache])
+        own.append(segment, counts)
+        own.forget_passed()
+        while (found := own.to_merge(self._most_segments)) is not None:
+            self._merge(own, *found)
+
+    def _merge(self, own: WindowClass, first: int, last: int) -> None:
+        """One layer after the other: old arrays are released when their successors are launched."""
+        old = own.segments[first:last]
+        segment, columns = own.merge(first, last)
+        used, segment.capacity = segment.capacity, self._capacity(segment.capacity)
+        if used < segment.capacity:  # spare columns hold nothing of rows that left
+            columns = np.pad(columns, (0, segment.capacity - used), mode="edge")
+        chosen = mx.array(columns.astype(np.int32))
+        nbytes = sum(self._layout.caches[cache].nbytes for cache in own.caches)
+        has_table = self._operations is not None
+        paced = PacedLaunch(segment.capacity * nbytes, has_table=has_table)
+        for cache in own.caches:
+            parts = [part.kv.pop(cache) for part in old]
+            segment.kv[cache] = []
+            for _ in range(2):
+                sources = [pair.pop(0) for pair in parts]
+                segment.kv[cache].append(mx.contiguous(columns_at(sources, chosen)))
+                del sources  # nothing but the move holds them now
+                paced.launch(segment.kv[cache][-1:])
+
+    def _capacity(self, num_columns: int) -> int:
+        """By the ladder; barely enough where memory allows no more, and where shapes are nothing
+        to a step."""
+        if self._operations is not None:
+            return num_columns
+        wanted = max(at_least(num_columns), FEWEST_COLUMNS)
+        if wanted - num_columns <= self._spare.max_padding:
+            return wanted
+        return -(-num_columns // 64) * 64
+
+
+def _packed(parts: list[mx.array], capacity: int) -> mx.array:
+    """[1, heads, tokens, dim] each -> [heads, capacity, dim]"""
+    _, heads, _, dim = parts[0].shape
+    spare = capacity - sum(part.shape[2] for part in parts)
+    sides = [part.squeeze(0) for part in parts]  # (`part[0]` would be a copy.)
+    if spare:
+        sides.append(mx.zeros((heads, spare, dim), parts[0].dtype))
+    return mx.contiguous(mx.concatenate(sides, axis=1))
+
+
+def _side_by_side(tail: mx.array) -> mx.array:
+    """[width, heads, TAIL, dim] -> [heads, width * TAIL, dim]"""
+    _, heads, length, dim = tail.shape
+    return tail.swapaxes(0, 1).reshape(heads, len(tail) * length, dim)
+
+
+def _seen(visible: np.ndarray, own: WindowClass, positions: np.ndarray) -> np.ndarray:
+    """Of the tail columns that a row has, those within the window: the newest ones."""
+    if own.window is None or (own.window >= visible.shape[1] and not own.chunked):
+        return visible
+    age = np.cumsum(visible[:, ::-1], axis=1)[:, ::-1]
+    return np.asarray(visible & (age <= own.num_seen(positions)[:, None]))

@@ -1,12 +1,12 @@
-"""Where the columns of packed rows lie: in a few segments, the oldest first. Knows no arrays.
+"""Where the columns of rows lie: in a few segments, the oldest first.
 
     segment 0   [ row 0's columns | row 3's columns | left by row 2 | spare ]
     segment 1   [ row 0's columns | row 1's columns | spare ]
     segment 2   [ row 5's columns | row 0's columns | spare ]
 
 A row's columns in order are those of segment 0, of 1, of 2. Rows that join are a new segment, and
-so are full tails: nothing else is copied. A kernel reads `MOST_SEGMENTS` of them. When there are
-more, the two neighbours that hold the least are merged.
+so are full tails: nothing else is copied. When there are more than may be, the two neighbours that
+hold the least are merged. Rows that begin with the same tokens may name the same columns.
 """
 
 from __future__ import annotations
@@ -15,32 +15,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.attention.paths import MOST_SEGMENTS
+
+@dataclass(eq=False)
+class Segment:
+    capacity: int  # columns
+    kv: dict[int, list[mx.array]] = field(default_factory=dict)  # by cache: [heads, capacity, dim]
 
 
 class Piece(NamedTuple):
-    """A row's columns in one segment."""
+    """A row's columns that lie side by side."""
 
+    segment: Segment
     start: int
     num_columns: int
-
-
-@dataclass
-class Segment:
-    capacity: int = 0
-    used: int = 0
-    pieces: dict[int, Piece] = field(default_factory=dict)  # by row index
-
-    @property
-    def num_held(self) -> int:
-        return sum(piece.num_columns for piece in self.pieces.values())
-
-    def append(self, index: int, num_columns: int) -> None:
-        if num_columns:
-            self.pieces[index] = Piece(self.used, num_columns)
-        self.used += num_columns
 
 
 @dataclass
@@ -51,6 +41,7 @@ class WindowClass:
     caches: Sequence[int] = ()
     chunked: bool = False  # the window does not slide: it begins at a multiple of its size
     segments: list[Segment] = field(default_factory=list)
+    pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by row index, in token order
     ends: dict[int, int] = field(default_factory=dict)  # by row: the position after its last column
 
     @property
@@ -58,59 +49,74 @@ class WindowClass:
         return sum(segment.capacity for segment in self.segments)
 
     @property
-    def num_held(self) -> int:
-        return sum(segment.num_held for segment in self.segments)
-
-    @property
     def longest(self) -> int:
-        return max(map(self.num_columns, self.ends), default=0)
+        return max(map(self.num_columns, self.pieces), default=0)
 
     def num_columns(self, index: int) -> int:
-        return sum(piece.num_columns for _, piece in self.pieces_of(index))
+        return sum(piece.num_columns for piece in self.pieces[index])
 
-    def pieces_of(self, index: int) -> list[tuple[int, Piece]]:
-        """In token order, each with the number of its segment."""
-        numbered = enumerate(self.segments)
-        return [(n, part.pieces[index]) for n, part in numbered if index in part.pieces]
+    def held(self) -> list[int]:
+        """Of each segment, how many columns are some row's."""
+        spans: dict[int, list[tuple[int, int]]] = {id(segment): [] for segment in self.segments}
+        for segment, start, count in (piece for own in self.pieces.values() for piece in own):
+            spans[id(segment)].append((start, start + count))
+        return [_covered(spans[id(segment)]) for segment in self.segments]
+
+    def append(self, segment: Segment, counts: Mapping[int, int]) -> None:
+        """The last columns of these rows, one row after the other."""
+        self.segments.append(segment)
+        start = 0
+        for index, count in counts.items():
+            own = self.pieces.setdefault(index, [])
+            own += [Piece(segment, start, count)] if count else []
+            start += count
+
+    def first_columns(self, index: int, num_columns: int) -> list[Piece]:
+        """Pieces of a row up to there."""
+        found: list[Piece] = []
+        for piece in self.pieces[index]:
+            count = min(piece.num_columns, num_columns)
+            num_columns -= count
+            if count:
+                found.append(piece._replace(num_columns=count))
+        return found
 
     def leave(self, index: int) -> None:
         self.ends.pop(index, None)
-        for segment in self.segments:
-            segment.pieces.pop(index, None)
+        self.pieces.pop(index, None)
 
     def renumber(self, new: Mapping[int, int]) -> None:
         self.ends = {new[index]: end for index, end in self.ends.items()}
-        for segment in self.segments:
-            segment.pieces = {new[index]: piece for index, piece in segment.pieces.items()}
+        self.pieces = {new[index]: pieces for index, pieces in self.pieces.items()}
 
     def forget_passed(self) -> None:
-        """Columns that every later token's window has passed belong to no row."""
-        if self.window is None:
-            return
-        for index in self.ends:
-            passed = self.num_columns(index) - self.window
-            for number, (start, count) in self.pieces_of(index):
+        """Columns that every later token's window has passed belong to no row; nor do segments of
+        no row's columns stay."""
+        for index, pieces in self.pieces.items():
+            passed = 0 if self.window is None else self.num_columns(index) - self.window
+            self.pieces[index] = []
+            for segment, start, count in pieces:
                 hidden = min(max(passed, 0), count)
                 passed -= hidden
-                pieces = self.segments[number].pieces
-                pieces[index] = Piece(start + hidden, count - hidden)
-                if hidden == count:
-                    del pieces[index]
+                if hidden < count:
+                    self.pieces[index].append(Piece(segment, start + hidden, count - hidden))
+        self.segments = [part for part, n in zip(self.segments, self.held(), strict=True) if n]
 
-    def table(self, positions: np.ndarray) -> np.ndarray:
-        """int32 [width, MOST_SEGMENTS, 2]: where a row's visible columns begin in each segment,
-        and how many there are."""
-        table = np.zeros((len(positions), MOST_SEGMENTS, 2), dtype=np.int32)
+    def table(self, width: int, most_segments: int, positions: np.ndarray | None) -> np.ndarray:
+        """int32 [width, most_segments, 2]: where a row's columns begin in each segment, and how
+        many there are; with `positions`, those that a token there sees."""
+        table = np.zeros((width, most_segments, 2), dtype=np.int32)
+        numbers = {id(segment): number for number, segment in enumerate(self.segments)}
         for index, end in self.ends.items():
             hidden = 0
-            if self.window is not None:
+            if self.window is not None and positions is not None:
                 first_position = end - self.num_columns(index)
                 num_seen = int(self.num_seen(positions[index : index + 1])[0])
                 hidden = max(int(positions[index]) + 1 - num_seen - first_position, 0)
-            for number, (start, count) in self.pieces_of(index):
+            for segment, start, count in self.pieces[index]:
                 here = min(hidden, count)
                 hidden -= here
-                table[index, number] = start + here, count - here
+                table[index, numbers[id(segment)]] = start + here, count - here
         return table
 
     def num_seen(self, positions: np.ndarray) -> np.ndarray:
@@ -120,26 +126,48 @@ class WindowClass:
             return np.asarray(positions % self.window + 1)
         return np.full(len(positions), self.window)
 
-    def to_merge(self) -> tuple[int, int] | None:
-        """From which segment up to which, where a kernel could not read them all."""
-        if len(self.segments) <= MOST_SEGMENTS:
+    def to_merge(self, most_segments: int) -> tuple[int, int] | None:
+        """From which segment up to which, where there are more than that."""
+        if len(self.segments) <= most_segments:
             return None
-        held = [segment.num_held for segment in self.segments]
+        held = self.held()
         first = min(range(len(held) - 1), key=lambda n: (held[n] + held[n + 1], -n))
         return first, first + 2
 
-    def merged(self, first: int, last: int) -> tuple[Segment, np.ndarray]:
-        """What segments `first` to `last` hold as one, without room, and where each of its columns
-        was: counted through these segments, spare columns included."""
+    def merge(self, first: int, last: int) -> tuple[Segment, np.ndarray]:
+        """Segments `first` to `last` become one, without room: it, and where each of its columns
+        was, counted through them, spare columns included."""
         merging = self.segments[first:last]
-        offsets = np.cumsum([0, *(segment.capacity for segment in merging)])
-        new, columns = Segment(), [np.zeros(0, np.int32)]
-        for index in self.ends:
+        ends = np.cumsum([0, *(segment.capacity for segment in merging)])
+        offsets = {id(segment): end for segment, end in zip(merging, ends, strict=False)}
+        earlier = set(map(id, self.segments[:first]))
+        place = np.full(ends[-1], -1, np.int32)  # of each of their columns in the new one
+        new, columns = Segment(0), [np.zeros(0, np.int32)]
+        for index, pieces in self.pieces.items():
             own = [
-                np.arange(piece.start, piece.start + piece.num_columns) + offset
-                for segment, offset in zip(merging, offsets, strict=False)
-                if (piece := segment.pieces.get(index)) is not None
+                np.arange(start, start + count, dtype=np.int32) + offsets[id(segment)]
+                for segment, start, count in pieces
+                if id(segment) in offsets
             ]
-            new.append(index, sum(map(len, own)))
-            columns += own
+            if not own:
+                continue
+            at = np.concatenate(own)
+            columns.append(at[place[at] < 0])  # the others are of a row that begins alike
+            place[columns[-1]] = new.capacity + np.arange(len(columns[-1]))
+            new.capacity += len(columns[-1])
+            cuts = np.flatnonzero(np.diff(place[at]) != 1) + 1
+            moved = [Piece(new, int(run[0]), len(run)) for run in np.split(place[at], cuts)]
+            rest = [piece for piece in pieces if id(piece.segment) not in offsets]
+            num_before = sum(id(piece.segment) in earlier for piece in rest)
+            self.pieces[index] = [*rest[:num_before], *moved, *rest[num_before:]]
+        self.segments[first:last] = [new]
         return new, np.concatenate(columns)
+
+
+def _covered(spans: list[tuple[int, int]]) -> int:
+    """How many numbers are in one of these at least."""
+    covered = reached = 0
+    for start, end in sorted(spans):
+        covered += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return covered

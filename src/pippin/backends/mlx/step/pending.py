@@ -83,14 +83,9 @@ class MLXPending(StepOutputs):
         ran = self.forwards
         self.forwards = replace(ran, prefill=ran.prefill + 1, new_prefill=ran.new_prefill + is_new)
 
-    def note_decode(self, num_cohorts: int, *, is_new: bool, compiled: bool) -> None:
+    def note_decode(self, *, is_new: bool, compiled: bool) -> None:
         ran = self.forwards
-        self.forwards = replace(
-            ran,
-            cohorts=ran.cohorts + num_cohorts,
-            new_decode=ran.new_decode + is_new,
-            compiled=compiled,
-        )
+        self.forwards = replace(ran, new_decode=ran.new_decode + is_new, compiled=compiled)
 
     # ---- sampling --------------------------------------------------------------------------
 

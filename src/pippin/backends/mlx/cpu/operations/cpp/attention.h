@@ -211,15 +211,15 @@ inline void attend_together(const Keys& keys, const float* queries, long rows, R
 }
 
 // What was read of all keys. A `sink` has a weight and no value; a query that sees no key gets zeros.
-inline void put_together(const Read* reads, int count, float sink, int value_dim, float* out) {
+inline void put_together(const std::vector<Read>& reads, float sink, int value_dim, float* out) {
   float top = sink, total = 0;
-  for (int i = 0; i < count; i++) top = std::max(top, reads[i].top);
+  for (const Read& read : reads) top = std::max(top, read.top);
   std::fill(out, out + value_dim, 0.0f);
   if (top == -INFINITY) return;
-  for (int i = 0; i < count; i++) {
-    const float weight = std::exp(reads[i].top - top);
-    total += weight * reads[i].total;
-    for (int c = 0; c < value_dim; c++) out[c] += weight * reads[i].values[c];
+  for (const Read& read : reads) {
+    const float weight = std::exp(read.top - top);
+    total += weight * read.total;
+    for (int c = 0; c < value_dim; c++) out[c] += weight * read.values[c];
   }
   total += std::exp(sink - top);
   for (int c = 0; c < value_dim; c++) out[c] /= total;

@@ -4,79 +4,85 @@
 
 #include "graph.h"
 
-// One side of a cohort in one layer: [lines, heads, tokens, dim], the last axis side by side.
+// One side of a segment in one layer: [heads, columns, dim].
 struct Side {
-  const float* data = nullptr;
-  long line_step = 0, head_step = 0, token_step = 0;
+  const float* data;
+  long columns, dim;
 
-  const float* at(int line, int head) const { return data + line * line_step + head * head_step; }
+  const float* at(int head, long column) const { return data + (head * columns + column) * dim; }
 };
 
-struct CohortKV {
-  Side keys, values;
-  std::vector<int> stored;  // of each line: how many tokens are its own
-  Side shared_keys, shared_values;
-  long num_shared = 0;  // tokens before those of every line
+// Columns of a segment.
+struct Span {
+  int segment;
+  long start, count;
 };
 
-struct Home {
-  int cohort, line;
+struct SharedSpan {
+  Span span;
+  std::vector<int> rows;
 };
 
-class KVTable {
- public:
-  std::vector<Home> homes;                        // by row; cohort -1: it has none
-  std::vector<std::vector<int>> rows;             // by cohort: of each line, or -1
-  std::vector<std::vector<CohortKV>> layers;  // by KV cache, by cohort
-
-  // The array is held; what does not lie as it should is copied, once it was computed. The copy may run
-  // after this table is gone: it holds what it reads and what it writes.
-  Side add(const mx::array& x, bool dense, mx::Stream stream) {
-    const long dim = x.shape(-1);
-    const bool lies = (dim < 2 || x.strides(-1) == 1) && (!dense || x.shape(2) < 2 || x.strides(2) == dim);
-    if (lies) {
-      held_.push_back(x.data_shared_ptr());
-      return {x.data<float>(), x.strides(0), x.strides(1), x.strides(2)};
-    }
-    copies_.push_back(std::make_shared<std::vector<float>>(x.size()));
-    float* to = copies_.back()->data();
-    auto copy = [from = View(x), held = x.data_shared_ptr(), kept = copies_.back()] {
-      std::vector<float> room;
-      const float* all = from.all(room);
-      std::copy(all, all + from.size(), kept->data());
-    };
-    mx::cpu::get_command_encoder(stream).dispatch(
-        [copy = std::move(copy)] { Failures::catch_all("ListOfRows", copy); });
-    return {to, x.shape(1) * x.shape(2) * dim, x.shape(2) * dim, dim};
-  }
-
- private:
-  std::vector<Memory> held_;
-  std::vector<std::shared_ptr<std::vector<float>>> copies_;
+// Of the layers that have one window.
+struct WindowClass {
+  int num_segments;
+  std::vector<SharedSpan> together;                    // what several rows read at once
+  std::vector<std::vector<Span>> own;                  // by row, in token order: what it reads by itself
+  std::vector<std::vector<std::pair<int, int>>> among;  // by row: of `together`, and its place there
 };
 
-// The contents of a table, but for the arrays: see `Operations.kv_table`.
+struct LayerKV {
+  const WindowClass* lies;
+  std::vector<std::pair<Side, Side>> segments;  // keys and values
+};
+
+// The contents of a table, but for the arrays.
 struct Contents {
-  int num_layers;
-  std::vector<std::vector<int>> rows;      // by cohort, of each line
-  std::vector<std::vector<int>> stored;    // by layer and cohort, of each line
-  std::vector<bool> shares;                // by layer and cohort
+  std::vector<WindowClass> classes;
+  std::vector<int> class_of_layer;
 };
 
+struct KVTable {
+  Contents contents;
+  std::vector<LayerKV> layers;  // by KV cache
+  std::vector<Memory> held;
+};
+
+template <typename T>
+T& of_row(std::vector<T>& by_row, int row) {
+  if (row >= int(by_row.size())) by_row.resize(row + 1);
+  return by_row[row];
+}
+
+// As `make_kv_table` in rows/kv_table.py writes them.
 inline Contents read_contents(const int* numbers) {
-  Contents contents{*numbers++, {}, {}, {}};
-  const int num_cohorts = *numbers++;
-  for (int cohort = 0; cohort < num_cohorts; cohort++) {
-    const int lines = *numbers++;
-    contents.rows.emplace_back(numbers, numbers + lines);
-    numbers += lines;
+  const auto next = [&] { return *numbers++; };
+  const auto span = [&] {
+    const int segment = next(), start = next(), count = next();
+    return Span{segment, start, count};
+  };
+  Contents contents;
+  contents.classes.resize(next());
+  for (WindowClass& lies : contents.classes) {
+    lies.num_segments = next();
+    lies.together.resize(next());
+    for (int number = 0; number < int(lies.together.size()); number++) {
+      SharedSpan& shared = lies.together[number];
+      shared.span = span();
+      shared.rows.resize(next());
+      for (int place = 0; place < int(shared.rows.size()); place++) {
+        shared.rows[place] = next();
+        of_row(lies.among, shared.rows[place]).push_back({number, place});
+      }
+    }
+    for (int left = next(); left > 0; left--) {
+      std::vector<Span>& own = of_row(lies.own, next());
+      own.resize(next());
+      for (Span& one : own) one = span();
+    }
   }
-  for (int i = 0; i < contents.num_layers * num_cohorts; i++) {
-    const long lines = contents.rows[i % num_cohorts].size();
-    contents.shares.push_back(*numbers++);
-    contents.stored.emplace_back(numbers, numbers + lines);
-    numbers += lines;
-  }
+  contents.class_of_layer.resize(next());
+  for (int& number : contents.class_of_layer) number = next();
   return contents;
 }
 
@@ -86,31 +92,25 @@ class MakeKVTable : public mx::Primitive {
   explicit MakeKVTable(Contents contents)
       : Primitive(mx::default_stream(mx::default_device())), contents_(std::move(contents)) {}
 
+  // in: by layer and segment keys and values, [heads, columns, dim].
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto kv_table = std::make_shared<KVTable>();
-    kv_table->rows = contents_.rows;
-    const int num_cohorts = contents_.rows.size();
-    for (int cohort = 0; cohort < num_cohorts; cohort++) {
-      for (int line = 0; line < int(contents_.rows[cohort].size()); line++) {
-        const int row = contents_.rows[cohort][line];
-        if (row < 0) continue;
-        if (row >= int(kv_table->homes.size())) kv_table->homes.resize(row + 1, {-1, -1});
-        kv_table->homes[row] = {cohort, line};
-      }
-    }
+    kv_table->contents = contents_;
     auto next = inputs.begin();
-    for (int i = 0; i < contents_.num_layers * num_cohorts; i++) {
-      if (i % num_cohorts == 0) kv_table->layers.emplace_back();
-      CohortKV cohort;
-      cohort.keys = kv_table->add(*next++, false, stream());
-      cohort.values = kv_table->add(*next++, false, stream());
-      cohort.stored = contents_.stored[i];
-      if (contents_.shares[i]) {
-        cohort.num_shared = next->shape(2);
-        cohort.shared_keys = kv_table->add(*next++, true, stream());
-        cohort.shared_values = kv_table->add(*next++, true, stream());
+    const auto side = [&] {
+      const mx::array& x = *next++;
+      if (!x.flags().row_contiguous) throw std::runtime_error("a segment of rows does not lie side by side");
+      kv_table->held.push_back(x.data_shared_ptr());
+      return Side{x.data<float>(), x.shape(1), x.shape(2)};
+    };
+    for (const int number : contents_.class_of_layer) {
+      const WindowClass& lies = kv_table->contents.classes[number];
+      LayerKV layer{&lies, {}};
+      for (int segment = 0; segment < lies.num_segments; segment++) {
+        const Side keys = side(), values = side();
+        layer.segments.push_back({keys, values});
       }
-      kv_table->layers.back().push_back(std::move(cohort));
+      kv_table->layers.push_back(std::move(layer));
     }
     mx::array& out = outputs[0];
     out.set_data(mx::allocator::Data(
@@ -123,7 +123,7 @@ class MakeKVTable : public mx::Primitive {
     throw std::runtime_error("operations for CPUs run on CPUs");
   }
 
-  const char* name() const override { return "ListOfRows"; }
+  const char* name() const override { return "TableOfRows"; }
 
  private:
   Contents contents_;

@@ -87,9 +87,7 @@ int pippin_attention(void* out, void* const* in, int num_in, float scale, int ca
   });
 }
 
-// in: keys and values by KV layer and cohort, shared ones behind those that have them; `numbers`: how many
-// layers and cohorts; of each cohort how many lines, and their rows; by layer and cohort whether it
-// shares, and how many tokens each line has.
+// in: keys and values by KV layer and segment; `numbers`: as read_contents has them.
 int pippin_kv_table(void* out, void* const* in, int num_in, const int* numbers) {
   return guarded([&] { list_rows(out, arrays_in(in, num_in), numbers); });
 }

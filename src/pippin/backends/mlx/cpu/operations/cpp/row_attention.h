@@ -63,28 +63,41 @@ inline void run_tail_write(const Inputs& in, const Outputs& out) {
 struct Visible {
   std::vector<KeyPiece> pieces;
   std::vector<std::pair<long, long>> of_token;
+
+  // All of these but for the first `hidden` keys.
+  void add_behind(const std::vector<KeyPiece>& others, long hidden) {
+    for (const KeyPiece& piece : others) {
+      const long passed = std::min(hidden, piece.count);
+      hidden -= passed;
+      if (passed < piece.count) pieces.push_back(piece.behind(passed));
+    }
+  }
 };
 
+inline long total(const std::vector<KeyPiece>& pieces) {
+  long count = 0;
+  for (const KeyPiece& piece : pieces) count += piece.count;
+  return count;
+}
+
 // Its one token sees all of its main and tail that its window has.
-inline Visible visible_to_one(KeyPiece main, const KeyPiece& tail, const char* written, long window) {
+inline Visible visible_to_one(const std::vector<KeyPiece>& main, const KeyPiece& tail, const char* written, long window) {
   Visible found;
   const long seen = pieces_of_tail(tail, written, window, found.pieces);
-  const long hidden = std::max(main.count + seen - window, 0L);
-  if (hidden < main.count) found.pieces.push_back(main.behind(hidden));
-  long count = 0;
-  for (const KeyPiece& piece : found.pieces) count += piece.count;
-  found.of_token.push_back({0, count});
+  found.add_behind(main, std::max(total(main) + seen - window, 0L));
+  found.of_token.push_back({0, total(found.pieces)});
   return found;
 }
 
 // The first of `tokens` sees the main, `before` of the tail's columns and its own, which is the next one; each
 // after it one more.
-inline Visible visible_to_drafts(KeyPiece main, KeyPiece tail, long before, int tokens, long window) {
+inline Visible visible_to_drafts(const std::vector<KeyPiece>& main, KeyPiece tail, long before, int tokens,
+                                 long window) {
   Visible found;
-  const long stored = main.count;
+  const long stored = total(main);
   tail.count = std::clamp(before + tokens, 0L, tail.count);
   const long hidden = std::max(stored + before + 1 - window, 0L);  // from the first token, and from all others
-  if (hidden < stored) found.pieces.push_back(main.behind(hidden));
+  found.add_behind(main, hidden);
   const long passed = std::clamp(hidden - stored, 0L, tail.count);
   found.pieces.push_back(tail.behind(passed));
   const long start = std::min(hidden, stored) + passed, end = stored + tail.count;
@@ -113,62 +126,62 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
   const int dim = in[0].dim(3), value_dim = in[2].dim(3);
   const int of_row = shared * tokens;  // queries of a row that read the same key head: head by head
   const long tail = in[1].dim(2), window = how.window ? how.window : NO_WINDOW;
-  static const std::vector<CohortKV> NONE;
-  const auto& cohorts = kv_table.layers.empty() ? NONE : kv_table.layers[how.place];
+  const LayerKV& layer = kv_table.layers[how.place];
+  const WindowClass& lies = *layer.lies;
 
-  // Of every query what it read of keys that its cohort shares, then what of its own.
+  // Of every query what it read of keys that are its row's alone; then of each span that rows read together
+  // and each key head, what its rows' queries read.
   const long num = long(width) * groups * of_row;
-  std::vector<Read> reads(2 * num);
-  const auto read_values = scratch(2 * num * value_dim);
-  for (long i = 0; i < 2 * num; i++) reads[i].values = read_values.get() + i * value_dim;
-  std::vector<std::pair<int, int>> together;  // cohort, key head
-  for (int number = 0; number < int(cohorts.size()); number++) {
-    for (int group = 0; group < groups && cohorts[number].num_shared; group++) together.push_back({number, group});
+  std::vector<long> first;  // read of each span
+  long num_reads = num;
+  for (const SharedSpan& span : lies.together) {
+    first.push_back(num_reads);
+    num_reads += long(span.rows.size()) * groups * of_row;
   }
-  Pool::shared().run(together.size(), 1, [&](long from, long to) {
+  std::vector<Read> reads(num_reads);
+  const auto read_values = scratch(num_reads * value_dim);
+  for (long i = 0; i < num_reads; i++) reads[i].values = read_values.get() + i * value_dim;
+  Pool::shared().run(long(lies.together.size()) * groups, 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
-      const auto [number, group] = together[i];
-      const CohortKV& cohort = cohorts[number];
-      std::vector<long> first;  // of the queries of each row
-      for (const int row : kv_table.rows[number]) {
-        if (0 <= row && row < width) first.push_back((long(row) * groups + group) * of_row);
-      }
-      const long count = first.size() * of_row;
+      const int number = i / groups, group = i % groups;
+      const auto& [span, rows] = lies.together[number];
+      const auto& [side_keys, side_values] = layer.segments[span.segment];
+      const long count = long(rows.size()) * of_row;
       const auto scaled = scratch(count * dim);
-      std::vector<Read> of_all(count);
       for (long query = 0; query < count; query++) {
-        const long own = first[query / of_row] + query % of_row;
-        of_all[query].values = reads[own].values;
+        const long own = (long(rows[query / of_row]) * groups + group) * of_row + query % of_row;
         for (int c = 0; c < dim; c++) scaled[query * dim + c] = how.scale * queries[own * dim + c];
       }
-      const Keys all{cohort.num_shared, dim, value_dim, cohort.shared_keys.at(0, group),
-                     cohort.shared_values.at(0, group)};
-      if (count) attend_together(all, scaled.get(), count, of_all.data());
-      for (long query = 0; query < count; query++) reads[first[query / of_row] + query % of_row] = of_all[query];
+      const Keys all{span.count, dim, value_dim, side_keys.at(group, span.start), side_values.at(group, span.start)};
+      attend_together(all, scaled.get(), count, &reads[first[number] + group * count]);
     }
   });
+  static const std::vector<Span> NO_SPANS;
+  static const std::vector<std::pair<int, int>> AMONG_NONE;
   Pool::shared().run(long(width) * groups, 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
       const int row = i / groups, group = i % groups;
       const KeyPiece own_tail{tail, keys + i * tail * dim, dim, values + i * tail * value_dim, value_dim};
-      KeyPiece main{};
-      bool shares = false;
-      if (row < int(kv_table.homes.size()) && kv_table.homes[row].cohort >= 0 && !cohorts.empty()) {
-        const auto [number, line] = kv_table.homes[row];
-        const CohortKV& cohort = cohorts[number];
-        shares = cohort.num_shared > 0;
-        main = {cohort.stored[line], cohort.keys.at(line, group), cohort.keys.token_step,
-                cohort.values.at(line, group), cohort.values.token_step};
+      std::vector<KeyPiece> main;
+      for (const Span& span : row < int(lies.own.size()) ? lies.own[row] : NO_SPANS) {
+        const auto& [side_keys, side_values] = layer.segments[span.segment];
+        main.push_back({span.count, side_keys.at(group, span.start), dim, side_values.at(group, span.start), value_dim});
       }
+      const auto& among = row < int(lies.among.size()) ? lies.among[row] : AMONG_NONE;
       const Visible visible = drafts ? visible_to_drafts(main, own_tail, before[row], tokens, window)
                                      : visible_to_one(main, own_tail, written + row * tail, window);
-      Read* own = &reads[num + i * of_row];
+      Read* own = &reads[i * of_row];
       const auto seen = [&](int query) { return visible.of_token[query % tokens]; };
       attend_pieces(visible.pieces, queries + i * of_row * dim, of_row, dim, value_dim, how.scale, seen, own);
+      std::vector<Read> all;
       for (int query = 0; query < of_row; query++) {
-        const Read both[2] = {own[query], reads[i * of_row + query]};
+        all.assign(1, own[query]);
+        for (const auto& [number, place] : among) {
+          const long count = long(lies.together[number].rows.size()) * of_row;
+          all.push_back(reads[first[number] + group * count + place * of_row + query]);
+        }
         const float sink = sinks ? sinks[group * shared + query / tokens] : -INFINITY;
-        put_together(both, 1 + shares, sink, value_dim, out[0] + (i * of_row + query) * value_dim);
+        put_together(all, sink, value_dim, out[0] + (i * of_row + query) * value_dim);
       }
     }
   });

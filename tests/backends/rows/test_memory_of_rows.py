@@ -1,4 +1,4 @@
-"""What packed rows take at their peak, and the longest of their arrays. Counted on a CPU."""
+"""What rows take at their peak, and the longest of their arrays. Counted on a CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows import regrouping
+from pippin.backends.mlx.rows import paced_launch
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
-from pippin.backends.mlx.rows.mains import Row, Tails
-from pippin.backends.mlx.rows.packed_mains import PackedMains
+from pippin.backends.mlx.rows.mains import Mains, Row, Tails
 from pippin.types import Component
 
 WINDOW, WIDTH = 128, 6
@@ -37,7 +36,7 @@ def layout_of(num_full: int, num_windowed: int = 0, dim: int = 16) -> Layout:
 class Rows:
     def __init__(self, layout: Layout, spare_bytes: float) -> None:
         self.layout, self.footprint = layout, Footprint(layout)
-        self.mains = PackedMains(
+        self.mains = Mains(
             layout, SpareLimit(self.footprint, spare_bytes), AttentionPaths(attend_joined)
         )
         self.rows: dict[int, Row] = {}
@@ -64,7 +63,7 @@ class Rows:
             index: [mx.ones((WIDTH, heads, TAIL, dim)) for heads, dim in cache.shapes]
             for index, cache in enumerate(self.layout.caches)
         }
-        self.mains.absorb(list(self.rows.values()), Tails(tails, written))
+        self.mains.absorb(Tails(tails, written))
         for row in self.rows.values():
             row.length += TAIL
         mx.eval(self.mains.arrays())
@@ -81,7 +80,7 @@ def test_what_a_join_takes_at_its_peak_is_in_the_budget(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row that is longer than all others is not in memory twice, nor those that are merged."""
-    monkeypatch.setattr(regrouping, "SMALL_MOVE_BYTES", 1 << 16)
+    monkeypatch.setattr(paced_launch, "SMALL_MOVE_BYTES", 1 << 16)
     gc.collect()
     mx.clear_cache()
     before = int(mx.get_active_memory())
