@@ -15,7 +15,7 @@ from pippin.backends.host import host_memory_bytes
 CPU_SPARE_DIVISOR, CUDA_SPARE_DIVISOR = 16, 4
 CPU_SPARE_BYTES = 128 << 20  # at most
 # To give a buffer back and get another is slow on Metal. What comes and goes: activations, a tenth;
-# a regrouping of rows, 30% of them; tails and states, one step's for the next one's.
+# a move of rows, 30% of them; tails and states, one step's for the next one's.
 METAL_SPARE_DIVISOR = 2
 # Of the buffers that Metal allows, what prompts and the tree may hold. The rest is for weights, for
 # running steps, for buffers that wait to be used again, and for prompts' last hidden vectors.
