@@ -215,6 +215,14 @@ def test_an_address_at_which_nothing_listens_is_reported_in_words() -> None:
         decode.close()
 
 
+def test_an_end_without_tls_is_reported_in_words(tmp_path: Path) -> None:
+    plain = LivePrefill(FAKE)
+    secret = write(tmp_path / "secret", SECRET)
+    address = f"tls://127.0.0.1:{plain.listener.port}"
+    decode = LiveDecode(FAKE, address, peer_secret_file=secret)
+    assert "both addresses have to begin with tcp:// or" in refused_with(plain, decode)
+
+
 def test_a_secret_that_differs_is_refused(tmp_path: Path) -> None:
     one, other = write(tmp_path / "one", SECRET), write(tmp_path / "other", SECRET + "!")
     prefill = LivePrefill(FAKE, peer_secret_file=one)
@@ -249,13 +257,19 @@ def test_tls_with_a_secret(tmp_path: Path) -> None:
     address = f"tls://127.0.0.1:{prefill.listener.port}"
     decode = LiveDecode(FAKE, address, peer_ca=files["peer_cert"], **secret)
     stranger = LiveDecode(FAKE, address, **secret)  # does not know the certificate
+    other = address.replace("tls://127.0.0.1", "tcp://127.0.0.1")
+    plain = LiveDecode(FAKE, other, **secret)
     try:
         decode.wait_for(connected=True)
         prompt = make_prompt(700)
         reply = ask(prefill, decode, prompt)
         assert (reply.peer_tokens, reply.tokens) == (700, right(decode, prompt))
-        assert "CERTIFICATE_VERIFY_FAILED" in stranger.wait_for_error()
+        error = stranger.wait_for_refusal()
+        assert "certificate is not accepted (" in error
+        assert "): give --peer-ca with" in error
+        assert "both addresses have to begin with tcp:// or with tls://" in plain.wait_for_refusal()
     finally:
+        plain.close()
         stranger.close()
         decode.close()
         prefill.close()

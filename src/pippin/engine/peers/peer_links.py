@@ -5,10 +5,13 @@ Knows no steps: what arrives is announced by the store.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import socket
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -165,13 +168,15 @@ class Link:
     async def _connect(self, store: PeerStore) -> None:
         """Returns never: it raises when the connection ends."""
         links, address = self._links, self.address
-        async with asyncio.timeout(CONNECT_SECONDS):
-            reader, writer = await asyncio.open_connection(
-                address.host, address.port, ssl=self._tls, limit=BUFFER_BYTES
-            )
+        with _named_refusals():
+            async with asyncio.timeout(CONNECT_SECONDS):
+                reader, writer = await asyncio.open_connection(
+                    address.host, address.port, ssl=self._tls, limit=BUFFER_BYTES
+                )
         connection = Connection(reader, writer)
         try:
-            await connection.agree(links.facts, links.secret, links.max_entry_bytes, asks=True)
+            with _named_refusals():
+                await connection.agree(links.facts, links.secret, links.max_entry_bytes, asks=True)
             logger.info("connected to the prefill engine at %s", address)
             self.error, self._pause = None, FIRST_PAUSE
             self._connection = connection
@@ -237,6 +242,23 @@ class Link:
             self.error = error
 
 
+@contextlib.contextmanager
+def _named_refusals() -> Iterator[None]:
+    """Of an end that TLS does not accept, or that is no prefill engine."""
+    try:
+        yield
+    except ssl.SSLCertVerificationError as error:
+        raise PeerRefused(
+            f"its certificate is not accepted ({error.verify_message}): give --peer-ca with the "
+            "file of its --peer-cert, and --peer with a name or address of that certificate"
+        ) from error
+    except (ssl.SSLError, asyncio.IncompleteReadError, ConnectionResetError) as error:
+        raise PeerRefused(
+            "the connection ended before both had agreed: it has to be the --peer-listen of a "
+            "prefill engine, and both addresses have to begin with tcp:// or with tls://"
+        ) from error
+
+
 def _cause(error: OSError | asyncio.IncompleteReadError) -> str:
     if isinstance(error, asyncio.IncompleteReadError):
         return "the connection was closed"
@@ -244,7 +266,9 @@ def _cause(error: OSError | asyncio.IncompleteReadError) -> str:
         return "no prefill engine listens there (connection refused); it is tried again"
     if isinstance(error, TimeoutError):
         return f"no connection within {CONNECT_SECONDS:g} seconds; it is tried again"
-    return str(error)
+    known = error.errno is not None and not isinstance(error, socket.gaierror)
+    reason = os.strerror(error.errno) if known else error.strerror or error
+    return f"{reason}; it is tried again"
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:
