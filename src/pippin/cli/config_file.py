@@ -75,7 +75,7 @@ def read_config_file(
             settings[spelt] = Setting(spelt, value, place)
             continue
         if spelt not in known or isinstance(value, dict):
-            raise ConfigError(f"{place}: {_unknown(spelt, value, known)}")
+            raise ConfigError(f"{place}: {_unknown(spelt, value, known, sections)}")
         name = known[spelt]
         if name in settings:
             raise ConfigError(
@@ -90,7 +90,10 @@ def read_config_file(
     return list(settings.values())
 
 
-def _unknown(name: str, value: Any, known: Iterable[str]) -> str:
+def _unknown(name: str, value: Any, known: Iterable[str], sections: Collection[str]) -> str:
+    if isinstance(value, dict) and sections:
+        there = " and ".join(f"[{section}]" for section in sections)
+        return f"section [{name}] is not known: there are {there}"
     if isinstance(value, dict) and difflib.get_close_matches(name, [MODELS]):
         return f"section [{name}] is not known: a model's table is [{MODELS}.NAME]"
     if isinstance(value, dict):
