@@ -36,7 +36,7 @@ from pippin.engine.peers.wire_frames import (
     Taken,
     ToPrefill,
 )
-from pippin.errors import ConfigError
+from pippin.errors import ConfigError, LoadError
 from pippin.types import Component
 
 SECRET = "a secret of more than sixteen bytes"
@@ -111,7 +111,7 @@ def test_engines_that_cannot_share_memory_use_their_connection(
 
 def test_a_payload_that_waits_for_room_ends_with_its_connection() -> None:
     async def run() -> None:
-        one = connection.Connection(*await asyncio.open_connection(sock=near))
+        one = connection.Connection(*await asyncio.open_connection(*server.getsockname()))
         one._outgoing = OutgoingMemory(64)
         one._outgoing.remove_name()
         frame = msgspec.structs.replace(ENTRY, nbytes=40)
@@ -129,8 +129,7 @@ def test_a_payload_that_waits_for_room_ends_with_its_connection() -> None:
             await third
         await one._writer.wait_closed()
 
-    near, far = socket.socketpair()
-    with far:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         asyncio.run(run())
 
 
@@ -213,6 +212,13 @@ def test_an_address_at_which_nothing_listens_is_reported_in_words() -> None:
         assert "no prefill engine listens there" in decode.wait_for_error()
     finally:
         decode.close()
+
+
+def test_a_port_that_is_used_is_named() -> None:
+    prefill = LivePrefill(FAKE)
+    with pytest.raises(LoadError, match=r"peer_listen is tcp:.*\(Address already in use\): use an"):
+        LivePrefill(FAKE, listen=prefill.address)
+    prefill.close()
 
 
 def test_an_end_without_tls_is_reported_in_words(tmp_path: Path) -> None:

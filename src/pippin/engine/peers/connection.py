@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -236,6 +237,13 @@ class Connection:
         if not isinstance(frame, kind):
             raise PeerRefused(f"a {type(frame).__name__} in place of a {kind.__name__}")
         return frame
+
+
+def reason_of(error: OSError) -> str:
+    """What the system says, without what asyncio adds."""
+    if error.errno is None or isinstance(error, socket.gaierror):  # a name has errors of its own
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 def notice_lost_peer(connected: socket.socket) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,7 +19,7 @@ from pippin.cache.peers.wanted import Wanted
 from pippin.cache.tiers.tier_tree import Format
 from pippin.config.peers import PeerAddress
 from pippin.engine.peers.agreement import Facts
-from pippin.engine.peers.connection import BUFFER_BYTES, Connection, PeerRefused
+from pippin.engine.peers.connection import BUFFER_BYTES, Connection, PeerRefused, reason_of
 from pippin.engine.peers.wire_frames import (
     MAX_ENTRY_FRAME_BYTES,
     Ask,
@@ -266,9 +264,7 @@ def _cause(error: OSError | asyncio.IncompleteReadError) -> str:
         return "no prefill engine listens there (connection refused); it is tried again"
     if isinstance(error, TimeoutError):
         return f"no connection within {CONNECT_SECONDS:g} seconds; it is tried again"
-    known = error.errno is not None and not isinstance(error, socket.gaierror)
-    reason = os.strerror(error.errno) if known else error.strerror or error
-    return f"{reason}; it is tried again"
+    return f"{reason_of(error)}; it is tried again"
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:
