@@ -38,6 +38,7 @@ from pippin.engine.peers.wire_frames import (
 )
 from pippin.errors import ConfigError, LoadError
 from pippin.types import Component
+from processes import wait_until
 
 SECRET = "a secret of more than sixteen bytes"
 
@@ -153,6 +154,31 @@ def test_a_client_that_disconnects_stops_the_prefill(
 
 
 # ---- agreement ----------------------------------------------------------------------------------
+
+
+def test_an_engine_with_both_ends_asks_for_its_own_prompts_alone() -> None:
+    first = LivePrefill(FAKE)
+    middle = LivePrefill(FAKE, peer=(first.address,), peer_memory="64MB")
+    middle.client.loop.scheduler.pace.compute_seconds = lambda n: 1.0 * n  # type: ignore[method-assign]
+    last = LiveDecode(FAKE, middle.address)
+    try:
+        last.wait_for(connected=True)
+        wait_until(lambda: middle.client.loop.counters()["peer"]["num_connected"])
+        own, asked = make_prompt(700, family=1), make_prompt(800, family=2)
+        reply = middle.client.submit(own)
+        for _ in range(100_000):
+            first.step()
+            middle.step()
+            if reply.finish:
+                break
+        assert (reply.peer_tokens, reply.tokens) == (700, right(last, own))
+        there = ask(middle, last, asked)
+        assert (there.peer_tokens, there.tokens) == (800, right(last, asked))
+        assert (first.pushes["asked"], middle.pushes["sent"]) == (1, 1)
+    finally:
+        last.close()
+        middle.close()
+        first.close()
 
 
 def test_the_first_fact_that_differs_is_named() -> None:
