@@ -34,7 +34,7 @@ from try_routers import BIN, MODEL, child
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.servers.processes import free_port
 
-CLIENTS, TARGET_REQUESTS, MAX_IMBALANCE = 10, 3.0, 3.0
+CLIENTS, TARGET_REQUESTS = 10, 3.0
 TURNS, REPLY_TOKENS = 4, 96
 SYSTEM_TOKENS = 300
 START_SECONDS, SCALE_SECONDS, STEADY_SECONDS = 300.0, 150.0, 20.0
@@ -162,7 +162,6 @@ def deploy(address: str, folder: Path) -> str:
     config.write_text(
         f'model = "{MODEL}"\nport = {port}\nmemory = "1GB"\nalias = ["*"]\n'
         f"[ray]\nmax-replicas = 2\ntarget-ongoing-requests = {TARGET_REQUESTS}\n"
-        f"max-imbalance = {MAX_IMBALANCE}\n"
     )
     plan = read_plan(config)
     options = ray_application.deployment_options(plan)
