@@ -28,8 +28,9 @@ class LivePrefill:
         address = peers.pop("listen", "tcp://127.0.0.1:0")
         engine = peers.pop("engine", EngineConfig())
         backend = peers.pop("backend", None)
+        role = "both" if "peer" in peers else "prefill"
         config = Config(
-            model=model, engine=engine, peers=PeersConfig("prefill", (), address, **peers)
+            model=model, engine=engine, peers=PeersConfig(role, peer_listen=address, **peers)
         )
         self.client = Client(build_loop(config, lambda stage: None, backend=backend))
         self._inbox: queue.SimpleQueue[Submit | Abort] = queue.SimpleQueue()

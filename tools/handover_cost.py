@@ -83,6 +83,7 @@ class PrefillThread:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
+        time.sleep(0.5)  # as it ends, mlx frees what it compiled, which a Python that exits aborts
 
     def _run(self, model: ModelConfig, engine: dict[str, EngineConfig]) -> None:
         prefill = LivePrefill(model, **engine)

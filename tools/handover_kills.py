@@ -1,6 +1,6 @@
 """Kills prefill engines, decode engines and the connection between them, under load.
 
-    python tools/handover_kills.py [--kills 300] [--backend mlx]
+    python tools/handover_kills.py [--kills 300] [--backend mlx] [-- OPTIONS of both, such as --speculate suffix]
 
 Two servers with the bundled model, a proxy between them, and clients whose prompts are all new.
 Every request has to end once: with the tokens that one server alone computes, or, if its engine was
@@ -232,7 +232,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--backend", default="mlx")
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:at])
+    more = sys.argv[at + 1 :]
     folder = Path(tempfile.mkdtemp(prefix="pippin-kills-"))
     port = free_port()
     proxy = Proxy(port)
@@ -247,9 +249,9 @@ def main() -> int:
 
     with (
         serve(
-            args.backend, folder / "prefill", "--role", "prefill", "--peer-listen", listen
+            args.backend, folder / "prefill", "--role", "prefill", "--peer-listen", listen, *more
         ) as prefill,
-        serve(args.backend, folder / "decode", "--role", "decode", "--peer", peer) as decode,
+        serve(args.backend, folder / "decode", "--role", "decode", "--peer", peer, *more) as decode,
     ):
         clients = [
             threading.Thread(target=run, args=(args.seed * 1000 + number,))

@@ -299,3 +299,22 @@ def test_bins_hold_every_value(call: Any) -> None:
     values = [0.001, 0.0012, 0.01, 0.5, 3.0]
     assert sum(call("engine/charts.js", "logBins(values).counts", values=values)) == 5
     assert call("engine/state.js", "quantile(values, 0.5)", values=values) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("received", "sent", "shown"),
+    [(None, None, ""), (3, None, "3received"), (None, 4, "4sent"), (3, 4, "3 / 4received / sent")],
+)
+def test_engines_with_a_role_show_prompts_that_were_handed_over(
+    call: Any, received: int | None, sent: int | None, shown: str
+) -> None:
+    load = sample()[0][1]["load"] | {"received": received, "sent": sent}
+    expression = """(() => {
+        const numbers = new Numbers();
+        const none = { facts: { slots: 4 }, rates: [], ttfts: [], gaps: [], steps: [], at: 0 };
+        numbers.draw({ ...none, load });
+        const cell = numbers.element.querySelector(".handed");
+        return [numbers.element.classList.contains("with-role"), cell.textContent];
+    })()"""
+    has_role, text = call("engine/numbers.js", expression, load=load)
+    assert (has_role, text) == (bool(shown), f"Prompts handed over{shown}")

@@ -70,6 +70,7 @@ def test_variables_and_other_files_are_not_read(
         ("[ray]\ntarget-ongoing-requests = 0", "target_ongoing_requests must be more than 0"),
         ("[ray]\nname = 'a#b'", "name is 'a#b': use a name without #"),
         ("[prefill]\nport = 65535\nreplicas = 2", "port is 65535: 2 prefill replicas need"),
+        ("[rayy]", ":1: section [rayy] is not known: there are [ray] and [prefill]"),
         ("ray = 3", ":1: ray is a section: write [ray]"),
         ("port = 0", "port is 0: Ray's proxies need a port"),
         ("role = 'decode'\npeer = ['tcp://127.0.0.1:7']", "role is decode: a deployment chooses"),

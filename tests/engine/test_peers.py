@@ -36,8 +36,9 @@ from pippin.engine.peers.wire_frames import (
     Taken,
     ToPrefill,
 )
-from pippin.errors import ConfigError
+from pippin.errors import ConfigError, LoadError
 from pippin.types import Component
+from processes import wait_until
 
 SECRET = "a secret of more than sixteen bytes"
 
@@ -111,7 +112,7 @@ def test_engines_that_cannot_share_memory_use_their_connection(
 
 def test_a_payload_that_waits_for_room_ends_with_its_connection() -> None:
     async def run() -> None:
-        one = connection.Connection(*await asyncio.open_connection(sock=near))
+        one = connection.Connection(*await asyncio.open_connection(*server.getsockname()))
         one._outgoing = OutgoingMemory(64)
         one._outgoing.remove_name()
         frame = msgspec.structs.replace(ENTRY, nbytes=40)
@@ -129,8 +130,7 @@ def test_a_payload_that_waits_for_room_ends_with_its_connection() -> None:
             await third
         await one._writer.wait_closed()
 
-    near, far = socket.socketpair()
-    with far:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         asyncio.run(run())
 
 
@@ -154,6 +154,31 @@ def test_a_client_that_disconnects_stops_the_prefill(
 
 
 # ---- agreement ----------------------------------------------------------------------------------
+
+
+def test_an_engine_with_both_ends_asks_for_its_own_prompts_alone() -> None:
+    first = LivePrefill(FAKE)
+    middle = LivePrefill(FAKE, peer=(first.address,), peer_memory="64MB")
+    middle.client.loop.scheduler.pace.compute_seconds = lambda n: 1.0 * n  # type: ignore[method-assign]
+    last = LiveDecode(FAKE, middle.address)
+    try:
+        last.wait_for(connected=True)
+        wait_until(lambda: middle.client.loop.counters()["peer"]["num_connected"])
+        own, asked = make_prompt(700, family=1), make_prompt(800, family=2)
+        reply = middle.client.submit(own)
+        for _ in range(100_000):
+            first.step()
+            middle.step()
+            if reply.finish:
+                break
+        assert (reply.peer_tokens, reply.tokens) == (700, right(last, own))
+        there = ask(middle, last, asked)
+        assert (there.peer_tokens, there.tokens) == (800, right(last, asked))
+        assert (first.pushes["asked"], middle.pushes["sent"]) == (1, 1)
+    finally:
+        last.close()
+        middle.close()
+        first.close()
 
 
 def test_the_first_fact_that_differs_is_named() -> None:
@@ -215,6 +240,21 @@ def test_an_address_at_which_nothing_listens_is_reported_in_words() -> None:
         decode.close()
 
 
+def test_a_port_that_is_used_is_named() -> None:
+    prefill = LivePrefill(FAKE)
+    with pytest.raises(LoadError, match=r"peer_listen is tcp:.*\(Address already in use\): use an"):
+        LivePrefill(FAKE, listen=prefill.address)
+    prefill.close()
+
+
+def test_an_end_without_tls_is_reported_in_words(tmp_path: Path) -> None:
+    plain = LivePrefill(FAKE)
+    secret = write(tmp_path / "secret", SECRET)
+    address = f"tls://127.0.0.1:{plain.listener.port}"
+    decode = LiveDecode(FAKE, address, peer_secret_file=secret)
+    assert "both addresses have to begin with tcp:// or" in refused_with(plain, decode)
+
+
 def test_a_secret_that_differs_is_refused(tmp_path: Path) -> None:
     one, other = write(tmp_path / "one", SECRET), write(tmp_path / "other", SECRET + "!")
     prefill = LivePrefill(FAKE, peer_secret_file=one)
@@ -249,13 +289,19 @@ def test_tls_with_a_secret(tmp_path: Path) -> None:
     address = f"tls://127.0.0.1:{prefill.listener.port}"
     decode = LiveDecode(FAKE, address, peer_ca=files["peer_cert"], **secret)
     stranger = LiveDecode(FAKE, address, **secret)  # does not know the certificate
+    other = address.replace("tls://127.0.0.1", "tcp://127.0.0.1")
+    plain = LiveDecode(FAKE, other, **secret)
     try:
         decode.wait_for(connected=True)
         prompt = make_prompt(700)
         reply = ask(prefill, decode, prompt)
         assert (reply.peer_tokens, reply.tokens) == (700, right(decode, prompt))
-        assert "CERTIFICATE_VERIFY_FAILED" in stranger.wait_for_error()
+        error = stranger.wait_for_refusal()
+        assert "certificate is not accepted (" in error
+        assert "): give --peer-ca with" in error
+        assert "both addresses have to begin with tcp:// or with tls://" in plain.wait_for_refusal()
     finally:
+        plain.close()
         stranger.close()
         decode.close()
         prefill.close()

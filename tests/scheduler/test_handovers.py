@@ -40,6 +40,8 @@ def test_a_prompt_that_another_engine_computed_is_decoded_without_a_forward(
     assert pair.decode.loop.counters()["metrics"]["peer_tokens"] == 500
     assert (pair.handovers["asked"], pair.handovers["arrived"]) == (1, 1)
     assert (pair.pushes["asked"], pair.pushes["sent"]) == (1, 1)
+    ends = [end.loop.scheduler.traffic for end in (pair.decode, pair.prefill)]  # as the page shows
+    assert [(end.num_received, end.num_sent) for end in ends] == [(1, None), (None, 1)]
     check_ended(pair)
 
 

@@ -158,7 +158,11 @@ def test_a_first_engine_that_cannot_be_started_is_a_load_error(
 @needs_processes
 @over_failed_starts
 def test_an_engine_that_cannot_be_started_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, engines: list[EngineProcess], name: str, error: Exception
+    monkeypatch: pytest.MonkeyPatch,
+    engines: list[EngineProcess],
+    name: str,
+    error: Exception,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def work() -> None:
         async with supervised() as (client, _):
@@ -170,6 +174,7 @@ def test_an_engine_that_cannot_be_started_is_tried_again(
             assert len(tokens_of(await collect(client, "next"))) == 4
 
     run(work())
+    assert "; the engine of stories-hybrid-20m is restarted" in caplog.text
 
 
 @needs_processes

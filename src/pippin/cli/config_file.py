@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,11 @@ def find_config_file(named: str | None) -> Path | None:
     return path
 
 
-def read_config_file(path: Path, known: Mapping[str, str]) -> list[Setting]:
-    """Its settings in order; `known` has the option that each key sets.
+def read_config_file(
+    path: Path, known: Mapping[str, str], sections: Collection[str] = ()
+) -> list[Setting]:
+    """Its settings in order; `known` has the option that each key sets, `sections`
+    are tables beside [models].
 
     A key or a line that cannot be read is an error that names its place.
     """
@@ -68,8 +71,11 @@ def read_config_file(path: Path, known: Mapping[str, str]) -> list[Setting]:
         if spelt == MODELS and isinstance(value, dict):
             settings[MODELS] = Setting(MODELS, value, place, dict(_places(path, value, text)))
             continue
+        if spelt in sections:
+            settings[spelt] = Setting(spelt, value, place)
+            continue
         if spelt not in known or isinstance(value, dict):
-            raise ConfigError(f"{place}: {_unknown(spelt, value, known)}")
+            raise ConfigError(f"{place}: {_unknown(spelt, value, known, sections)}")
         name = known[spelt]
         if name in settings:
             raise ConfigError(
@@ -84,7 +90,10 @@ def read_config_file(path: Path, known: Mapping[str, str]) -> list[Setting]:
     return list(settings.values())
 
 
-def _unknown(name: str, value: Any, known: Iterable[str]) -> str:
+def _unknown(name: str, value: Any, known: Iterable[str], sections: Collection[str]) -> str:
+    if isinstance(value, dict) and sections:
+        there = " and ".join(f"[{section}]" for section in sections)
+        return f"section [{name}] is not known: there are {there}"
     if isinstance(value, dict) and difflib.get_close_matches(name, [MODELS]):
         return f"section [{name}] is not known: a model's table is [{MODELS}.NAME]"
     if isinstance(value, dict):

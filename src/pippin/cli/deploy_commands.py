@@ -59,7 +59,7 @@ def ray(
 
 
 def read_plan(path: Path) -> Plan:
-    settings = read_config_file(path, KEYS | {name: name for name in TABLES})
+    settings = read_config_file(path, KEYS, TABLES)
     tables = {setting.name: setting for setting in settings if setting.name in TABLES}
     ray_table, prefill_table = tables.get("ray"), tables.get("prefill")
     return Plan(

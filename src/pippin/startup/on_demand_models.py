@@ -167,7 +167,7 @@ def _check_names(configs: Sequence[Config]) -> None:
         for name in dict.fromkeys((own, *config.server.alias)):
             if name in owners:
                 raise ConfigError(
-                    f"models: {own} and {owners[name]} have the same name {name!r}: name them in "
-                    "the [models] table of pippin.toml"
+                    f"models: {own} and {owners[name]} have the same name {name!r}: give one "
+                    "of them another alias, or another name in the [models] table of pippin.toml"
                 )
             owners[name] = own

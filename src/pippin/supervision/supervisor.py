@@ -115,7 +115,8 @@ class Supervisor:
 
     @property
     def _name(self) -> str:
-        return "the engine" if self._replica is None else f"the engine of replica {self._replica}"
+        replica = "" if self._replica is None else f"replica {self._replica} of "
+        return f"the engine of {replica}{self._config.server.served_name}"
 
     def forgive(self) -> None:
         """Engines that were lost before do not count: `run` may be called again."""

@@ -256,6 +256,8 @@ class EventSender:
             retractions=metrics.preemptions,
             tokens_per_second=round(generated / seconds, 1) if seconds else 0.0,
             idle_share=self._idle_share(),
+            received=scheduler.traffic.num_received,
+            sent=scheduler.traffic.num_sent,
         )
 
     def _idle_share(self) -> float | None:

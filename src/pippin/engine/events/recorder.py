@@ -239,6 +239,7 @@ class Recorder:
             cached=request.cached_len,
             host=request.host_len,
             disk=request.disk_len,
+            peer=request.peer_len,
             held=0 if running is None else running.row_len,
             reply=len(request.output),
             max_tokens=request.params.max_tokens,

@@ -93,6 +93,7 @@ class RequestEvent(msgspec.Struct, frozen=True, gc=False):
     retractions: int  # deprecated: `preemptions`, for one release
     came: float  # deprecated: `arrived`, for one release
     host: int = 0  # of `cached`, loaded for it from the host's memory
+    peer: int = 0  # of `cached`, computed by a prefill engine
 
 
 class SlotProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -167,6 +168,8 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     retractions: int  # deprecated: `preemptions`, for one release
     tokens_per_second: float  # generated in the steps of this message
     idle_share: float | None  # of the device, over the steps of this message; None: of too few
+    received: int | None = None  # whole prompts of prefill engines; None: it asks none
+    sent: int | None = None  # whole prompts to decode engines; None: none can ask it
 
 
 class _Message(msgspec.Struct, frozen=True, gc=False):

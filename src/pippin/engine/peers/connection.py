@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -41,6 +43,10 @@ READ_BYTES = 256 << 10  # of a payload at a time
 WRITE_BYTES = 1 << 20
 BUFFER_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 10.0
+# A cable that is cut ends no connection: the kernel sends again for a quarter of an hour. Platforms
+# lack some of these; macOS calls the first one TCP_KEEPALIVE.
+PROBES = {"TCP_KEEPIDLE": 4, "TCP_KEEPALIVE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds
+PROBES |= {"TCP_USER_TIMEOUT": 10_000}  # milliseconds without an acknowledgement
 
 Message = TypeVar("Message")
 logger = logging.getLogger(__name__)
@@ -56,6 +62,7 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        notice_lost_peer(writer.get_extra_info("socket"))
         self._sending = asyncio.Lock()  # a frame and its payload lie together
         self.max_entry_bytes = 0  # that the other end accepts
         self._offered: OutgoingMemory | None = None
@@ -230,6 +237,21 @@ class Connection:
         if not isinstance(frame, kind):
             raise PeerRefused(f"a {type(frame).__name__} in place of a {kind.__name__}")
         return frame
+
+
+def reason_of(error: OSError) -> str:
+    """What the system says, without what asyncio adds."""
+    if error.errno is None or isinstance(error, socket.gaierror):  # a name has errors of its own
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+def notice_lost_peer(connected: socket.socket) -> None:
+    """A connection over which nothing is acknowledged for ten seconds is lost."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PROBES.items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 REFUSED_US = "refused by the other end: "

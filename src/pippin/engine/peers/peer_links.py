@@ -5,10 +5,11 @@ Knows no steps: what arrives is announced by the store.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from pippin.cache.peers.wanted import Wanted
 from pippin.cache.tiers.tier_tree import Format
 from pippin.config.peers import PeerAddress
 from pippin.engine.peers.agreement import Facts
-from pippin.engine.peers.connection import BUFFER_BYTES, Connection, PeerRefused
+from pippin.engine.peers.connection import BUFFER_BYTES, Connection, PeerRefused, reason_of
 from pippin.engine.peers.wire_frames import (
     MAX_ENTRY_FRAME_BYTES,
     Ask,
@@ -165,13 +166,15 @@ class Link:
     async def _connect(self, store: PeerStore) -> None:
         """Returns never: it raises when the connection ends."""
         links, address = self._links, self.address
-        async with asyncio.timeout(CONNECT_SECONDS):
-            reader, writer = await asyncio.open_connection(
-                address.host, address.port, ssl=self._tls, limit=BUFFER_BYTES
-            )
+        with _named_refusals():
+            async with asyncio.timeout(CONNECT_SECONDS):
+                reader, writer = await asyncio.open_connection(
+                    address.host, address.port, ssl=self._tls, limit=BUFFER_BYTES
+                )
         connection = Connection(reader, writer)
         try:
-            await connection.agree(links.facts, links.secret, links.max_entry_bytes, asks=True)
+            with _named_refusals():
+                await connection.agree(links.facts, links.secret, links.max_entry_bytes, asks=True)
             logger.info("connected to the prefill engine at %s", address)
             self.error, self._pause = None, FIRST_PAUSE
             self._connection = connection
@@ -237,6 +240,23 @@ class Link:
             self.error = error
 
 
+@contextlib.contextmanager
+def _named_refusals() -> Iterator[None]:
+    """Of an end that TLS does not accept, or that is no prefill engine."""
+    try:
+        yield
+    except ssl.SSLCertVerificationError as error:
+        raise PeerRefused(
+            f"its certificate is not accepted ({error.verify_message}): give --peer-ca with the "
+            "file of its --peer-cert, and --peer with a name or address of that certificate"
+        ) from error
+    except (ssl.SSLError, asyncio.IncompleteReadError, ConnectionResetError) as error:
+        raise PeerRefused(
+            "the connection ended before both had agreed: it has to be the --peer-listen of a "
+            "prefill engine, and both addresses have to begin with tcp:// or with tls://"
+        ) from error
+
+
 def _cause(error: OSError | asyncio.IncompleteReadError) -> str:
     if isinstance(error, asyncio.IncompleteReadError):
         return "the connection was closed"
@@ -244,7 +264,7 @@ def _cause(error: OSError | asyncio.IncompleteReadError) -> str:
         return "no prefill engine listens there (connection refused); it is tried again"
     if isinstance(error, TimeoutError):
         return f"no connection within {CONNECT_SECONDS:g} seconds; it is tried again"
-    return str(error)
+    return f"{reason_of(error)}; it is tried again"
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:

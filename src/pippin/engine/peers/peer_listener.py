@@ -23,6 +23,7 @@ from pippin.engine.peers.connection import (
     HANDSHAKE_SECONDS,
     Connection,
     PeerRefused,
+    reason_of,
 )
 from pippin.engine.peers.wire_frames import (
     ASK_FRAME_BYTES,
@@ -79,7 +80,8 @@ class PeerListener:
         except OSError as error:
             self.thread.close()
             raise LoadError(
-                f"peer_listen: {address} cannot be used: {error.strerror or error}"
+                f"peer_listen is {address}, which cannot be used ({reason_of(error)}): use an "
+                "address of this machine and a free port"
             ) from error
 
     @property

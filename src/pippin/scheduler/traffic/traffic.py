@@ -126,6 +126,17 @@ class Traffic:
         return [tier.handovers for tier in self.tiers if tier.handovers is not None]
 
     @property
+    def num_received(self) -> int | None:
+        """Prompts that prefill engines computed, whole; None if there are none."""
+        handovers = self._handovers
+        return sum(one.stats.arrived for one in handovers) if handovers else None
+
+    @property
+    def num_sent(self) -> int | None:
+        """Prompts to decode engines, whole; None if none can ask for them."""
+        return None if self.pushes is None else self.pushes.stats.sent
+
+    @property
     def claimed_bytes(self) -> int:
         """Of the budget, for what is being loaded."""
         return sum(tier.loads.claimed_bytes for tier in self.tiers)

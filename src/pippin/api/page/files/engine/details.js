@@ -57,6 +57,7 @@ export class Details {
       ["Phase", request.finish ? `${request.phase}: ${request.finish}` : request.phase],
       ["Slot", request.slot ?? "none"],
       ["Prompt", `${plural(request.prompt, "token")}, ${count(request.cached)} reused`],
+      ...(request.peer ? [["Handed over", `${plural(request.peer, "token")} of a prefill engine`]] : []),
       ["Reply", `${plural(request.reply, "token")} of ${count(request.max_tokens)} at most`],
       ["Waited", seconds(request.started === null ? null : request.started - request.arrived)],
       ["First token after", seconds(request.first_token === null ? null : request.first_token - request.arrived)],

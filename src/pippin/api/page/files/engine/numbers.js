@@ -22,7 +22,8 @@ export class Numbers {
       cell("reused", "Prompt tokens reused"),
       cell("ttft", "Time to first token"),
       cell("gap", "Gap between tokens"),
-      cell("idle", "Device idle"));
+      cell("idle", "Device idle"),
+      cell("handed", "Prompts handed over"));
   }
 
   draw(state) {
@@ -39,7 +40,15 @@ export class Numbers {
     const span = sum(busy.map((step) => step.span));
     const idle = sum(busy.map((step) => Math.max(0, step.idle)));
     this.#set("idle", span ? percent(Math.min(1, idle / span)) : "–", facts.overlap ? "two steps in flight" : "one step at a time");
+    this.#drawHandovers(load);
     this.#spark.replaceChildren(sparkline(rates, at));
+  }
+
+  // Of engines with a role alone.
+  #drawHandovers({ received, sent }) {
+    const parts = [["received", received], ["sent", sent]].filter(([, number]) => number !== null);
+    this.element.classList.toggle("with-role", parts.length > 0);
+    this.#set("handed", parts.map(([, number]) => count(number)).join(" / "), parts.map(([name]) => name).join(" / "));
   }
 
   #set(name, value, note) {

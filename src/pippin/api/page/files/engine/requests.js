@@ -6,7 +6,7 @@ import { count, seconds } from "../lib/format.js";
 import { shortId } from "./details.js";
 
 const ROWS = 8; // always that many lines, so that nothing below them moves
-const ORDER = ["prefill", "decode", "compiling", "waiting", "ended"];
+const ORDER = ["prefill", "decode", "loading", "compiling", "waiting", "ended"];
 const PARTS = ["reused", "computed", "left", "reply"];
 
 export class Requests {
