@@ -133,10 +133,10 @@ def test_expert_options_are_listed_by_help_all_alone(capsys: pytest.CaptureFixtu
     short = output_of(capsys, "serve", "--help")
     assert "--port" in short
     assert "--max-gap" not in short
-    assert "5 more options with --help-all." in unwrapped(short)
+    assert "--help-all lists 5 more." in unwrapped(short)
     full = output_of(capsys, "serve", "--help-all")
     assert "--max-gap" in full
-    assert "more options" not in full
+    assert "--help-all lists" not in full
     assert output_of(capsys, "serve", "--help") == short  # of one page, not from now on
 
 
