@@ -12,6 +12,7 @@ import pytest
 from cyclopts import App
 
 from pippin import cli
+from pippin.cli.option_groups import EXPERT, GROUP_OF, HEADINGS
 from pippin.config import Config
 from test_tools import load_tool
 
@@ -182,6 +183,19 @@ def test_every_option_of_serve_is_documented() -> None:
             assert f"`{name}`" in options
             if field.default not in (None, True, False, "auto", ()):
                 assert re.search(rf"`{name}` \| `?{field.default}`? \|", options), name
+
+
+def test_options_are_documented_under_the_headings_of_the_help() -> None:
+    """With a star where `--help` leaves an option out."""
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| ([\w ]+) \| default \| \|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert [name.lower() for name, _ in tables] == [name.lower() for name in HEADINGS]
+    for name, rows in tables:
+        for star, option in re.findall(r"^\| (\* )?`--([\w-]+)`", rows, re.MULTILINE):
+            field = option.replace("-", "_")
+            if field != "served_model_name":  # a spelling of vLLM's, not a field
+                assert GROUP_OF[field].name.lower() == name.lower(), option
+                assert bool(star) == (field in EXPERT), option
 
 
 def folders_in_the_tree() -> list[Path]:

@@ -82,11 +82,11 @@ def _has_result(sent: dict[str, Any]) -> bool:
 
 
 def try_agent(
-    agent: AgentClient, proxy: ForcingProxy, model: str, given: argparse.Namespace
+    agent: AgentClient, proxy: ForcingProxy, served: dict[str, Any], given: argparse.Namespace
 ) -> Trial:
     version, faults, start = _version(agent), [], len(proxy.exchanges)
     with tempfile.TemporaryDirectory(prefix=f"try-{agent.command}-") as folder:
-        place = Place(Path(folder), proxy.url, model)
+        place = Place(Path(folder), proxy.url, served["id"], served["max_model_len"])
         more = dict(pair.split("=", 1) for pair in given.env)
         environment = place.environment() | agent.start(place) | more
         subprocess.run(["git", "init", "--quiet", str(place.home / "work")], check=True)
@@ -254,7 +254,7 @@ def main() -> int:
 
 def run(proxy: ForcingProxy, given: argparse.Namespace, folder: Path) -> int:
     with urllib.request.urlopen(f"{proxy.url}/v1/models") as reply:
-        model = str(json.load(reply)["data"][0]["id"])
+        served = json.load(reply)["data"][0]
     print(f"{'agent':12} {'version':10} {'requests':>8} {'call':5} result")
     failed = False
     for agent in AGENTS:
@@ -264,7 +264,7 @@ def run(proxy: ForcingProxy, given: argparse.Namespace, folder: Path) -> int:
             print(f"{agent.name:12} absent")
             continue
         try:
-            trial = try_agent(agent, proxy, model, given)
+            trial = try_agent(agent, proxy, served, given)
         except OSError as error:  # such as one for another processor
             print(f"{agent.name:12} cannot be run: {error}", flush=True)
             failed = True

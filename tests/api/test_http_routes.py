@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +42,9 @@ def assert_openai_error(response: httpx.Response, status: int, match: str) -> No
         ("GET", "/v1/chat/completions", None, 405, "GET"),
         ("POST", "/v1/chat/completions", b"{", 400, "not valid JSON"),
         ("POST", "/v1/chat/completions", b"\xff", 400, "not valid JSON"),
-        ("POST", "/v1/chat/completions", b'"\\ud83d"', 400, "the request body"),
+        ("POST", "/v1/chat/completions", b'"\\ud83d"', 400, r"has \ud800 to \udfff unpaired"),
+        ("POST", "/v1/chat/completions", b'["\\uDE00 a"]', 400, r"has \ud800 to \udfff unpaired"),
+        ("POST", "/v1/chat/completions", b'["\\ud83d\\ude00"', 400, "truncated"),
         ("POST", "/v1/chat/completions", b"[" * 100_000, 400, "levels deep"),
         ("POST", "/v1/chat/completions", b"[]", 400, "must be a JSON object"),
         ("POST", "/v1/completions", b"{}", 400, "prompt is required"),
@@ -51,6 +55,16 @@ def test_every_error_has_the_openai_shape(
     method: str, path: str, body: bytes | None, status: int, match: str
 ) -> None:
     assert_openai_error(fetch(method, path, content=body, headers=JSON), status, match)
+
+
+def test_a_compressed_body_is_refused_by_its_encoding() -> None:
+    sent = gzip.compress(json.dumps(CHAT).encode())
+    encoded = {**JSON, "content-encoding": "gzip"}
+    response = fetch("POST", "/v1/chat/completions", content=sent, headers=encoded)
+    assert_openai_error(response, 415, "Content-Encoding of the request is 'gzip'")
+    plain = {**JSON, "content-encoding": "identity"}
+    response = fetch("POST", "/v1/chat/completions", content=json.dumps(CHAT), headers=plain)
+    assert response.status_code == 200
 
 
 def test_a_bug_is_a_500_that_tells_nothing_secret() -> None:

@@ -71,6 +71,17 @@ def test_option_before_environment_before_file_before_default(
     assert config.engine.max_queue_tokens == EngineConfig.max_queue_tokens
 
 
+def test_a_misspelt_variable_is_noted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("PIPPIN_MAX_RUNING", "PIPPIN_PORT_8000_TCP_ADDR", "PIPPIN_SERVICE_HOST"):
+        monkeypatch.setenv(name, "8")
+    monkeypatch.setenv("PIPPIN_MAX_QUEUE", "7")
+    assert served_with(monkeypatch) == Config(engine=EngineConfig(max_queue=7))
+    note = "pippin: PIPPIN_MAX_RUNING is not read; did you mean PIPPIN_MAX_RUNNING?\n"
+    assert capsys.readouterr().err == note
+
+
 def test_the_working_directory_goes_before_the_users_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

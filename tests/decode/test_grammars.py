@@ -104,6 +104,9 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(
         (GrammarSpec("ebnf", "root ::= ("), "Expected"),
         (GrammarSpec("ebnf", "start: nowhere"), "nowhere"),
         (GrammarSpec("ebnf", "root ::= " + "(" * 50_000), "recursion"),
+        (GrammarSpec("ebnf", "start: start"), "ebnf: no reply can match it"),
+        (GrammarSpec("regex", r"[^\s\S]"), "regex: no reply can match it"),
+        (GrammarSpec("json_schema", '{"$ref": "#"}'), "json_schema: no reply can match it"),
     ],
     ids=lambda value: value.text[:20] if isinstance(value, GrammarSpec) else "",
 )

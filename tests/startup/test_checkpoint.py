@@ -120,6 +120,22 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         find_checkpoint(checkpoint(tmp_path, weights="pytorch_model.bin"))
 
 
+def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for model, why in ((tmp_path, "has no config.json"), (tmp_path / "model.gguf", "is a file")):
+        with pytest.raises(LoadError, match=rf"{why}: give a directory .*GGUF is not read"):
+            find_checkpoint(ModelConfig(str(model)))
+
+
+@pytest.mark.parametrize("nbytes", [4, 1000, 40_000_000])
+def test_a_file_of_weights_that_was_cut_off_is_refused_by_name(nbytes: int, tmp_path: Path) -> None:
+    shutil.copy(BUNDLED_PATH / "config.json", tmp_path)
+    whole = (BUNDLED_PATH / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:nbytes])
+    with pytest.raises(LoadError, match=r"model\.safetensors cannot be read, perhaps its download"):
+        load(tmp_path)
+
+
 def test_a_model_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"its own model code \(own\.py\)"):
         find_checkpoint(checkpoint(tmp_path, model_file="own.py"))

@@ -39,6 +39,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("pippin.terminal.find_server.DEFAULT_URL", "http://127.0.0.1:9")
     for name in ("PIPPIN_API_KEY", "PIPPIN_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
     return folder
@@ -87,16 +88,18 @@ def test_claude_gets_variables_and_no_key_of_the_vendor(
     assert variables["ANTHROPIC_AUTH_TOKEN"] == "none"
     assert variables["ANTHROPIC_MODEL"] == variables["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "stories"
     assert variables["KEPT"] == "1"
+    assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "8192"
     assert "ANTHROPIC_API_KEY" not in variables
 
 
 def test_codex_gets_overrides_of_its_settings(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, _ = launched(monkeypatch, "codex", "--url", url, "--", "exec", "hi")
     assert arguments[-2:] == ["exec", "hi"]
-    assert arguments[:-2:2] == ["-c"] * 5
+    assert arguments[:-2:2] == ["-c"] * 6
     assert arguments[1:-2:2] == [
         'model="stories"',
         'model_provider="pippin"',
+        "model_context_window=8192",
         'model_providers.pippin.name="Pippin"',
         f'model_providers.pippin.base_url="{url}/v1"',
         'model_providers.pippin.wire_api="responses"',
@@ -107,13 +110,16 @@ def test_other_agents_get_openais_variables(url: str, monkeypatch: pytest.Monkey
     arguments, variables = launched(monkeypatch, "qwen", "--url", url)
     assert arguments == ["--auth-type", "openai"]
     assert (variables["OPENAI_BASE_URL"], variables["OPENAI_MODEL"]) == (f"{url}/v1", "stories")
+    assert variables["QWEN_CODE_MAX_OUTPUT_TOKENS"] == "2048"
     arguments, variables = launched(monkeypatch, "aider", "--url", url)
     assert arguments == ["--model", "openai/stories"]
     assert variables["OPENAI_API_BASE"] == f"{url}/v1"
     _, variables = launched(monkeypatch, "opencode", "--url", url)
     settings = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
     assert settings["model"] == "pippin/stories"
-    assert settings["provider"]["pippin"]["options"]["baseURL"] == f"{url}/v1"
+    provider = settings["provider"]["pippin"]
+    assert provider["options"]["baseURL"] == f"{url}/v1"
+    assert provider["models"] == {"stories": {"limit": {"context": 8192, "output": 2048}}}
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,22 @@ def test_a_server_is_asked_about_its_cache_with_the_admin_key(
     assert seen == [("/flush_cache", sent), ("/status", sent)]
 
 
+def test_a_status_has_a_line_for_each_value_whatever_the_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = {"running": 1000, "cache": {"x" * 99: None, "paths": [{"tokens": 226}] * 9}}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=status))
+    monkeypatch.setattr(httpx.Client, "_init_transport", lambda *_, **__: transport)
+    monkeypatch.setenv("COLUMNS", "20")
+    show_status("http://127.0.0.1:9")
+    assert [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()] == [
+        ["url", "http://127.0.0.1:9"],
+        ["running", "1,000"],
+        [f"cache.{'x' * 99}", "None"],
+        ["cache.paths", str([{"tokens": 226}] * 9)],
+    ]
+
+
 def test_a_refusal_is_shown_in_the_servers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = {"error": {"message": "this needs an admin key", "code": "admin_key_required"}}
     transport = httpx.MockTransport(lambda request: httpx.Response(403, json=refusal))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_a_checkpoint_without_tokenizer_json_is_converted(tmp_path: Path) -> Non
 
 def test_a_directory_without_a_tokenizer_is_an_error_at_load(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_without_its_vocabulary_is_an_error_at_load(tmp_path: Path) -> None:
+    """transformers makes one of the special tokens alone, which encodes every text as nothing."""
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_PATH / name, tmp_path)
+    with pytest.raises(LoadError, match=r"has no tokenizer\.json, and no other vocabulary"):
+        Tokenizer.load(tmp_path)
+    whole = (BUNDLED_PATH / "tokenizer.json").read_text(encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(whole[:5000], encoding="utf-8")
+    with pytest.raises(LoadError, match=r"tokenizer\.json cannot be read: EOF"):
         Tokenizer.load(tmp_path)
 
 

@@ -21,10 +21,11 @@ class Place:
     home: Path
     url: str  # without /v1
     model: str
+    context: int
 
     @property
     def target(self) -> Target:
-        return Target(self.url, self.model)
+        return Target(self.url, self.model, self.context)
 
     @property
     def v1(self) -> str:

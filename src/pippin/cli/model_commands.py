@@ -18,7 +18,7 @@ CLIENT = Group("Client", sort_key=-1)
 
 @takes_config("model", "engine", "server", "limits", "peers")
 def serve(config: Config, *models: str) -> None:
-    """Serve a model over HTTP with the APIs of OpenAI and Anthropic, until Ctrl-C.
+    """Serve a model over HTTP with the APIs of OpenAI, Anthropic and Ollama, until Ctrl-C.
 
     Parameters
     ----------

@@ -75,7 +75,7 @@ class HelpPage(DefaultFormatter):
         if not self.shows_all and panel.title in HEADINGS:
             shown = [entry for entry in panel.entries if not _is_expert(entry)]
             if left_out := len(panel.entries) - len(shown):
-                more = HelpEntry(description=f"{left_out} more options with {HELP_ALL}.")
+                more = HelpEntry(description=f"{HELP_ALL} lists {left_out} more.")
                 panel = panel.copy(entries=[*shown, more])
         super().__call__(console, options, panel)
 

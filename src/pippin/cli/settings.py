@@ -10,7 +10,9 @@ line alone. Runs nothing.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
+import sys
 from pathlib import Path
 
 from cyclopts import App, Argument, ArgumentCollection, Token
@@ -25,6 +27,8 @@ PREFIX = "PIPPIN_"
 OPTION = "option"
 ENVIRONMENT = Env(PREFIX, command=False, show=False)
 FIELDS = {option_name(f.name) for section in SECTIONS.values() for f in dataclasses.fields(section)}
+OTHER_VARIABLES = {"PIPPIN_BLAS", "PIPPIN_CONFIG"}
+IS_NEAR = 0.85  # of a variable's name, which begins like all others
 # The keys of pippin.toml, and which option each sets.
 KEYS = {
     **{name: name for name in FIELDS},
@@ -53,6 +57,7 @@ class Settings:
             return
         _split_served_model_name(arguments)
         _refuse_empty_variables(fields)
+        _note_misspelt_variables()
         ENVIRONMENT(app, commands, fields)
         self.file = find_config_file(_named_file(arguments))
         for setting in read_config_file(self.file, KEYS) if self.file is not None else ():
@@ -99,9 +104,22 @@ def _named_file(arguments: ArgumentCollection) -> str | None:
 def _refuse_empty_variables(fields: ArgumentCollection) -> None:
     """An empty variable has no value; for a key it would mean that none is required."""
     for field in fields:
-        variable = PREFIX + field.name.removeprefix("--").replace("-", "_").upper()
+        variable = _variable(field.name.removeprefix("--"))
         if os.environ.get(variable) == "":
             raise ConfigError(f"{variable} is set and empty: set a value, or unset the variable")
+
+
+def _note_misspelt_variables() -> None:
+    """No error: other programs may set variables, as Kubernetes does for a service `pippin`."""
+    known = {_variable(field) for field in FIELDS} | OTHER_VARIABLES
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            for near in difflib.get_close_matches(name, sorted(known), 1, IS_NEAR):
+                print(f"pippin: {name} is not read; did you mean {near}?", file=sys.stderr)
+
+
+def _variable(option: str) -> str:
+    return PREFIX + option.replace("-", "_").upper()
 
 
 def _add(setting: Setting, app: App, commands: tuple[str, ...], fields: ArgumentCollection) -> None:

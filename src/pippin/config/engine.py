@@ -84,8 +84,8 @@ class EngineConfig:
 
     safe: bool = False
     """Compute with plain operations of mlx or torch alone: none of Pippin's own CPU operations and
-    GPU kernels, no compiled decode steps, no captured graphs. Slower; for machines where `pippin
-    doctor` finds that one of them computes wrong results."""
+    GPU kernels, no compiled decode steps, no captured graphs. Slower; for machines where
+    `pippin doctor` finds that one of them computes wrong results."""
 
     wired: bool = False
     """Keep the weights wired in memory on Metal, so that macOS does not swap them out. Off by

@@ -77,14 +77,14 @@ class ServerConfig:
 
     allowed_host: tuple[str, ...] = ()
     """Host name accepted in the Host header; may be given several times. IP addresses, localhost,
-    *.internal and the value of --host are always accepted, and any name with a valid API key.
+    `*.internal` and the value of --host are always accepted, and any name with a valid API key.
     `*.example.com` accepts all its subdomains, `*` any name."""
 
     cors_origin: tuple[str, ...] = ()
     """Web site whose pages may call this server from a browser, such as https://chat.example.com;
-    may be given several times. chrome-extension://*, app://* and tauri://* allow programs, `*`
-    allows any site. Pages from this machine (http://localhost:3000) may generate and list models
-    without it."""
+    may be given several times. `chrome-extension://*`, `app://*` and `tauri://*` allow programs,
+    `*` allows any site. Pages from this machine (http://localhost:3000) may generate and list
+    models without it."""
 
     stored_responses: int = 1024
     """Maximum number of responses of /v1/responses that are stored in memory for

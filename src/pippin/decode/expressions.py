@@ -35,4 +35,5 @@ def check_part(part: GrammarPart) -> None:
 def in_one_line(message: str) -> str:
     """A message of llguidance's, for an error."""
     lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
-    return " ".join(line for line in lines if line)[:MAX_MESSAGE_CHARS]
+    text = " ".join(line for line in lines if line)[:MAX_MESSAGE_CHARS]
+    return "no reply can match it" if text == "NoExtensionBias" else text  # all that it reports

@@ -12,6 +12,7 @@ from pippin.text.tokenizer import read_json
 
 CHECKOUT_MODELS = Path(__file__).parents[1] / "models"  # in no wheel: 40 MB
 DEMO_PACKAGE = "pippin_demo"
+CHECKPOINT = "a directory with config.json and model*.safetensors (GGUF is not read)"
 
 
 def bundled_models() -> dict[str, Path]:
@@ -34,7 +35,7 @@ def find_checkpoint(config: ModelConfig) -> Path:
     if path.is_dir():
         return check_checkpoint(path)
     if path.exists():
-        raise LoadError(f"model {name!r} is a file: give the directory that contains config.json")
+        raise LoadError(f"model {name!r} is a file: give {CHECKPOINT}")
     if name == ModelConfig.model:
         raise LoadError(
             f'the demo model {name} is not installed: pip install "pippin[demo]", or give a model: '
@@ -66,7 +67,7 @@ def checkpoint_names(path: Path) -> tuple[str, ...]:
 
 def check_checkpoint(path: Path) -> Path:
     if not (path / "config.json").is_file():
-        raise LoadError(f"{path} has no config.json: give the directory of a checkpoint")
+        raise LoadError(f"{path} has no config.json: give {CHECKPOINT}")
     _refuse_code(path)
     if not any(path.glob("model*.safetensors")):
         raise LoadError(f"{path} has no model*.safetensors: {_other_weights(path)}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 class Target:
     url: str  # without /v1
     model: str
+    context: int  # of the model, in tokens; agents that do not know it assume a vendor's
     key: str | None = None
 
     @property
@@ -21,6 +22,11 @@ class Target:
     def token(self) -> str:
         """Agents do not start without one."""
         return self.key or "none"
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one reply. Agents ask for 32,000, which with their prompts may not fit a context."""
+        return min(32_000, self.context // 4)
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ def _claude(target: Target) -> dict[str, str]:
         "ANTHROPIC_AUTH_TOKEN": target.token,
         **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), target.model),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
     }
 
 
@@ -53,7 +60,8 @@ def _codex_arguments(target: Target) -> list[str]:
     provider = {"name": "Pippin", "base_url": target.v1, "wire_api": "responses"}
     if target.key is not None:
         provider["env_key"] = "PIPPIN_API_KEY"
-    settings = {"model": target.model, "model_provider": "pippin"}
+    settings: dict[str, str | int] = {"model": target.model, "model_provider": "pippin"}
+    settings["model_context_window"] = target.context
     settings |= {f"model_providers.pippin.{name}": value for name, value in provider.items()}
     # A string of TOML is one of JSON.
     return [word for name, value in settings.items() for word in ("-c", f"{name}={_json(value)}")]
@@ -65,14 +73,16 @@ def _openai(target: Target) -> dict[str, str]:
 
 
 def _qwen(target: Target) -> dict[str, str]:
-    return {**_openai(target), "OPENAI_MODEL": target.model}
+    most = str(target.max_tokens)
+    return {**_openai(target), "OPENAI_MODEL": target.model, "QWEN_CODE_MAX_OUTPUT_TOKENS": most}
 
 
 def _opencode(target: Target) -> dict[str, str]:
+    limit = {"context": target.context, "output": target.max_tokens}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": target.v1, "apiKey": target.token},
-        "models": {target.model: {}},
+        "models": {target.model: {"limit": limit}},
     }
     settings = {"provider": {"pippin": provider}, "model": f"pippin/{target.model}"}
     return {"OPENCODE_CONFIG_CONTENT": _json(settings)}
@@ -91,7 +101,7 @@ CODING_AGENTS = {
             "npm install -g @anthropic-ai/claude-code",
             _claude,
             unset=("ANTHROPIC_API_KEY",),
-            prompt_tokens=21_000,
+            prompt_tokens=11_400,
         ),
         CodingAgent(
             "Codex",
@@ -99,7 +109,7 @@ CODING_AGENTS = {
             "npm install -g @openai/codex",
             _codex,
             _codex_arguments,
-            prompt_tokens=8_400,
+            prompt_tokens=8_700,
         ),
         CodingAgent(
             "Qwen Code",
@@ -107,10 +117,10 @@ CODING_AGENTS = {
             "npm install -g @qwen-code/qwen-code",
             _qwen,
             lambda target: ["--auth-type", "openai"],
-            prompt_tokens=17_400,
+            prompt_tokens=17_700,
         ),
         CodingAgent(
-            "OpenCode", "opencode", "npm install -g opencode-ai", _opencode, prompt_tokens=7_300
+            "OpenCode", "opencode", "npm install -g opencode-ai", _opencode, prompt_tokens=7_400
         ),
         CodingAgent(
             "aider",

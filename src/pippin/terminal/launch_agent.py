@@ -25,10 +25,10 @@ def launch_agent(command: str, arguments: Sequence[str], url: str | None) -> NoR
         )
     with connect(url, api_key_of_environment()) as client:
         served = client.get("/v1/models")["data"][0]
-        target = Target(client.url, str(served["id"]), client.api_key)
-    if served["max_model_len"] < 2 * agent.prompt_tokens:
+        target = Target(client.url, served["id"], served["max_model_len"], client.api_key)
+    if target.context < 2 * agent.prompt_tokens:
         print(
-            f"pippin: {target.model} has a context of {served['max_model_len']:,} tokens, and the "
+            f"pippin: {target.model} has a context of {target.context:,} tokens, and the "
             f"prompts of {agent.name} start with about {agent.prompt_tokens:,}: serve a model with "
             "a longer one, or a larger --max-len",
             file=sys.stderr,

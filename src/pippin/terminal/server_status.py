@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from pippin.terminal.find_server import connect
 from pippin.terminal.server_client import admin_key_of_environment
 
 
 def show_status(url: str | None) -> None:
-    table = Table(box=None, show_header=False)
+    """A line for each value, which is never cut: lines are searched for names."""
     with connect(url, admin_key_of_environment()) as client:
-        for name, value in _flatten({"url": client.url, **client.get("/status")}):
-            table.add_row(name, f"{value:,}" if type(value) is int else str(value))
-    Console().print(table)
+        values = dict(_flatten({"url": client.url, **client.get("/status")}))
+    width = max(map(len, values))
+    for name, value in values.items():
+        print(f"{name:{width}}  {value:,}" if type(value) is int else f"{name:{width}}  {value}")
 
 
 def flush_cache(url: str | None) -> None:

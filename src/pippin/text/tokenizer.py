@@ -160,7 +160,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
     path = model_dir / "tokenizer.json"
     if path.is_file():
-        return tokenizers.Tokenizer.from_file(str(path))
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises bare ones
+            raise LoadError(f"{path} cannot be read: {error}") from error
     from transformers import AutoTokenizer  # slow to import; only old checkpoints need it
 
     try:
@@ -170,6 +173,10 @@ def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise LoadError(f"no tokenizer could be loaded from {model_dir}: {error}") from error
     assert isinstance(backend, tokenizers.Tokenizer)
+    if backend.get_vocab_size() == len(backend.get_added_tokens_decoder()):
+        raise LoadError(
+            f"{model_dir} has no tokenizer.json, and no other vocabulary was found in it"
+        )
     return backend
 
 

@@ -167,7 +167,7 @@ def _prediction(given: str, text: TextBundle, model: ModelInfo) -> list[int]:
 def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Prompt:
     """A conversation, its tools and how much to reason, in the words of the model's template."""
     tool_use = request.tool_use
-    tools: tuple[Tool, ...] | None = tool_use.tools
+    tools: tuple[Tool, ...] | None = tool_use.listed
     if tool_use.allowed and text.formats.tools is None:
         raise UnsupportedField(
             "tools are not supported: this model's chat template has no tool calls in a format "

@@ -41,6 +41,12 @@ class ToolUse:
     custom: Mapping[str, GrammarPart | None] = field(default_factory=dict)
     namespaces: frozenset[str] = frozenset()  # whose tools are shown as `namespace.name`
     shells: frozenset[str] = frozenset()  # functions that stand for tools of `shell_tools.py`
+    deferred: frozenset[str] = frozenset()  # described in the conversation
+
+    @property
+    def listed(self) -> tuple[dict[str, Any], ...]:
+        """Those that the prompt begins with."""
+        return tuple(tool for tool in self.tools if tool["function"]["name"] not in self.deferred)
 
     @property
     def allowed(self) -> tuple[dict[str, Any], ...]:

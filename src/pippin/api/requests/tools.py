@@ -40,6 +40,7 @@ class DeclaredTool:
     grammar: GrammarPart | None = None  # of a custom tool's input
     namespace: str | None = None
     is_shell: bool = False  # one of `shell_tools.py`
+    deferred: bool = False  # described in the conversation, where it was found
 
     @property
     def name(self) -> str:
@@ -96,6 +97,7 @@ def tool_use(body: Body, tools: Sequence[DeclaredTool], choice: ToolChoice) -> T
         custom={tool.name: tool.grammar for tool in tools if tool.custom},
         namespaces=frozenset(tool.namespace for tool in tools if tool.namespace is not None),
         shells=frozenset(tool.name for tool in tools if tool.is_shell),
+        deferred=frozenset(tool.name for tool in tools if tool.deferred),
     )
 
 

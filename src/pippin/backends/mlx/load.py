@@ -95,6 +95,16 @@ class LoadedModel:
         return _mlx_lm_kinds(self.recurrences)
 
 
+def _check_weights(path: Path) -> None:
+    """Raises if a file is not as long as its header says: `load_model` does not name it."""
+    for part in sorted(path.glob("model*.safetensors")):
+        try:
+            mx.load(str(part))
+        except RuntimeError as error:
+            reason = f"{part} cannot be read, perhaps its download was cut off: {error}"
+            raise LoadError(reason) from error
+
+
 def load(
     path: Path,
     *,
@@ -122,6 +132,7 @@ def load(
     except LoadError:
         raise
     except Exception as error:  # whatever a family's own code makes of a config
+        _check_weights(path)
         raise LoadError(f"{path.name}: mlx-lm cannot build the model: {error!r}") from error
     mtp_head = load_mtp_head(path, model, str(config.get("model_type"))) if mtp else None
     if isinstance(mtp_head, str):

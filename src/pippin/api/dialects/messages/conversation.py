@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pippin.api.dialects.messages.deferred_tools import REFERENCE, DeferredTools
 from pippin.api.fields.anthropic import ROLES
 from pippin.api.requests.body import Body
 from pippin.api.requests.content.chat_messages import Message, function_call, message_bodies
@@ -15,10 +16,10 @@ from pippin.api.requests.content.text_parts import text_of, texts_of
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")  # of the assistant
 
 
-def parse_conversation(body: Body) -> list[Message]:
+def parse_conversation(body: Body, deferred: DeferredTools) -> list[Message]:
     messages = [*_system(body)]
     for message in message_bodies(body):
-        messages += _message(message)
+        messages += _message(message, deferred)
     return messages
 
 
@@ -28,7 +29,7 @@ def _system(body: Body) -> Iterator[Message]:
         yield {"role": "system", "content": "\n".join(texts)}
 
 
-def _message(message: Body) -> Iterator[Message]:
+def _message(message: Body, deferred: DeferredTools) -> Iterator[Message]:
     message.ignore_unknown({"role", "content", "cache_control"})
     message.require("role")
     role = message.one_of("role", ROLES)
@@ -39,27 +40,30 @@ def _message(message: Body) -> Iterator[Message]:
     elif role == "system":
         yield {"role": "system", "content": "\n".join(texts_of(message, "content"))}
     else:
-        yield from _user(message)
+        yield from _user(message, deferred)
 
 
-def _user(message: Body) -> Iterator[Message]:
+def _user(message: Body, deferred: DeferredTools) -> Iterator[Message]:
     texts: list[str] = []
     for block in _blocks(message, "content"):
         if block.get("type") == "tool_result":
             if texts:
                 yield {"role": "user", "content": "\n".join(texts)}
                 texts = []
-            yield _tool_result(block)
+            yield _tool_result(block, deferred)
         else:
             texts.append(text_of(block))
     if texts:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
-def _tool_result(block: Body) -> Message:
+def _tool_result(block: Body, deferred: DeferredTools) -> Message:
     block.ignore_unknown({"type", "tool_use_id", "content", "is_error", "cache_control"})
     id = block.required_string("tool_use_id")
-    text = "\n".join(texts_of(block, "content")) if block.has("content") else ""
+    parts = _blocks(block, "content") if block.has("content") else []
+    found = [part for part in parts if part.get("type") == REFERENCE]
+    texts = [text_of(part) for part in parts if part.get("type") != REFERENCE]
+    text = "\n".join([*texts, deferred.described(found)] if found else texts)
     failed = block.boolean("is_error", False)
     return {
         "role": "tool",

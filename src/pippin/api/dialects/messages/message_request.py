@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pippin.api.dialects.messages.conversation import parse_conversation
+from pippin.api.dialects.messages.deferred_tools import DeferredTools
 from pippin.api.dialects.shared_options import read_options, template_variables
 from pippin.api.fields.anthropic import COUNT_TOKENS, EFFORTS, MESSAGES
 from pippin.api.fields.client_tools import client_tool
@@ -25,8 +26,9 @@ from pippin.api.requests.tools import (
     tool_use,
 )
 
-_TOOL_FIELDS = {"type", "name", "description", "input_schema", "cache_control", "strict"}
-_CLIENT_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "max_characters"}
+_SHARED_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "defer_loading"}
+_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"description", "input_schema"}
+_CLIENT_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"max_characters"}
 _HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
 _SAME_FIELDS = (
     *("max_tokens", "temperature", "top_p", "top_k", "speculate", "stream", "priority", "timeout"),
@@ -47,12 +49,14 @@ def parse_message_request(
     if options.max_tokens is not None:
         # Clients ask for Claude's longest reply: a shorter one that fits is as good.
         options = replace(options, max_tokens=None, most_tokens=options.max_tokens)
-    messages = normalise(parse_conversation(body), rules, options.salt)
+    tools = _tools(body)
+    deferred = DeferredTools(tools)
+    messages = normalise(parse_conversation(body, deferred), rules, options.salt)
     return ChatRequest(
         options=options,
         messages=messages,
         continue_final_message=messages[-1]["role"] == "assistant",
-        tool_use=_tools(body),
+        tool_use=_tool_use(body, deferred.callable(tools)),
         reasoning_effort=_effort(body),
         effort_field="output_config.effort" if body.has("output_config") else "thinking",
         template_variables=template_variables(body),
@@ -97,9 +101,19 @@ def _effort(body: Body) -> str | None:
     return None if thinking is None else "medium"
 
 
-def _tools(body: Body) -> ToolUse:
-    given_tools = [tool for tool in tool_bodies(body) if not _is_left_out(tool)]
-    tools = [_tool(tool) for tool in given_tools]
+def _tools(body: Body) -> list[DeclaredTool]:
+    given = tool_bodies(body)
+    tools = [_tool(tool) for tool in given if not _is_left_out(tool)]
+    if any(_is_search(tool) for tool in given):  # Anthropic's, which finds nothing here
+        return [replace(tool, deferred=False) for tool in tools]
+    return tools
+
+
+def _is_search(tool: Body) -> bool:
+    return tool.string("type", "").startswith("tool_search_tool_")
+
+
+def _tool_use(body: Body, tools: list[DeclaredTool]) -> ToolUse:
     choice, parallel = ToolChoice(), True
     if (given := body.object("tool_choice")) is not None:
         kind = given.one_of("type", ("auto", "any", "tool", "none"))
@@ -119,10 +133,11 @@ def _is_left_out(tool: Body) -> bool:
 
 
 def _tool(tool: Body) -> DeclaredTool:
+    deferred = tool.boolean("defer_loading", False)
     if (known := client_tool(tool.string("type", ""))) is not None:
         tool.ignore_unknown(_CLIENT_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
         given = {"name": tool.get("name"), "strict": tool.get("strict"), **known}
-        return function_tool(tool.renamed(given), "parameters")
+        return replace(function_tool(tool.renamed(given), "parameters"), deferred=deferred)
     tool.ignore_unknown(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
     tool.require("input_schema")
-    return function_tool(tool, "input_schema")
+    return replace(function_tool(tool, "input_schema"), deferred=deferred)

@@ -16,7 +16,7 @@ export function welcome(model, write) {
     h("img", { src: "page/icon.svg", width: 56, height: 56, alt: "" }),
     h("h2", {}, model ? model.id : "Waiting for the model"),
     h("p", {}, model
-      ? `Runs on this server and holds ${count(model.max_model_len)} tokens. What a message begins with is not computed twice: look at the bar under each reply.`
+      ? `Runs on this server, with a context of ${count(model.max_model_len)} tokens. Beginnings that prompts share are computed once: see the bar under each reply.`
       : "The server is there; its model is not yet. This page waits with you."),
     h("div", { class: "ideas" }, model ? IDEAS.map((idea) => h("button", { type: "button", onclick: () => write(idea) }, idea)) : null),
   );
