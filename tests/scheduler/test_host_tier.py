@@ -114,6 +114,66 @@ def test_what_the_host_gives_up_is_on_disk() -> None:
     client.loop.close()
 
 
+@pytest.mark.parametrize("components", LAYOUTS, ids=IDS)
+def test_the_disk_is_written_from_what_the_host_has(components: tuple[Component, ...]) -> None:
+    """Two turns: what the device has is copied from it once, and both tiers restore all of it."""
+    disk, prompt = MemoryStore(b"toy", 1 << 30), make_prompt(500)
+    client = start(make_host(), disk, components=components)
+    first = client.ask(prompt, max_tokens=40)
+    turn = [*prompt, *first.tokens, *make_prompt(30, 9)]
+    second = client.ask(turn, max_tokens=20)
+    check_idle(client)
+    client.loop.close()
+    host, below = told(client), told(client, "disk")
+    assert host["device_bytes"] == host["spilled_bytes"] > 0
+    assert below["spilled_bytes"] == host["spilled_bytes"]
+    assert below["device_bytes"] == 0
+    again = start(None, disk, components=components).ask(turn, max_tokens=20)
+    assert (again.tokens, again.disk_tokens) == (second.tokens, len(turn))
+
+
+@pytest.mark.parametrize("how", ["evicted", "damaged"])
+def test_what_the_host_lost_is_written_from_the_device(how: str) -> None:
+    """Between the plan and the write, which notices; the host's tree learns of it."""
+    disk, prompt = MemoryStore(b"toy", 1 << 30), make_prompt(500)
+    host = make_host()
+    client, workers = started(host, disk=disk)
+    _, below = client.loop.scheduler.traffic.tiers
+    reply = client.submit(prompt)
+    while below.spills._batch is None:
+        workers.advance()
+        client.step()
+    (key, *_) = [entry.key for entry in below.spills._batch.entries]
+    (kept,) = [one for one in host._places.values() if one.entry.key.component is key.component]
+    if how == "evicted":
+        host.lose(kept, "evicted")
+    else:
+        kept.area.memory[kept.at] ^= 1
+    for _ in range(60):
+        workers.advance(9)
+        client.step()
+    assert reply.finish is not None
+    assert told(client, "disk")["device_bytes"] > 0
+    assert told(client, "disk")["failed_spills"] == 0
+    assert getattr(host.counters(), how) == 1
+    assert not any(area.num_readers for area in host._areas), "something lent was not given back"
+    client.loop.close()
+    assert start(None, disk).ask(prompt).disk_tokens == 500
+
+
+def test_a_host_that_keeps_little_costs_the_disk_nothing() -> None:
+    disk = MemoryStore(b"toy", 1 << 30)
+    client = start(make_host(2 * BATCH_BYTES), disk)
+    prompts = [make_prompt(700, family) for family in range(6)]
+    for prompt in prompts:
+        client.submit(prompt)
+    client.run()
+    client.loop.close()
+    assert told(client)["failed_spills"] == 0
+    later = start(None, disk)
+    assert [later.ask(prompt).disk_tokens for prompt in prompts] == [700] * 6
+
+
 def started(host: HostStore, **kwargs: Any) -> tuple[Client, Workers]:
     """An engine whose copies are made when the test says so."""
     workers = Workers()

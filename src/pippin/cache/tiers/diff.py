@@ -1,4 +1,4 @@
-"""What a tier lacks of a sequence that memory has. Knows both trees, no files and no steps."""
+"""What a tier lacks of a sequence that memory, or the tier above, has. Knows trees, no files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Run:
     component: Component
     start: int  # of the latter, how far the path lies on disk by then
     end: int
-    payloads: tuple[Payload, ...]  # borrowed from the tree in memory
+    payloads: tuple[Payload, ...]  # borrowed from the tree above
 
 
 def is_worth_writing(node: Node) -> bool:
@@ -38,7 +38,7 @@ class Diff:
     """Finds the runs to write next, of one sequence, within `left` bytes; none if all is there."""
 
     rules: Rules
-    memory: PrefixCache
+    above: PrefixCache
     disk: PrefixCache
     sizes: Sizes
     left: int
@@ -46,8 +46,8 @@ class Diff:
     runs: list[Run] = field(default_factory=list)
 
     def find(self, ids: TokenArray, salt: bytes = b"", root: bytes = b"") -> list[Run]:
-        """`root`: by what the disk's tree knows the salt."""
-        path, reach = self.memory.radix.walk(ids, salt)
+        """`salt` and `root`: by what the tree above, and the disk's, know the salt."""
+        path, reach = self.above.radix.walk(ids, salt)
         held = path[:-1] if path and path[-1].end > reach else path
         if not held:
             return []
@@ -73,7 +73,7 @@ class Diff:
             return disk_reach
         for position in (end, disk_reach):
             if position:
-                self.memory.tree.end_node(last, position)
+                self.above.tree.end_node(last, position)
         nodes = [node for node in last.ancestors() if disk_reach < node.end <= end][::-1]
         self._add(Component.ATTENTION, disk_reach, nodes)
         return end
@@ -111,7 +111,7 @@ class Diff:
         for end in ends:
             floor = end.end - self.rules.window
             if floor > 0:
-                self.memory.tree.end_node(end, floor)
+                self.above.tree.end_node(end, floor)
             for node in end.back_to(floor):
                 if node.payloads[WINDOW] is not None and _lacks_window(on_disk, node):
                     wanted[node.start] = node
