@@ -147,6 +147,8 @@ class LowerTier:
     def spill(self, tokens: list[int]) -> None:
         ids, salt = salted(tokens)
         runs = self.tiers.missing(ids, salt)
+        windows = [at for run in runs if run.component is W for at in range(run.start, run.end)]
+        assert len(windows) == len(set(windows)), "a window is written twice"
         entries = self.tiers.entries(ids, runs, salt)
         fails = self.rng.random() < 0.1
         kept: list[bool] = []

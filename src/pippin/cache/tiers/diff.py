@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -103,20 +104,22 @@ class Diff:
             return True
         return not self.rules.has_hidden and below is not None and self.wants_state(below)
 
-    def _add_windows(self, ends: Iterable[Node], on_disk: Sequence[Node]) -> None:
+    def _add_windows(self, ends: Sequence[Node], on_disk: Sequence[Node]) -> None:
         """The windows that a restore at these ends needs, each run of tokens once."""
         if not self.rules.has_window:
             return
-        wanted: dict[int, Node] = {}  # by start
-        for end in ends:
-            floor = end.end - self.rules.window
+        floors = [end.end - self.rules.window for end in ends]
+        for end, floor in zip(ends, floors, strict=True):  # all of them first: a node is cut once
             if floor > 0:
                 self.above.tree.end_node(end, floor)
-            for node in end.back_to(floor):
-                if node.payloads[WINDOW] is not None and _lacks_window(on_disk, node):
-                    wanted[node.start] = node
+        needed: dict[int, Node] = {}  # by start
+        for end, floor in zip(ends, floors, strict=True):
+            needed |= {node.start: node for node in end.back_to(floor)}
+        starts = [node.start for node in on_disk]
         run: list[Node] = []
-        for _, node in sorted(wanted.items()):
+        for _, node in sorted(needed.items()):
+            if node.payloads[WINDOW] is None or not _lacks_window(on_disk, starts, node):
+                continue
             if run and run[-1].end != node.start:
                 self._add(Component.WINDOW, run[0].start, run)
                 run = []
@@ -156,7 +159,8 @@ def _by_end(nodes: Sequence[Node]) -> dict[int, Node]:
     return {node.end: node for node in nodes}
 
 
-def _lacks_window(on_disk: Sequence[Node], node: Node) -> bool:
-    across = [n for n in on_disk if n.start < node.end and n.end > node.start]
-    covered = sum(min(n.end, node.end) - max(n.start, node.start) for n in across)
+def _lacks_window(on_disk: Sequence[Node], starts: Sequence[int], node: Node) -> bool:
+    first = max(0, bisect_right(starts, node.start) - 1)
+    across = on_disk[first : bisect_left(starts, node.end)]
+    covered = sum(max(0, min(n.end, node.end) - max(n.start, node.start)) for n in across)
     return covered < node.num_tokens or any(n.payloads[WINDOW] is None for n in across)
