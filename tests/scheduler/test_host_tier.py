@@ -225,6 +225,46 @@ def test_a_copy_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
     workers.advance(99)
 
 
+def test_what_a_load_connects_to_may_turn_out_to_be_damaged() -> None:
+    """It is dropped, with what was loaded behind it, when the load does not lock it any more."""
+    client, workers = started(make_host(), components=(A,))
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    prompt = make_prompt(500)
+    first = ask(client, workers, prompt)
+    empty_memory(client)
+    ask(client, workers, prompt[:200])
+    waiting = client.submit(prompt)
+    client.step(2)
+    assert client.loop.scheduler.requests[waiting.id].phase == "loading"
+    cache.condemn(prompt[:200], A, 0)
+    for _ in range(60):
+        workers.advance(9)
+        client.step()
+    assert waiting.tokens == first.tokens
+    check_idle(client)
+
+
+def test_a_load_evicts_nothing_that_its_step_copies(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt on disk evicts the one that was to be copied to the host in the same step."""
+    disk, prompt = MemoryStore(b"toy", 1 << 30), make_prompt(600)
+    before = start(None, disk, components=(A,))
+    first = before.ask(prompt)
+    before.loop.close()
+    room = 2 * FakeBackend(components=(A,)).row_bytes(700)
+    client, workers = started(make_host(), disk=disk, components=(A,), capacity_bytes=room)
+    host, _ = client.loop.scheduler.traffic.tiers
+    host.spills._not_before = float("inf")
+    for family in range(1, 5):
+        ask(client, workers, make_prompt(400, family))
+    host.spills._not_before = 0.0
+    reply = ask(client, workers, prompt)
+    assert reply.tokens == first.tokens
+    assert reply.disk_tokens > 0
+    assert "failed" not in caplog.text
+    check_idle(client)
+
+
 @pytest.mark.parametrize("component", [A, W, S])
 def test_damage_costs_a_hit_is_counted_once_and_mended(component: Component) -> None:
     host = make_host()
