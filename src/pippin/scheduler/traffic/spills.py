@@ -41,6 +41,7 @@ class SpillBatch:
     step: int
     copies: list[PieceSource] = field(default_factory=list)  # of the tier above; none: of a step
     future: Future[list[bool]] | None = None  # once its step has been committed
+    is_wanted: bool = True  # False: the tiers were flushed since
 
 
 class Spills:
@@ -118,6 +119,12 @@ class Spills:
         """What waits was dropped from memory."""
         self._waiting.clear()
         self._waiting_bytes = 0
+
+    def flush(self) -> None:
+        """What waits is not written, and what is on its way not kept."""
+        self.forget()
+        if self._batch is not None:
+            self._batch.is_wanted = False
 
     def plan(self, step: int, now: float) -> tuple[Spill, ...]:
         self.poll(now)
@@ -197,7 +204,10 @@ class Spills:
             logger.exception("writing to the %s tier failed", self._tiers.kind.name)
             kept = [False] * len(batch.entries)
         written = batch.entries[: len(kept)]
-        self._tiers.wrote(batch.tokens, written, kept, batch.salt)
+        if batch.is_wanted:
+            self._tiers.wrote(batch.tokens, written, kept, batch.salt)
+        else:
+            self._tier_io.tell(self._tier_io.store.forget, [entry.key for entry in written])
         self._written |= {entry.key for entry in written}
         if all(kept):
             self._batch = None

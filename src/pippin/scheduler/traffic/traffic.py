@@ -266,7 +266,7 @@ class Traffic:
         for tier in self.tiers:
             tree = tier.tiers.below.cache
             before = tree.nbytes
-            tier.spills.forget()
+            tier.spills.flush()
             tree.flush()
             tier.remove_lost()
             freed[tier.tiers.kind.name] = before - tree.nbytes
