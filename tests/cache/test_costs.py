@@ -16,6 +16,7 @@ from counted_lines import num_lines
 from pippin.backends.fake import FakeBackend
 from pippin.cache.entries.entry import Key
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tiers.diff import Diff
 from pippin.cache.tiers.tier_tree import MAX_REMOVALS, TierTree
 from pippin.cache.tree.canary import MAX_COUNTED, NUM_SWEPT, Canary
 from pippin.types import Component, Payload
@@ -102,6 +103,25 @@ def test_an_eviction_costs_the_same_in_a_tree_of_any_size(layout: str, used: boo
     small, large = worst
     assert large < 2 * small, "more than deeper heaps explain"
     assert large < 3_000
+
+
+def test_what_a_tier_lacks_of_a_conversation_costs_so_much_a_turn() -> None:
+    """Each turn leaves a hidden vector, and so a window that a restore needs."""
+    lines = []
+    for num_turns in (40, 160):
+        above, below = (
+            PrefixCache([A, W, H], window=WINDOW, capacity_bytes=1 << 60) for _ in range(2)
+        )
+        tokens = conversation(0, num_turns)
+        for cache in (above, below):
+            for end in range(BLOCK, len(tokens) + 1, BLOCK):
+                kv = {c: Sized(BLOCK, 4 * BLOCK) for c in (A, W)}
+                cache.insert(tokens[:end], end - BLOCK, kv, {}, Sized(1, 10))
+        diff = Diff(above.tree.rules, above, below, lambda _, num_tokens: num_tokens, 1 << 30)
+        lines.append(num_lines(lambda: diff.find(tokens)))  # noqa: B023
+        assert not diff.runs
+    short, long = lines
+    assert long < 5 * short
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ right tokens, or the test fails.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,7 @@ from pippin.cache.tiers import tier_tree
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import DISK, HOST, TierKind
 from pippin.cache.tiers.pieces import Piece as DiskPiece
-from pippin.cache.tiers.tier_io import TierIO, plain_memory
+from pippin.cache.tiers.tier_io import PieceSource, TierIO, plain_memory
 from pippin.cache.tree.canary import Canary
 from pippin.types import Component, LayerSpec, ModelSpec
 from simulator import Workers
@@ -44,6 +45,15 @@ def marks(prefixes: list[Prefix], component: Component) -> list[Bytes]:
     if component in (A, W):
         return [names.view(np.uint8), names.view(np.uint8).copy()]
     return [names.view(np.uint8)]
+
+
+def assert_marked(arrays: Sequence[Bytes], tokens: list[int], piece: DiskPiece) -> None:
+    """They are of just these tokens."""
+    divides = piece.component in (A, W)
+    ends = range(piece.start + 1, piece.end + 1) if divides else [piece.end]
+    prefixes = [tuple(tokens[:end]) for end in ends]
+    for array, wanted in zip(arrays, marks(prefixes, piece.component), strict=True):
+        assert array.tobytes() == wanted.tobytes()
 
 
 Store = MemoryStore | HostStore
@@ -114,9 +124,31 @@ class LowerTier:
 
     # --- operations ---
 
+    def copy(self, tokens: list[int], above: LowerTier) -> None:
+        """What the tier above has, with its bytes."""
+        ids, salt = salted(tokens)
+        runs = self.tiers.missing(ids, salt, above.tiers)
+        entries = self.tiers.entries(ids, runs, salt)
+        pieces = above.tiers.pieces(runs)
+        assert pieces or not runs or above.tiers.below._lost
+        sources = [
+            PieceSource(above.tier_io, piece, format(piece.component, piece.num_tokens))
+            for piece in pieces
+        ]
+        for source, piece in zip(sources, pieces, strict=True):
+            assert_marked(source.arrays(), tokens, piece)
+            source.release()
+        if pieces:
+            writing = self.tier_io.write(entries, sources)
+            self.workers.advance()
+            self.tiers.wrote(ids, entries, writing.result(), salt)
+        self.tell_store()
+
     def spill(self, tokens: list[int]) -> None:
         ids, salt = salted(tokens)
         runs = self.tiers.missing(ids, salt)
+        windows = [at for run in runs if run.component is W for at in range(run.start, run.end)]
+        assert len(windows) == len(set(windows)), "a window is written twice"
         entries = self.tiers.entries(ids, runs, salt)
         fails = self.rng.random() < 0.1
         kept: list[bool] = []
@@ -150,11 +182,7 @@ class LowerTier:
         reading = self.tier_io.read(piece, specs, buffer)
         self.workers.advance()
         arrays = reading.result().arrays
-        divides = piece.component in (A, W)
-        ends = range(piece.start + 1, piece.end + 1) if divides else [piece.end]
-        prefixes = [tuple(tokens[:end]) for end in ends]
-        for array, wanted in zip(arrays, marks(prefixes, piece.component), strict=True):
-            assert array.tobytes() == wanted.tobytes()
+        assert_marked(arrays, tokens, piece)
         self.tier_io.release(buffer, reading)
         path, ledger, cache = tokens[: piece.end], self.checked.ledger, self.checked.cache
         ids, salt = salted(path)
@@ -218,7 +246,10 @@ class Tiered:
         self.checked.insert(tokens, start, states, hidden=self.rng.random() < 0.5)
 
     def spill(self, tokens: list[int]) -> None:
-        for tier in self.tiers:
+        """As an engine does: what the host has is copied from there, the rest from the device."""
+        for tier, above in zip(self.tiers, [None, *self.tiers], strict=False):
+            if above is not None:
+                tier.copy(tokens, above)
             tier.spill(tokens)
 
     def load(self, tokens: list[int]) -> None:
@@ -261,6 +292,8 @@ def test_tiers_agree_with_sets_of_prefixes(
                     tiered.spill(tokens)
                 case 3:
                     rng.choice(tiered.tiers).spill(rng.choice(known))
+                    if host_bytes:
+                        tiered.tiers[1].copy(rng.choice(known), tiered.tiers[0])
                 case 4:
                     tiered.load(rng.choice(known))
                 case 5:

@@ -114,6 +114,66 @@ def test_what_the_host_gives_up_is_on_disk() -> None:
     client.loop.close()
 
 
+@pytest.mark.parametrize("components", LAYOUTS, ids=IDS)
+def test_the_disk_is_written_from_what_the_host_has(components: tuple[Component, ...]) -> None:
+    """Two turns: what the device has is copied from it once, and both tiers restore all of it."""
+    disk, prompt = MemoryStore(b"toy", 1 << 30), make_prompt(500)
+    client = start(make_host(), disk, components=components)
+    first = client.ask(prompt, max_tokens=40)
+    turn = [*prompt, *first.tokens, *make_prompt(30, 9)]
+    second = client.ask(turn, max_tokens=20)
+    check_idle(client)
+    client.loop.close()
+    host, below = told(client), told(client, "disk")
+    assert host["device_bytes"] == host["spilled_bytes"] > 0
+    assert below["spilled_bytes"] == host["spilled_bytes"]
+    assert below["device_bytes"] == 0
+    again = start(None, disk, components=components).ask(turn, max_tokens=20)
+    assert (again.tokens, again.disk_tokens) == (second.tokens, len(turn))
+
+
+@pytest.mark.parametrize("how", ["evicted", "damaged"])
+def test_what_the_host_lost_is_written_from_the_device(how: str) -> None:
+    """Between the plan and the write, which notices; the host's tree learns of it."""
+    disk, prompt = MemoryStore(b"toy", 1 << 30), make_prompt(500)
+    host = make_host()
+    client, workers = started(host, disk=disk)
+    _, below = client.loop.scheduler.traffic.tiers
+    reply = client.submit(prompt)
+    while below.spills._batch is None:
+        workers.advance()
+        client.step()
+    (key, *_) = [entry.key for entry in below.spills._batch.entries]
+    (kept,) = [one for one in host._places.values() if one.entry.key.component is key.component]
+    if how == "evicted":
+        host.lose(kept, "evicted")
+    else:
+        kept.area.memory[kept.at] ^= 1
+    for _ in range(60):
+        workers.advance(9)
+        client.step()
+    assert reply.finish is not None
+    assert told(client, "disk")["device_bytes"] > 0
+    assert told(client, "disk")["failed_spills"] == 0
+    assert getattr(host.counters(), how) == 1
+    assert not any(area.num_readers for area in host._areas), "something lent was not given back"
+    client.loop.close()
+    assert start(None, disk).ask(prompt).disk_tokens == 500
+
+
+def test_a_host_that_keeps_little_costs_the_disk_nothing() -> None:
+    disk = MemoryStore(b"toy", 1 << 30)
+    client = start(make_host(2 * BATCH_BYTES), disk)
+    prompts = [make_prompt(700, family) for family in range(6)]
+    for prompt in prompts:
+        client.submit(prompt)
+    client.run()
+    client.loop.close()
+    assert told(client)["failed_spills"] == 0
+    later = start(None, disk)
+    assert [later.ask(prompt).disk_tokens for prompt in prompts] == [700] * 6
+
+
 def started(host: HostStore, **kwargs: Any) -> tuple[Client, Workers]:
     """An engine whose copies are made when the test says so."""
     workers = Workers()
@@ -163,6 +223,46 @@ def test_a_copy_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
     assert (reply.tokens, reply.cached_tokens, reply.host_tokens) == (first.tokens, 0, 0)
     assert told(client)["late_loads"] == 1
     workers.advance(99)
+
+
+def test_what_a_load_connects_to_may_turn_out_to_be_damaged() -> None:
+    """It is dropped, with what was loaded behind it, when the load does not lock it any more."""
+    client, workers = started(make_host(), components=(A,))
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    prompt = make_prompt(500)
+    first = ask(client, workers, prompt)
+    empty_memory(client)
+    ask(client, workers, prompt[:200])
+    waiting = client.submit(prompt)
+    client.step(2)
+    assert client.loop.scheduler.requests[waiting.id].phase == "loading"
+    cache.condemn(prompt[:200], A, 0)
+    for _ in range(60):
+        workers.advance(9)
+        client.step()
+    assert waiting.tokens == first.tokens
+    check_idle(client)
+
+
+def test_a_load_evicts_nothing_that_its_step_copies(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt on disk evicts the one that was to be copied to the host in the same step."""
+    disk, prompt = MemoryStore(b"toy", 1 << 30), make_prompt(600)
+    before = start(None, disk, components=(A,))
+    first = before.ask(prompt)
+    before.loop.close()
+    room = 2 * FakeBackend(components=(A,)).row_bytes(700)
+    client, workers = started(make_host(), disk=disk, components=(A,), capacity_bytes=room)
+    host, _ = client.loop.scheduler.traffic.tiers
+    host.spills._not_before = float("inf")
+    for family in range(1, 5):
+        ask(client, workers, make_prompt(400, family))
+    host.spills._not_before = 0.0
+    reply = ask(client, workers, prompt)
+    assert reply.tokens == first.tokens
+    assert reply.disk_tokens > 0
+    assert "failed" not in caplog.text
+    check_idle(client)
 
 
 @pytest.mark.parametrize("component", [A, W, S])

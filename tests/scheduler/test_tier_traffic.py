@@ -295,6 +295,24 @@ def test_flushing_empties_both_tiers() -> None:
     assert not store.entries()
 
 
+def test_what_is_being_written_when_the_tiers_are_flushed_is_not_kept() -> None:
+    store = make_store()
+    client, workers = started(store)
+    reply = client.submit(make_prompt(500))
+    (flow,) = client.loop.scheduler.traffic.tiers
+    while reply.finish is None:
+        client.step()
+    client.step(5)
+    assert flow.spills.futures
+    client.loop.flush_cache()
+    for _ in range(20):
+        workers.advance()
+        client.step()
+    assert not store.entries()
+    assert disk_of(client)["entries"] == 0
+    check_idle(client)
+
+
 def test_a_load_that_would_take_longer_than_computing_is_not_begun() -> None:
     store = make_store()
     prompt, first = known(store)

@@ -5,7 +5,7 @@ Knows no threads and no steps. One thread calls, the one that owns the tree in m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from pippin.cache.results import Match
 from pippin.cache.tiers.diff import Diff, Run, is_worth_writing
 from pippin.cache.tiers.kinds import DISK, TierKind
 from pippin.cache.tiers.parts import EntryPart
-from pippin.cache.tiers.pieces import Piece, num_bytes, pieces
+from pippin.cache.tiers.pieces import Piece, num_bytes, piece_of, pieces
 from pippin.cache.tiers.tier_tree import Format, TierTree
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.radix import Node, TokenArray, as_tokens
@@ -33,6 +33,7 @@ class TierStats:
 
     spilled_entries: int = 0
     spilled_bytes: int = 0
+    device_bytes: int = 0  # copied from the device to be spilled; the rest, from the tier above
     failed_spills: int = 0  # entries that the store did not keep
     loads: int = 0  # started
     loaded: int = 0  # finished, with every piece
@@ -94,12 +95,22 @@ class CacheTier:
 
     # ---- down ------------------------------------------------------------------------------
 
-    def missing(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Run]:
-        """What is to be written next of a sequence; its payloads are borrowed until a change."""
-        trees = (self.memory, self.below.cache)
+    def missing(
+        self, tokens: npt.ArrayLike, salt: bytes = b"", above: CacheTier | None = None
+    ) -> list[Run]:
+        """What is to be written next of a sequence, of what memory has, or the tier above; its
+        payloads are borrowed until a change."""
+        source, root, wants_state = self.memory, salt, self._wants_state
+        if above is not None:
+            source, root, wants_state = above.below.cache, above.below.root(salt), _any_state
         sizes = (self._num_bytes, self.batch_bytes)
-        diff = Diff(self.memory.tree.rules, *trees, *sizes, self._wants_state)
-        return diff.find(as_tokens(tokens), salt, self.below.root(salt))
+        diff = Diff(self.memory.tree.rules, source, self.below.cache, *sizes, wants_state)
+        return diff.find(as_tokens(tokens), root, self.below.root(salt))
+
+    def pieces(self, runs: Sequence[Run]) -> list[Piece]:
+        """Of runs that the tier below lacks; none if the store has not all of them any more."""
+        found = [piece_of(run.component, run.start, run.end, run.payloads) for run in runs]
+        return [] if self._lost(found) else found
 
     def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run], salt: bytes = b"") -> list[Entry]:
         ids = as_tokens(tokens)
@@ -194,11 +205,16 @@ class CacheTier:
 
         The tree may name lost entries for some steps: `TierTree.remove_lost` removes a few a step.
         """
-        needed = [span.entry for piece in found.pieces for span in piece.spans]
-        lost = [e for e in needed if e.key not in self._store or self.below.is_lost(e.key)]
-        self.below.lose(entry.key for entry in lost)
         last = found.match.length - 1
+        lost = self._lost(found.pieces)
         return min((e.start if e.key.num_tokens else last for e in lost), default=None)
+
+    def _lost(self, needed: Iterable[Piece]) -> list[Entry]:
+        """Entries of these pieces that the store does not have any more."""
+        entries = [span.entry for piece in needed for span in piece.spans]
+        lost = [e for e in entries if e.key not in self._store or self.below.is_lost(e.key)]
+        self.below.lose(entry.key for entry in lost)
+        return lost
 
     # ---- both ------------------------------------------------------------------------------
 
@@ -221,3 +237,8 @@ class CacheTier:
 
     def _num_bytes(self, component: Component, num_tokens: int) -> int:
         return num_bytes(self.format(component, num_tokens))
+
+
+def _any_state(node: Node) -> bool:
+    """The tier above has those alone that were worth writing."""
+    return True

@@ -1,8 +1,9 @@
-"""What a tier lacks of a sequence that memory has. Knows both trees, no files and no steps."""
+"""What a tier lacks of a sequence that memory, or the tier above, has. Knows trees, no files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -24,7 +25,7 @@ class Run:
     component: Component
     start: int  # of the latter, how far the path lies on disk by then
     end: int
-    payloads: tuple[Payload, ...]  # borrowed from the tree in memory
+    payloads: tuple[Payload, ...]  # borrowed from the tree above
 
 
 def is_worth_writing(node: Node) -> bool:
@@ -38,7 +39,7 @@ class Diff:
     """Finds the runs to write next, of one sequence, within `left` bytes; none if all is there."""
 
     rules: Rules
-    memory: PrefixCache
+    above: PrefixCache
     disk: PrefixCache
     sizes: Sizes
     left: int
@@ -46,8 +47,8 @@ class Diff:
     runs: list[Run] = field(default_factory=list)
 
     def find(self, ids: TokenArray, salt: bytes = b"", root: bytes = b"") -> list[Run]:
-        """`root`: by what the disk's tree knows the salt."""
-        path, reach = self.memory.radix.walk(ids, salt)
+        """`salt` and `root`: by what the tree above, and the disk's, know the salt."""
+        path, reach = self.above.radix.walk(ids, salt)
         held = path[:-1] if path and path[-1].end > reach else path
         if not held:
             return []
@@ -73,7 +74,7 @@ class Diff:
             return disk_reach
         for position in (end, disk_reach):
             if position:
-                self.memory.tree.end_node(last, position)
+                self.above.tree.end_node(last, position)
         nodes = [node for node in last.ancestors() if disk_reach < node.end <= end][::-1]
         self._add(Component.ATTENTION, disk_reach, nodes)
         return end
@@ -103,20 +104,22 @@ class Diff:
             return True
         return not self.rules.has_hidden and below is not None and self.wants_state(below)
 
-    def _add_windows(self, ends: Iterable[Node], on_disk: Sequence[Node]) -> None:
+    def _add_windows(self, ends: Sequence[Node], on_disk: Sequence[Node]) -> None:
         """The windows that a restore at these ends needs, each run of tokens once."""
         if not self.rules.has_window:
             return
-        wanted: dict[int, Node] = {}  # by start
-        for end in ends:
-            floor = end.end - self.rules.window
+        floors = [end.end - self.rules.window for end in ends]
+        for end, floor in zip(ends, floors, strict=True):  # all of them first: a node is cut once
             if floor > 0:
-                self.memory.tree.end_node(end, floor)
-            for node in end.back_to(floor):
-                if node.payloads[WINDOW] is not None and _lacks_window(on_disk, node):
-                    wanted[node.start] = node
+                self.above.tree.end_node(end, floor)
+        needed: dict[int, Node] = {}  # by start
+        for end, floor in zip(ends, floors, strict=True):
+            needed |= {node.start: node for node in end.back_to(floor)}
+        starts = [node.start for node in on_disk]
         run: list[Node] = []
-        for _, node in sorted(wanted.items()):
+        for _, node in sorted(needed.items()):
+            if node.payloads[WINDOW] is None or not _lacks_window(on_disk, starts, node):
+                continue
             if run and run[-1].end != node.start:
                 self._add(Component.WINDOW, run[0].start, run)
                 run = []
@@ -156,7 +159,8 @@ def _by_end(nodes: Sequence[Node]) -> dict[int, Node]:
     return {node.end: node for node in nodes}
 
 
-def _lacks_window(on_disk: Sequence[Node], node: Node) -> bool:
-    across = [n for n in on_disk if n.start < node.end and n.end > node.start]
-    covered = sum(min(n.end, node.end) - max(n.start, node.start) for n in across)
+def _lacks_window(on_disk: Sequence[Node], starts: Sequence[int], node: Node) -> bool:
+    first = max(0, bisect_right(starts, node.start) - 1)
+    across = on_disk[first : bisect_left(starts, node.end)]
+    covered = sum(max(0, min(n.end, node.end) - max(n.start, node.start)) for n in across)
     return covered < node.num_tokens or any(n.payloads[WINDOW] is None for n in across)

@@ -13,7 +13,7 @@ from pippin.cache.entries.entry import ArraySpec, Bytes, Key, Loaded
 from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.results import Match
 from pippin.cache.tiers.parts import EntryPart, Span
-from pippin.types import Component
+from pippin.types import Component, Payload
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def pieces(match: Match, held: int, max_bytes: int) -> list[Piece]:
     """
     found: list[Piece] = []
     for component in Component:
-        spans = _spans(match, component)
+        spans = _spans(match.payloads.get(component, ()))
         if not spans or (component is Component.HIDDEN and match.length < match.prompt_len):
             continue
         if component.divides:
@@ -58,10 +58,15 @@ def pieces(match: Match, held: int, max_bytes: int) -> list[Piece]:
     return found
 
 
-def _spans(match: Match, component: Component) -> list[Span]:
+def piece_of(component: Component, start: int, end: int, parts: Sequence[Payload]) -> Piece:
+    """Of parts that follow each other along a path: KV of [start, end), or what is kept there."""
+    return Piece(component, start if component.divides else end, end, tuple(_spans(parts)))
+
+
+def _spans(parts: Sequence[Payload]) -> list[Span]:
     """Parts of one entry that follow each other as one: an entry is read whole, and once."""
     found: list[Span] = []
-    for part in match.payloads.get(component, ()):
+    for part in parts:
         assert isinstance(part, EntryPart)
         span = part.span
         if found and found[-1].entry is span.entry and found[-1].stop == span.start:

@@ -7,6 +7,7 @@ buffer, or, where it is one entry in host memory, pinned and used where it lies.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from time import perf_counter
@@ -26,11 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Bytes that a step has spilled."""
+    """Bytes that a step has spilled, or that the tier above has."""
 
-    def arrays(self) -> Sequence[Bytes]: ...
+    def arrays(self) -> Sequence[Bytes]:
+        """Raises LostAbove where the tier above does not have them any more."""
+        ...
 
     def release(self) -> None: ...
+
+
+class LostAbove(Exception):
+    """The tier above has evicted entries that were to be copied, or they did not verify."""
 
 
 class ReadPiece(NamedTuple):
@@ -40,6 +47,29 @@ class ReadPiece(NamedTuple):
     lost: list[Key]
     seconds: float
     pinned: PinnedEntry | None = None  # None: they are in the reader's own buffer
+
+
+class PieceSource:
+    """A piece of the tier above, which the writer of the one below reads and verifies."""
+
+    def __init__(self, tier_io: TierIO, piece: Piece, specs: Sequence[ArraySpec]) -> None:
+        self._tier_io = tier_io
+        self._piece = piece
+        self._specs = specs
+        self._pinned: PinnedEntry | None = None
+
+    def arrays(self) -> Sequence[Bytes]:
+        lies_there = self._tier_io.lies_there(self._piece)
+        buffer = None if lies_there else plain_memory(num_bytes(self._specs))
+        found = self._tier_io.read_now(self._piece, self._specs, buffer)
+        self._pinned = found.pinned
+        if found.lost:  # the store reports these
+            raise LostAbove
+        return found.arrays
+
+    def release(self) -> None:
+        if self._pinned is not None:
+            self._pinned.unpin()
 
 
 class Buffers:
@@ -89,20 +119,23 @@ class TierIO:
         self._reader = reader or ThreadPoolExecutor(1, "pippin-cache-reader")
 
     def write(self, entries: Sequence[Entry], sources: Sequence[Source]) -> Future[list[bool]]:
-        """Which of these were kept, in order; none is tried after one that was not."""
+        """Which of these were kept, in order; none is tried after one that was not. Fewer, where
+        the tier above had not all of them any more."""
         return self._writer.submit(self._write, entries, sources)
 
     def read(
         self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes | None
     ) -> Future[ReadPiece]:
         """`buffer`: of `claim_buffer`, for this piece."""
-        return self._reader.submit(self._read, piece, specs, buffer)
+        return self._reader.submit(self.read_now, piece, specs, buffer)
 
     def claim_buffer(self, piece: Piece, specs: Sequence[ArraySpec]) -> Bytes | None:
         """Where a piece is to be read to; None: it is used where it lies."""
-        if len(piece.spans) == 1 and isinstance(self.store, HostStore):
-            return None
-        return self.buffers.claim(num_bytes(specs))
+        return None if self.lies_there(piece) else self.buffers.claim(num_bytes(specs))
+
+    def lies_there(self, piece: Piece) -> bool:
+        """Whether a piece can be used where it lies."""
+        return len(piece.spans) == 1 and isinstance(self.store, HostStore)
 
     def release(self, buffer: Bytes | None, reading: Future[ReadPiece]) -> None:
         """The bytes of a piece are not used any more, and its read has ended."""
@@ -124,15 +157,20 @@ class TierIO:
 
     def _write(self, entries: Sequence[Entry], sources: Sequence[Source]) -> list[bool]:
         kept: list[bool] = []
+        left = deque(sources)
         try:
-            for entry, source in zip(entries, sources, strict=True):
-                kept.append(all(kept) and self.store.write(entry, source.arrays()))
+            for entry in entries:
+                kept.append(all(kept) and self.store.write(entry, left[0].arrays()))
+                left.popleft().release()
+        except LostAbove:
+            pass  # those before it were kept
         finally:
-            for source in sources:
+            for source in left:
                 source.release()
         return kept
 
-    def _read(self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes | None) -> ReadPiece:
+    def read_now(self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes | None) -> ReadPiece:
+        """As `read`, in the caller's thread."""
         began = perf_counter()
         if buffer is not None:
             found = read(self.store, piece, specs, buffer)

@@ -3,6 +3,9 @@
 One batch is on its way at a time: payloads of one sequence, planned into a step, handed to the
 `TierIO` when that step is committed, and in the tier's tree when they have been written. So what is
 missing there is always the difference of two trees.
+
+    memory ──step──▶ host ──▶ disk       each sequence, when the host has what it takes of it
+       └───────step────────────┘         only what the host does not have, or not any more
 """
 
 from __future__ import annotations
@@ -11,14 +14,15 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pippin.backends.base import Spill, Spilled
 from pippin.cache.entries.entry import Entry, Key
 from pippin.cache.tiers.cache_tier import CacheTier
-from pippin.cache.tiers.tier_io import TierIO
+from pippin.cache.tiers.diff import Run
+from pippin.cache.tiers.tier_io import PieceSource, TierIO
 
 MAX_SEQUENCES = 4096  # that wait to be written; the oldest is forgotten then
 MAX_WAITING_BYTES = 64 << 20  # of their tokens, in the host's memory; likewise
@@ -35,11 +39,18 @@ class SpillBatch:
     salt: bytes
     entries: list[Entry]
     step: int
+    copies: list[PieceSource] = field(default_factory=list)  # of the tier above; none: of a step
     future: Future[list[bool]] | None = None  # once its step has been committed
+    is_wanted: bool = True  # False: the tiers were flushed since
 
 
 class Spills:
-    def __init__(self, tiers: CacheTier, tier_io: TierIO) -> None:
+    def __init__(self, tiers: CacheTier, tier_io: TierIO, above: Spills | None = None) -> None:
+        """`above`: of the faster tier whose copies are written to this one, where it has them."""
+        self._above = above
+        self._below: Spills | None = None
+        if above is not None:
+            above._below = self
         self._tiers = tiers
         self._tier_io = tier_io
         # Tokens and salt by request; the longest waiting first.
@@ -81,7 +92,13 @@ class Spills:
         while len(self._waiting) > 1 and (
             len(self._waiting) > MAX_SEQUENCES or self._waiting_bytes > MAX_WAITING_BYTES
         ):
-            self._drop(next(iter(self._waiting)))
+            self._pass_on(next(iter(self._waiting)))
+
+    def _pass_on(self, name: str) -> None:
+        """A sequence does not wait any longer: it is the turn of the tier below."""
+        if name in self._waiting and self._below is not None:
+            self._below.note(name, *self._waiting[name])
+        self._drop(name)
 
     def _drop(self, name: str) -> None:
         tokens, _ = self._waiting.pop(name, (None, b""))
@@ -93,10 +110,21 @@ class Spills:
         self._not_before = 0.0
         return self._batch is not None or bool(self._waiting)
 
+    def pass_all_on(self) -> None:
+        """Nothing more is to be written here."""
+        for name in list(self._waiting):
+            self._pass_on(name)
+
     def forget(self) -> None:
         """What waits was dropped from memory."""
         self._waiting.clear()
         self._waiting_bytes = 0
+
+    def flush(self) -> None:
+        """What waits is not written, and what is on its way not kept."""
+        self.forget()
+        if self._batch is not None:
+            self._batch.is_wanted = False
 
     def plan(self, step: int, now: float) -> tuple[Spill, ...]:
         self.poll(now)
@@ -106,28 +134,43 @@ class Spills:
             if not self._waiting:
                 break
             name, (tokens, salt) = next(iter(self._waiting.items()))
-            runs = self._tiers.missing(tokens, salt)
+            runs, copies = self._missing(tokens, salt)
             if name != self._current:
                 self._current, self._written = name, set()
             if not runs:
-                self._drop(name)
+                self._pass_on(name)
                 keys = self._tiers.keys_along(tokens, salt)
                 self._tier_io.tell(self._tier_io.store.touch, keys)
                 continue
             entries = self._tiers.entries(tokens, runs, salt)
             if not self._written.isdisjoint(entry.key for entry in entries):
-                self._drop(name)  # its beginning went to make room for its end
+                self._pass_on(name)  # its beginning went to make room for its end
                 continue
-            self._batch = SpillBatch(name, tokens, salt, entries, step)
+            self._batch = SpillBatch(name, tokens, salt, entries, step, copies)
             nbytes = sum(entry.nbytes for entry in entries)
             self._not_before = now + nbytes / self._tiers.kind.max_bytes_written
+            if copies:
+                self._batch.future = self._tier_io.write(entries, copies)
+                return ()
+            self._tiers.stats.device_bytes += nbytes
             return tuple(Spill(run.component, run.payloads) for run in runs)
         return ()
+
+    def _missing(self, tokens: np.ndarray, salt: bytes) -> tuple[list[Run], list[PieceSource]]:
+        """What to write next, and copies of it where the tier above has them."""
+        if self._above is not None:
+            above, tier_io = self._above._tiers, self._above._tier_io
+            runs = self._tiers.missing(tokens, salt, above)
+            pieces = above.pieces(runs)
+            if pieces:
+                specs = [above.format(piece.component, piece.num_tokens) for piece in pieces]
+                return runs, [PieceSource(tier_io, *one) for one in zip(pieces, specs, strict=True)]
+        return self._tiers.missing(tokens, salt), []
 
     def commit(self, step: int, spilled: Iterator[Spilled], now: float) -> None:
         """Write what a step has copied for this tier."""
         batch = self._batch
-        if batch is None or batch.step != step:
+        if batch is None or batch.step != step or batch.copies:
             return
         sources = list(itertools.islice(spilled, len(batch.entries)))
         if not all(source.intact for source in sources):
@@ -146,8 +189,9 @@ class Spills:
 
     def fail_step(self, step: int, now: float) -> None:
         """Perhaps because of what was spilled: this sequence is not tried again."""
-        if self._batch is not None and self._batch.step == step:
-            self._give_up(self._batch, now)
+        batch = self._batch
+        if batch is not None and batch.step == step and not batch.copies:
+            self._give_up(batch, now)
 
     def poll(self, now: float) -> None:
         """Add a batch that has been written to the tier's tree."""
@@ -159,8 +203,12 @@ class Spills:
         except Exception:  # a store counts what a disk does: this is a mistake, and costs a write
             logger.exception("writing to the %s tier failed", self._tiers.kind.name)
             kept = [False] * len(batch.entries)
-        self._tiers.wrote(batch.tokens, batch.entries, kept, batch.salt)
-        self._written |= {entry.key for entry in batch.entries}
+        written = batch.entries[: len(kept)]
+        if batch.is_wanted:
+            self._tiers.wrote(batch.tokens, written, kept, batch.salt)
+        else:
+            self._tier_io.tell(self._tier_io.store.forget, [entry.key for entry in written])
+        self._written |= {entry.key for entry in written}
         if all(kept):
             self._batch = None
         else:
@@ -169,4 +217,4 @@ class Spills:
     def _give_up(self, batch: SpillBatch, now: float) -> None:
         self._batch = None
         self._not_before = now + PAUSE
-        self._drop(batch.name)
+        self._pass_on(batch.name)

@@ -80,16 +80,16 @@ class Traffic:
         self._cache = cache
         self.pushes = pushes  # to decode engines
         self.clock: Callable[[], float] = perf_counter
-        self.tiers = tuple(
-            TierTraffic(
-                one,
-                tier_io,
-                Loads(one, tier_io, costs, budget),
-                Spills(one, tier_io),
-                Handovers(one, tier_io.store) if isinstance(tier_io.store, PeerStore) else None,
-            )
-            for one, tier_io in tiers
-        )
+        self.tiers: tuple[TierTraffic, ...] = ()
+        above: Spills | None = None  # of the slowest tier so far that this engine writes
+        for one, tier_io in tiers:
+            is_written = one.kind.max_bytes_written > 0
+            spills = Spills(one, tier_io, above if is_written else None)
+            loads = Loads(one, tier_io, costs, budget)
+            store = tier_io.store
+            handovers = Handovers(one, store) if isinstance(store, PeerStore) else None
+            self.tiers += (TierTraffic(one, tier_io, loads, spills, handovers),)
+            above = spills if is_written else above
         assert all(tier.tiers.level == level for level, tier in enumerate(self.tiers))
 
     def warm_ups(self, backend: Backend) -> list[More]:
@@ -185,7 +185,7 @@ class Traffic:
         """
         if self.pushes is not None:
             self.pushes.note(request, length)
-        for tier in self.tiers if whole else ():
+        for tier in self.tiers[:1] if whole else ():  # it passes on to the next
             if tier.tiers.kind.max_bytes_written:
                 tier.spills.note(request.id, request.tokens(length).copy(), request.salt)
 
@@ -264,7 +264,7 @@ class Traffic:
             if tier.tiers.kind.outlives:
                 has_more |= tier.spills.hurry()
             else:
-                tier.spills.forget()
+                tier.spills.pass_all_on()
         return has_more
 
     def flush(self) -> Mapping[TierName, int]:
@@ -277,7 +277,7 @@ class Traffic:
         for tier in self.tiers:
             tree = tier.tiers.below.cache
             before = tree.nbytes
-            tier.spills.forget()
+            tier.spills.flush()
             tree.flush()
             tier.remove_lost()
             freed[tier.tiers.kind.name] = before - tree.nbytes
@@ -307,4 +307,5 @@ class Traffic:
         """Writes under way end first; reads that were asked for are not waited for."""
         for tier in self.tiers:
             tier.tier_io.close()
+        for tier in self.tiers:  # a tier may have been read for the one below it
             tier.tier_io.store.close()

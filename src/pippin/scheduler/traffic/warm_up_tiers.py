@@ -52,8 +52,10 @@ class TierWarmUp:
             num_loads = NUM_AT_ONCE if number == 0 else 1
             if not can_hold((1 + num_loads) * self.backend.row_bytes(length + GRID + 2)):
                 continue
-            made = [self._load(length, steps) for _ in range(num_loads)]
+            made: list[dict[Component, Payload]] = []
             try:
+                for _ in range(num_loads):
+                    made += [self._load(length, steps)]
                 self._spill(made, steps)
                 if number == 0:
                     self._restore(length, made[0], steps)
@@ -68,28 +70,32 @@ class TierWarmUp:
             Component.WINDOW: min(num_tokens, spec.window),
         }
         loads, claimed = [], []
-        for component in spec.components:
-            length = lengths.get(component, 1)
-            specs = self.backend.payload_arrays(component, length)
-            ends = [*accumulate((one.nbytes for one in specs), initial=0)]
-            buffer = buffers.claim(ends[-1])
-            claimed.append(buffer)
-            buffer[: ends[-1]] = 0
-            arrays = tuple(buffer[start:end] for start, end in pairwise(ends))
-            loads.append(Load(component, length, arrays))
-        result = self._launch(StepPlan(next(steps), load=tuple(loads)))
-        for buffer in claimed:
-            buffers.release(buffer)
+        try:
+            for component in spec.components:
+                length = lengths.get(component, 1)
+                specs = self.backend.payload_arrays(component, length)
+                ends = [*accumulate((one.nbytes for one in specs), initial=0)]
+                buffer = buffers.claim(ends[-1])
+                claimed.append(buffer)
+                buffer[: ends[-1]] = 0
+                arrays = tuple(buffer[start:end] for start, end in pairwise(ends))
+                loads.append(Load(component, length, arrays))
+            result = self._launch(StepPlan(next(steps), load=tuple(loads)))
+        finally:
+            for buffer in claimed:
+                buffers.release(buffer)
         return dict(zip(spec.components, result.loaded, strict=True))
 
     def _spill(self, made: Sequence[dict[Component, Payload]], steps: Iterator[int]) -> None:
         """All at once: each waits in pinned memory of its own."""
         spills = [Spill(kind, (payload,)) for one in made for kind, payload in one.items()]
         result = self._launch(StepPlan(next(steps), spill=tuple(spills)))
-        for spilled in result.spilled:
-            spilled.arrays()
-        for spilled in result.spilled:
-            spilled.release()
+        try:
+            for spilled in result.spilled:
+                spilled.arrays()
+        finally:
+            for spilled in result.spilled:
+                spilled.release()
 
     def _restore(
         self, length: int, payloads: dict[Component, Payload], steps: Iterator[int]
@@ -111,4 +117,9 @@ class TierWarmUp:
                 self._launch(StepPlan(next(steps), retire=(Retire(SLOT),)))
 
     def _launch(self, plan: StepPlan) -> StepResult:
-        return self.backend.launch(plan).wait()
+        pending = self.backend.launch(plan)
+        try:
+            return pending.wait()
+        except Exception:
+            pending.discard()
+            raise
