@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.gpu.attention_times import SUBJECT as ATTENTION
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
-from pippin.backends.mlx.recurrent.choices import SUBJECT as RECURRENCES
-from pippin.backends.mlx.recurrent.choices import Choice
 from pippin.backends.mlx.timing import times_file
 
 
@@ -17,7 +16,8 @@ def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     """The name of each thing chosen, and a line about it."""
     yield "attention", attention(loaded.layout, timed=bool(loaded.attention.times))
     yield from attention_paths(loaded.attention)
-    yield from recurrences(loaded.recurrences)
+    if loaded.layout.state_indices:
+        yield "recurrence", recurrence(safe=loaded.safe)
 
 
 def attention(layout: Layout, *, timed: bool = False) -> str:
@@ -47,11 +47,10 @@ def attention_paths(paths: AttentionPaths) -> Iterator[tuple[str, str]]:
         yield "attention times", f"rows are {lie}; {remembered_in(ATTENTION)}"
 
 
-def recurrences(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
-    for choice in choices:
-        yield f"{choice.kind.phase} recurrence", f"{choice} ({choice.kind.shapes})"
-    if any(choice.times is not None for choice in choices):
-        yield "recurrence times", remembered_in(RECURRENCES)
+def recurrence(*, safe: bool) -> str:
+    if on_metal() and not safe:
+        return "mlx-lm's kernels for shapes that they take, else blocks of 64 tokens"
+    return "blocks of 64 tokens: mlx-lm has no kernels here" if not safe else "blocks of 64 tokens"
 
 
 def remembered_in(subject: str) -> str:

@@ -18,7 +18,6 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.layout import ROUNDING
-from pippin.backends.mlx.recurrent.calls import calls_are_recorded
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
 from pippin.backends.mlx.recurrent.taps import block_states_are_tapped, conv_inputs_are_tapped
 
@@ -202,7 +201,7 @@ def _takes(cache: Any) -> bool:
     """A decode step, of which no capture wants more than its last state."""
     if type(cache) is not ArraysCache or any(entry is None for entry in cache.cache):
         return False
-    watched = calls_are_recorded() or block_states_are_tapped() or conv_inputs_are_tapped()
+    watched = block_states_are_tapped() or conv_inputs_are_tapped()
     return cache.lengths is None and cache.left_padding is None and not watched
 
 
