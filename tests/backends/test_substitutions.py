@@ -17,7 +17,7 @@ from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.prefill import query_blocks
-from serving import make_client, served
+from serving import make_client
 
 PROMPT = list(range(2, 22))
 

@@ -52,7 +52,7 @@ from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.families.rows_code import use_rows_code
 from pippin.backends.mlx.gpu import added_norms, expert_products
 from pippin.backends.mlx.gpu.delta_layer import use_delta_kernel
-from pippin.backends.mlx.gpu.expert_choice import use_expert_kernel
+from pippin.backends.mlx.gpu.expert_layers import use_expert_kernels
 from pippin.backends.mlx.gpu.stacked_experts import stack_experts
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
@@ -193,7 +193,7 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
     elif on_metal() and not safe:
         use_delta_kernel(model)
         stack_experts(model)
-        use_expert_kernel(model)
+        use_expert_kernels(model)
     return Head(model)
 
 
