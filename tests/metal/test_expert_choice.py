@@ -58,6 +58,20 @@ def test_the_largest_are_chosen(
     np.testing.assert_allclose(found, expected, rtol={F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype])
 
 
+def test_an_expert_of_every_token_follows_those_that_are_chosen() -> None:
+    """By a part of a wide product, as it lies."""
+    wide = mx.random.normal((4, 1, 41), key=mx.random.key(0))
+    gates, gate = wide[..., :40], wide[..., 40:]
+    choice = ExpertChoice(40, 3, normed=True)
+    experts, weights = choice.choose(gates)
+    for shared, weight in ((True, mx.ones((4, 1, 1))), (gate, mx.sigmoid(gate))):
+        found, their_weights = choice.choose(gates, shared=shared)
+        assert mx.array_equal(found[..., :3], experts).item()
+        assert found[..., 3].tolist() == [[40]] * 4
+        expected = mx.concatenate([weights, weight], axis=-1)
+        assert mx.allclose(their_weights, expected, rtol=1e-5).item()
+
+
 def test_no_expert_is_chosen_twice_nor_one_that_there_is_not() -> None:
     """Equal scores, infinite ones and those that are not numbers."""
     rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
@@ -166,17 +180,38 @@ def built(family: str) -> Any:
     return build_from({**CONFIGS, **EVERY, "in groups": IN_GROUPS}[family])
 
 
-@pytest.mark.parametrize("num_tokens", [3, 40])  # of 40 mlx-lm sorts the experts
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_computes_what_it_did(family: str, num_tokens: int) -> None:
+def test_a_layer_computes_what_it_did(family: str, quantized: bool) -> None:
+    """Of 40 tokens mlx-lm sorts the experts; 70 are too many for the kernels."""
     model = built(family)
     layer: Any = next(part for _, part in model.named_modules() if type(part) in OURS)
-    x = mx.random.normal((num_tokens, 1, 64), key=mx.random.key(1))
-    expected = layer(x)
+    if quantized:
+        nn.quantize(layer, 32, 4)
+    given = [mx.random.normal((n, 1, 64), key=mx.random.key(1)) for n in (3, 40, 70)]
+    expected = [layer(x) for x in given]
+    before = dict(tree_flatten(layer.parameters()))
     stack_experts(model)
     use_expert_kernels(model)
     assert type(layer) in OURS.values()
-    assert any(type(part) is StackedGLU for _, part in layer.named_modules())
+    (glu,) = (part for _, part in layer.named_modules() if type(part) is StackedGLU)
+    assert glu.has_shared is (family != "gpt_oss")
+    for x, plain in zip(given, expected, strict=True):
+        assert mx.allclose(layer(x), plain, atol=1e-5 * float(mx.abs(plain).max())).item()
+    after = dict(tree_flatten(layer.parameters()))
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_shared_expert_unlike_the_others_stays_beside_them() -> None:
+    model = built("qwen3_next")
+    layer: Any = next(part for _, part in model.named_modules() if type(part) in OURS)
+    nn.quantize(layer.shared_expert, 32, 8)
+    x = mx.random.normal((3, 1, 64), key=mx.random.key(1))
+    expected = layer(x)
+    stack_experts(model)
+    use_expert_kernels(model)
+    assert not layer.switch_mlp.has_shared
     assert mx.allclose(layer(x), expected, atol=1e-5 * float(mx.abs(expected).max())).item()
 
 

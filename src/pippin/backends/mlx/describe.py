@@ -48,9 +48,11 @@ def attention_paths(paths: AttentionPaths) -> Iterator[tuple[str, str]]:
 
 
 def recurrence(*, safe: bool) -> str:
-    if on_metal() and not safe:
-        return "mlx-lm's kernels for shapes that they take, else blocks of 64 tokens"
-    return "blocks of 64 tokens: mlx-lm has no kernels here" if not safe else "blocks of 64 tokens"
+    if safe:
+        return "ours, in plain operations: --safe"
+    if on_metal():
+        return "mlx-lm's kernels for the shapes that they take, else ours"
+    return "ours: mlx-lm has no kernels here"
 
 
 def remembered_in(subject: str) -> str:

@@ -20,6 +20,7 @@ MOST_EXPERTS = 32 * 32  # a lane keeps one in 32 of the scores
 SOURCE = """
     constexpr int PER_LANE = (Experts + 31) / 32;
     constexpr int GROUP = Experts / Groups;
+    constexpr int WIDTH = Chosen + (Shared > 0);
     constexpr float LEAST = -3e38f;
     const int lane = thread_position_in_threadgroup.x;
     const int token = threadgroup_position_in_grid.y;
@@ -28,7 +29,10 @@ SOURCE = """
     _Pragma("unroll")
     for (int i = 0; i < PER_LANE; ++i) {
       const int expert = i * 32 + lane;
-      score[i] = expert < Experts ? static_cast<float>(gates[token * Experts + expert]) : LEAST;
+      score[i] = LEAST;
+      if (expert < Experts)
+        score[i] = static_cast<float>(
+            gates[token * gates_strides[0] + expert * gates_strides[1]]);
       highest = score[i] > highest ? score[i] : highest;
     }
     highest = simd_max(highest);
@@ -100,11 +104,17 @@ SOURCE = """
       if (Normed) total += weight;
       if (lane == n) {
         own = weight;
-        experts[token * Chosen + n] = chosen;
+        experts[token * WIDTH + n] = chosen;
       }
     }
     if (Normed || !Sigmoid) own /= total;
-    if (lane < Chosen) weights[token * Chosen + lane] = static_cast<W>(own * factor[0]);
+    if (lane < Chosen) weights[token * WIDTH + lane] = static_cast<W>(own * factor[0]);
+    if (Shared > 0 && lane == 0) {  // the one behind all others
+      const float gate = static_cast<float>(shared[token * shared_strides[0]]);
+      experts[token * WIDTH + Chosen] = Experts;
+      weights[token * WIDTH + Chosen] =
+          static_cast<W>(Shared == 1 ? 1.0f : 1.0f / (1.0f + metal::exp(-gate)));
+    }
 """
 
 
@@ -125,24 +135,39 @@ class ExpertChoice:
         whole = self.num_experts % self.num_groups == 0 and self.num_groups <= 32
         return whole and self.num_experts <= MOST_EXPERTS and self.num_chosen <= 32
 
-    def choose(self, gates: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    def choose(
+        self,
+        gates: mx.array,
+        bias: mx.array | None = None,
+        *,
+        shared: mx.array | bool = False,
+    ) -> tuple[mx.array, mx.array]:
         """gates [..., experts] -> uint32 [..., chosen] and weights: float32 of a sigmoid, else of
-        the gates' type. No expert is chosen twice, whatever the gates are."""
+        the gates' type. No expert is chosen twice, whatever the gates are. `shared`: whether
+        another one follows, behind all of them, of weight 1 or of a sigmoid of [..., 1]."""
         *shape, num_experts = gates.shape
+        shape.append(self.num_chosen + (shared is not False))
+        gate = shared.reshape(-1, 1) if isinstance(shared, mx.array) else constants(0.0)
         weight_type = mx.float32 if self.sigmoid else gates.dtype
         kernel = metal_kernel(
-            "pippin_choose_experts", ("gates", "bias", "factor"), ("experts", "weights"), SOURCE
+            *("pippin_choose_experts", ("gates", "bias", "factor", "shared")),
+            *(("experts", "weights"), SOURCE),
+            strided=True,
         )
         experts, weights = kernel(
-            inputs=[gates, constants(0.0) if bias is None else bias, constants(self.factor)],
+            inputs=[
+                *(gates.reshape(-1, num_experts), constants(0.0) if bias is None else bias),
+                *(constants(self.factor), gate),
+            ],
             template=[
                 *(("W", weight_type), ("Experts", num_experts), ("Chosen", self.num_chosen)),
                 *(("Groups", self.num_groups), ("Dropped", self.num_groups - self.num_kept)),
                 *(("Sigmoid", self.sigmoid), ("Normed", self.normed)),
+                ("Shared", 2 if isinstance(shared, mx.array) else int(shared)),
             ],
             grid=(32, gates.size // num_experts, 1),
             threadgroup=(32, 1, 1),
-            output_shapes=[(*shape, self.num_chosen)] * 2,
+            output_shapes=[shape] * 2,
             output_dtypes=[mx.uint32, weight_type],
         )
         return experts, weights

@@ -39,7 +39,7 @@ def choice_of(layer: Any) -> ExpertChoice:
         return ExpertChoice(layer.num_local_experts, layer.num_experts_per_tok, normed=True)
     if not isinstance(layer, GROUPED):
         return ExpertChoice(layer.num_experts, layer.top_k, normed=bool(layer.norm_topk_prob))
-    gate = layer.gate
+    gate: Any = layer.gate
     return ExpertChoice(
         *(gate.n_routed_experts, gate.top_k),
         normed=bool(gate.norm_topk_prob) and gate.top_k > 1,
@@ -56,8 +56,12 @@ def qwen3(layer: Any, x: mx.array) -> mx.array:
 
 
 def qwen3_next(layer: Any, x: mx.array) -> mx.array:
-    shared = mx.sigmoid(layer.shared_expert_gate(x)) * layer.shared_expert(x)
-    return qwen3(layer, x) + shared
+    gate = layer.shared_expert_gate(x)
+    if not has_shared(layer):
+        beside: mx.array = mx.sigmoid(gate) * layer.shared_expert(x)
+        return qwen3(layer, x) + beside
+    experts, weights = choice_of(layer).choose(layer.gate(x), shared=gate)
+    return added_up(layer.switch_mlp(x, experts), weights)
 
 
 def gpt_oss(layer: Any, x: mx.array) -> mx.array:
@@ -74,9 +78,16 @@ def gpt_oss(layer: Any, x: mx.array) -> mx.array:
 
 def grouped(layer: Any, x: mx.array) -> mx.array:
     gate = layer.gate
-    experts, weights = choice_of(layer).choose(x @ gate.weight.T, gate.e_score_correction_bias)
-    shared = None if layer.config.n_shared_experts is None else layer.shared_experts(x)
-    return added_up(layer.switch_mlp(x, experts), weights, beside=shared)
+    scores, bias, is_one = x @ gate.weight.T, gate.e_score_correction_bias, has_shared(layer)
+    experts, weights = choice_of(layer).choose(scores, bias, shared=is_one)
+    none_beside = is_one or layer.config.n_shared_experts is None
+    beside = None if none_beside else layer.shared_experts(x)
+    return added_up(layer.switch_mlp(x, experts), weights, beside=beside)
+
+
+def has_shared(layer: Any) -> bool:
+    """Whether every token's expert is the last of the others."""
+    return type(layer.switch_mlp) is StackedGLU and layer.switch_mlp.has_shared
 
 
 def _made_over(theirs: type[Module], compute: Compute) -> type[Module]:
@@ -117,9 +128,11 @@ def chooses_right(choice: ExpertChoice, layer: Any) -> bool:
     gates = mx.random.normal((4, choice.num_experts), key=mx.random.key(0))
     bias = mx.random.uniform(0, 0.2, (choice.num_experts,), key=mx.random.key(1))
 
+    gate = mx.random.normal((4, 1), key=mx.random.key(2))
+
     def by_expert(experts: mx.array, weights: mx.array) -> mx.array:
-        at = experts.astype(mx.uint32)
-        return mx.put_along_axis(mx.zeros(gates.shape), at, weights, axis=-1)
+        blank = mx.zeros((4, choice.num_experts + 1))
+        return mx.put_along_axis(blank, experts.astype(mx.uint32), weights, axis=-1)
 
     def plain() -> tuple[mx.array, mx.array]:
         if choice.sigmoid:
@@ -131,7 +144,12 @@ def chooses_right(choice: ExpertChoice, layer: Any) -> bool:
         weights = mx.take_along_axis(mx.softmax(gates, axis=-1), experts, axis=-1)
         return experts, weights / weights.sum(axis=-1, keepdims=True) if choice.normed else weights
 
-    return choice.fits and agrees(
-        f"{BY_MLX_LM} for {choice}",
-        lambda: [off_by(by_expert(*choice.choose(gates, bias)), by_expert(*plain()))],
-    )
+    def errors() -> list[mx.array]:
+        expected = by_expert(*plain())
+        shared = mx.concatenate([expected[:, :-1], mx.sigmoid(gate)], axis=-1)
+        return [
+            off_by(by_expert(*choice.choose(gates, bias)), expected),
+            off_by(by_expert(*choice.choose(gates, bias, shared=gate)), shared),
+        ]
+
+    return choice.fits and agrees(f"{BY_MLX_LM} for {choice}", errors)

@@ -191,7 +191,7 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def rotation(rope: Rope | None) -> list[tuple[str, int]]:
-    """What kernels are told of how queries and keys are rotated."""
+    """The constants of how queries and keys are rotated."""
     if rope is None:
         return [("Rotated", 0), ("Traditional", False)]
     return [("Rotated", rope.dims), ("Traditional", rope.traditional)]
