@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from families import build
-from pippin.backends.mlx.describe import attention, describe, recurrences
+from pippin.backends.mlx import describe as describe_module
+from pippin.backends.mlx.describe import attention, describe
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.load import prepare
-from pippin.backends.mlx.recurrent import choices
-from pippin.backends.mlx.recurrent.calls import Kind
-from pippin.backends.mlx.recurrent.choices import Choice, Times
 from pippin.types import Component
 
 PLAIN = LayerCache(0, Component.ATTENTION, reads=Reads.PIECES)
@@ -44,25 +41,12 @@ def test_a_model_that_attends_in_its_own_way_is_said_to_be_slower() -> None:
     assert attention(layout(STATE)) == "none: every layer is recurrent"
 
 
-def test_times_come_with_the_file_that_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    timed = Choice(Kind("ssm_update", "prefill", "B 2x16"), Times(2.0, 1.0))
-    untimed = Choice(Kind("ssm_update", "decode", "B 2x16"), obstacle="no kernel")
-    assert list(recurrences([timed, untimed])) == [
-        ("prefill recurrence", "mlx-lm's: 2.00 ms ours, 1.00 ms mlx-lm's (B 2x16)"),
-        ("decode recurrence", "ours: no kernel (B 2x16)"),
-        (
-            "recurrence times",
-            f"in {Path('/caches/pippin/recurrences.json')}; delete it to time again",
-        ),
-    ]
-    assert [name for name, _ in recurrences([untimed])] == ["decode recurrence"]
-
-
-def test_a_loaded_model_is_described_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "on_metal", lambda: False)
-    described = dict(describe(prepare(*build("qwen3_5"))))
-    expected = {"attention", "prefill recurrence", "decode recurrence"}
-    assert set(described) == expected
-    assert described["decode recurrence"].startswith("ours: mlx-lm has only a Python loop here")
-    assert "recurrence" not in " ".join(dict(describe(prepare(*build("qwen3")))))
+@pytest.mark.parametrize("metal", [False, True])
+def test_a_loaded_model_is_described_whole(metal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = prepare(*build("qwen3_5"))
+    monkeypatch.setattr(describe_module, "on_metal", lambda: metal)
+    described = dict(describe(loaded))
+    assert set(described) == {"attention", "recurrence"}
+    assert described["recurrence"].startswith("mlx-lm's kernels" if metal else "ours: ")
+    assert "--safe" in dict(describe(replace(loaded, safe=True)))["recurrence"]
+    assert "recurrence" not in dict(describe(prepare(*build("qwen3"))))

@@ -17,7 +17,7 @@ from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.prefill import query_blocks
-from serving import make_client, served
+from serving import make_client
 
 PROMPT = list(range(2, 22))
 
@@ -41,17 +41,16 @@ def stock_reply() -> tuple[list[int], np.ndarray]:
 
 def test_another_thread_gets_mlx_lms_functions_while_a_forward_of_ours_runs() -> None:
     with substitutions.active():
-        assert substitutions._forward_kinds.get() is not None
-        assert in_a_thread(substitutions._forward_kinds.get) is None
-    assert substitutions._forward_kinds.get() is None
+        assert substitutions._forward_is_plain.get() is not None
+        assert in_a_thread(substitutions._forward_is_plain.get) is None
+    assert substitutions._forward_is_plain.get() is None
 
 
 def test_a_forward_inside_a_forward_ends_without_ending_the_outer_one() -> None:
-    kinds = frozenset(choice.kind for choice in served("qwen3_5").recurrences)
-    with substitutions.active(kinds):
+    with substitutions.active(plain=True):
         with substitutions.active():
-            assert substitutions._forward_kinds.get() == frozenset()
-        assert substitutions._forward_kinds.get() == kinds
+            assert substitutions._forward_is_plain.get() is False
+        assert substitutions._forward_is_plain.get() is True
 
 
 def test_stock_mlx_lm_generates_in_a_thread_while_our_engine_runs(

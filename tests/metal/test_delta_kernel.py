@@ -5,7 +5,6 @@ mlx-lm's runs in plain operations and in float32, on the numbers that the kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -28,11 +27,8 @@ SMALL: tuple[tuple[int, int], tuple[int, int]] = (1, 2), (64, 32)
 
 
 @pytest.fixture(autouse=True)
-def _metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _metal(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulator(monkeypatch, orders=(FORWARD,))
-    delta_layer._kernel.cache_clear()
-    yield
-    delta_layer._kernel.cache_clear()
 
 
 def layer_of(heads: tuple[int, int], dims: tuple[int, int], dtype: mx.Dtype = F32) -> Any:
@@ -112,7 +108,6 @@ def test_a_layer_whose_kernel_is_off_stays_as_it_is(
 ) -> None:
     for wrong in (delta_layer.SOURCE.replace("* beta;", ";"), "no Metal"):
         monkeypatch.setattr(delta_layer, "SOURCE", wrong)
-        delta_layer._kernel.cache_clear()
         layer = layer_of(*SMALL)
         use_delta_kernel(layer)
         assert type(layer) is ReplayedDeltaNet

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +14,10 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from every_family import EVERY
 from families import CONFIGS, build_from
 from metal.emulator import FORWARD, needs_clang, use_emulator
-from pippin.backends.mlx.gpu import expert_choice, expert_sums, grouped_experts
-from pippin.backends.mlx.gpu.expert_choice import OURS, choose_experts, use_expert_kernel
+from pippin.backends.mlx.gpu import expert_choice, expert_sums
+from pippin.backends.mlx.gpu.expert_choice import ExpertChoice
+from pippin.backends.mlx.gpu.expert_layers import OURS, use_expert_kernels
 from pippin.backends.mlx.gpu.expert_sums import added_up, biased_swiglu
-from pippin.backends.mlx.gpu.grouped_experts import GroupedChoice
 from pippin.backends.mlx.gpu.stacked_experts import StackedGLU, stack_experts
 
 pytestmark = [needs_clang, pytest.mark.slow]
@@ -27,14 +26,8 @@ BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 
 
 @pytest.fixture(autouse=True)
-def _metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _metal(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulator(monkeypatch, orders=(FORWARD,))
-    kernels = expert_choice._kernel, grouped_experts._kernel, expert_sums._kernels
-    for each in kernels:
-        each.cache_clear()
-    yield
-    for each in kernels:
-        each.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -54,9 +47,8 @@ def test_the_largest_are_chosen(
     rng = np.random.default_rng(num_experts)
     # All different, in every type.
     scores = rng.permuted(np.arange(4 * num_experts).reshape(4, -1) % num_experts, axis=1) / 64
-    experts, weights = choose_experts(
-        mx.array(scores[:, None]).astype(dtype), num_chosen, among=among
-    )
+    choice = ExpertChoice(num_experts, num_chosen, normed=among)
+    experts, weights = choice.choose(mx.array(scores[:, None]).astype(dtype))
     assert weights.dtype == dtype
     order = np.argsort(-scores, axis=1)[:, :num_chosen]
     np.testing.assert_array_equal(np.array(experts)[:, 0], order)
@@ -66,29 +58,49 @@ def test_the_largest_are_chosen(
     np.testing.assert_allclose(found, expected, rtol={F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype])
 
 
+def test_an_expert_of_every_token_follows_those_that_are_chosen() -> None:
+    """By a part of a wide product, as it lies."""
+    wide = mx.random.normal((4, 1, 41), key=mx.random.key(0))
+    gates, gate = wide[..., :40], wide[..., 40:]
+    choice = ExpertChoice(40, 3, normed=True)
+    experts, weights = choice.choose(gates)
+    for shared, weight in ((True, mx.ones((4, 1, 1))), (gate, mx.sigmoid(gate))):
+        found, their_weights = choice.choose(gates, shared=shared)
+        assert mx.array_equal(found[..., :3], experts).item()
+        assert found[..., 3].tolist() == [[40]] * 4
+        expected = mx.concatenate([weights, weight], axis=-1)
+        assert mx.allclose(their_weights, expected, rtol=1e-5).item()
+
+
 def test_no_expert_is_chosen_twice_nor_one_that_there_is_not() -> None:
     """Equal scores, infinite ones and those that are not numbers."""
     rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
-    experts = np.array(choose_experts(mx.array(rows), 12, among=True)[0])
+    experts = np.array(ExpertChoice(40, 12, normed=True).choose(mx.array(rows))[0])
     assert [len(set(row)) for row in experts.tolist()] == [12] * 4
     assert experts.max() < 40
     np.testing.assert_array_equal(experts[0], range(12))
     np.testing.assert_array_equal(experts[3], [*range(3, 40, 4), 1, 5])
 
 
+def in_groups(
+    num_experts: int, num_chosen: int, groups: int, kept: int, factor: float, *, normed: bool
+) -> ExpertChoice:
+    return ExpertChoice(num_experts, num_chosen, normed, True, groups, kept, factor)
+
+
 @pytest.mark.parametrize(
     ("choice", "dtype"),
     [
-        (GroupedChoice(256, 8, 8, 4, 2.5, True), F32),  # DeepSeek V3
-        (GroupedChoice(384, 8, 1, 1, 2.827, True), BF16),  # Kimi K2
-        (GroupedChoice(160, 8, 1, 1, 2.5, True), F16),  # GLM-4.6
-        (GroupedChoice(64, 4, 1, 1, 1.8, True), F32),  # GLM-4.7-Flash
-        (GroupedChoice(40, 6, 5, 2, 1.0, False), F32),
-        (GroupedChoice(32, 3, 32, 31, 1.0, True), F32),
+        (in_groups(256, 8, 8, 4, 2.5, normed=True), F32),  # DeepSeek V3
+        (in_groups(384, 8, 1, 1, 2.827, normed=True), BF16),  # Kimi K2
+        (in_groups(160, 8, 1, 1, 2.5, normed=True), F16),  # GLM-4.6
+        (in_groups(64, 4, 1, 1, 1.8, normed=True), F32),  # GLM-4.7-Flash
+        (in_groups(40, 6, 5, 2, 1.0, normed=False), F32),
+        (in_groups(32, 3, 32, 31, 1.0, normed=True), F32),
     ],
 )
 def test_the_best_groups_and_the_largest_of_them_are_chosen(
-    choice: GroupedChoice, dtype: mx.Dtype
+    choice: ExpertChoice, dtype: mx.Dtype
 ) -> None:
     rng = np.random.default_rng(choice.num_experts)
     gates = mx.array(rng.normal(size=(5, choice.num_experts))).astype(dtype)
@@ -112,7 +124,7 @@ def test_the_best_groups_and_the_largest_of_them_are_chosen(
 def test_no_expert_of_groups_is_chosen_twice_nor_one_that_there_is_not() -> None:
     rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
     for kept in (2, 5):
-        choice = GroupedChoice(40, 12, 5, kept, 1.0, True)
+        choice = in_groups(40, 12, 5, kept, 1.0, normed=True)
         experts = np.array(choice.choose(mx.array(rows), mx.zeros(40))[0])
         assert [len(set(row)) for row in experts.tolist()] == [12] * 4
         assert experts.max() < 40
@@ -168,17 +180,38 @@ def built(family: str) -> Any:
     return build_from({**CONFIGS, **EVERY, "in groups": IN_GROUPS}[family])
 
 
-@pytest.mark.parametrize("num_tokens", [3, 40])  # of 40 mlx-lm sorts the experts
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_computes_what_it_did(family: str, num_tokens: int) -> None:
+def test_a_layer_computes_what_it_did(family: str, quantized: bool) -> None:
+    """Of 40 tokens mlx-lm sorts the experts; 70 are too many for the kernels."""
     model = built(family)
     layer: Any = next(part for _, part in model.named_modules() if type(part) in OURS)
-    x = mx.random.normal((num_tokens, 1, 64), key=mx.random.key(1))
+    if quantized:
+        nn.quantize(layer, 32, 4)
+    given = [mx.random.normal((n, 1, 64), key=mx.random.key(1)) for n in (3, 40, 70)]
+    expected = [layer(x) for x in given]
+    before = dict(tree_flatten(layer.parameters()))
+    stack_experts(model)
+    use_expert_kernels(model)
+    assert type(layer) in OURS.values()
+    (glu,) = (part for _, part in layer.named_modules() if type(part) is StackedGLU)
+    assert glu.has_shared is (family != "gpt_oss")
+    for x, plain in zip(given, expected, strict=True):
+        assert mx.allclose(layer(x), plain, atol=1e-5 * float(mx.abs(plain).max())).item()
+    after = dict(tree_flatten(layer.parameters()))
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_shared_expert_unlike_the_others_stays_beside_them() -> None:
+    model = built("qwen3_next")
+    layer: Any = next(part for _, part in model.named_modules() if type(part) in OURS)
+    nn.quantize(layer.shared_expert, 32, 8)
+    x = mx.random.normal((3, 1, 64), key=mx.random.key(1))
     expected = layer(x)
     stack_experts(model)
-    use_expert_kernel(model)
-    assert type(layer) in OURS.values()
-    assert any(type(part) is StackedGLU for _, part in layer.named_modules())
+    use_expert_kernels(model)
+    assert not layer.switch_mlp.has_shared
     assert mx.allclose(layer(x), expected, atol=1e-5 * float(mx.abs(expected).max())).item()
 
 
@@ -204,9 +237,9 @@ def test_stacked_experts_compute_what_they_did(bias: bool, num_tokens: int, mode
 @pytest.mark.parametrize(
     ("module", "name", "right", "wrong", "family"),
     [
-        (expert_choice, "SOURCE", "own / total", "own", "gpt_oss"),
-        (grouped_experts, "SOURCE", "own / total", "own", "deepseek_v3"),
-        (grouped_experts, "SOURCE", "num_below < Dropped", "num_below < 0", "in groups"),
+        (expert_choice, "SOURCE", "own /= total", "own *= total", "gpt_oss"),
+        (expert_choice, "SOURCE", "own /= total", "own *= total", "deepseek_v3"),
+        (expert_choice, "SOURCE", "num_below < Dropped", "num_below < 0", "in groups"),
         (expert_sums, "ADD_UP", "sum +=", "sum =", "deepseek_v3"),
         (expert_sums, "ADD_UP", "result +=", "result -=", "gpt_oss"),
         (expert_sums, "ACTIVATE", "x + 1.0f", "x", "gpt_oss"),
@@ -225,10 +258,8 @@ def test_layers_stay_as_they_are_where_a_kernel_is_off(
     assert right in source
     for broken in (source.replace(right, wrong), "no Metal"):
         monkeypatch.setattr(module, name, broken)
-        for each in (expert_choice._kernel, grouped_experts._kernel, expert_sums._kernels):
-            each.cache_clear()
         model = built(family)
-        use_expert_kernel(model)
+        use_expert_kernels(model)
         assert not any(type(part) in OURS.values() for _, part in model.named_modules())
         assert "experts are chosen by mlx-lm" in caplog.text
         caplog.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,8 @@ OLD_FORM |= {"Shares": 1, "Lanes": 16, "Vec": 8, "Ahead": 2, "Whole": True}
 
 
 @pytest.fixture(autouse=True)
-def _emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    packed_attention._kernels.cache_clear()
+def _emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulator(monkeypatch)
-    yield
-    packed_attention._kernels.cache_clear()
 
 
 def run_old(header: str, source: str) -> Any:

@@ -30,9 +30,9 @@ BUDGETS = {
     ),  # 8 or 37 of a Gated DeltaNet layer, 9 or 15 of an attention layer
     "qwen3_moe": (11, 25, 36),  # a router, its choice, two products of experts, their sum
     "gpt_oss": (11, 29, 38),
-    "qwen3_5_moe": (14.5, 39, 46.5),  # and an expert for every token
-    "glm4_moe": (14, 28, 41),  # likewise
-    "deepseek_v3": (20, 0, 43),  # of latents no drafts are verified
+    "qwen3_5_moe": (11.5, 37, 47.5),  # every token's expert is one more
+    "glm4_moe": (11, 25, 41),  # likewise
+    "deepseek_v3": (17, 0, 43),  # of latents no drafts are verified
 }
 
 

@@ -16,9 +16,9 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 from metal.emulator import FORWARD, needs_clang, use_emulator
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.layout import LayerCache
-from pippin.backends.mlx.recurrent import replay
-from pippin.backends.mlx.recurrent.calls import Call
+from pippin.backends.mlx.recurrent import mlx_lm_kernels, replay
 from pippin.backends.mlx.recurrent.draft_states import DraftStates, Replay, kept_shapes
+from pippin.backends.mlx.recurrent.mlx_lm_kernels import Call
 from pippin.backends.mlx.recurrent.taps import tap_block_states
 from pippin.types import Component
 
@@ -34,6 +34,7 @@ def _metal(monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx-lm's own choice of kernel, with each kernel in the emulator."""
     use_emulator(monkeypatch, orders=(FORWARD,))
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mlx_lm_kernels, "on_metal", lambda: True)
     for masked in (False, True):
         kernel = gated_delta._make_gated_delta_kernel(has_mask=masked)
         monkeypatch.setattr(gated_delta, "_gated_delta_kernel" + "_masked" * masked, kernel)
@@ -57,9 +58,8 @@ def arguments(
 
 
 def as_served(given: dict[str, Any]) -> tuple[mx.array, mx.array]:
-    """As a layer's call runs inside of our forwards where mlx-lm's kernel was chosen."""
-    kind = Call.of(UPDATE, (), given).kind()
-    with substitutions.active(frozenset({kind})):
+    """As a layer's call runs inside of our forwards."""
+    with substitutions.active():
         y, state = substitutions._DISPATCHERS[UPDATE](**given)
     return y, state
 
@@ -119,8 +119,7 @@ def test_a_chunk_gives_its_states_at_every_64_tokens(rows: int, dtype: mx.Dtype)
     assert [*few] == [1, 2]
     assert mx.array_equal(few[1], states[1]).item()
     for end, tapped in zip((64, 128, 150), (states[n] for n in range(3)), strict=True):
-        cut = Call.of(UPDATE, (), given).between(0, end).arguments
-        expected, expected_state = plain(dict(cut))
+        expected, expected_state = plain(Call.of(UPDATE, (), given).between(0, end))
         assert worst(tapped, expected_state) < TOLERANCES[F32]
     keep = (mx.arange(150) < lengths[:, None])[..., None, None]
     assert worst(mx.where(keep, y, 0), mx.where(keep, expected, 0)) < TOLERANCES[dtype]

@@ -5,8 +5,6 @@ Rows are of different lengths, and each has its own cursor, as where drafts are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from metal.emulator import needs_clang, use_emulator
 from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.packed_attention import attend_packed
 
 TAIL, HEADS, QUERY_HEADS, DIM = 64, 2, 4, 32
@@ -29,12 +26,9 @@ WAYS = [
 
 
 @pytest.fixture(autouse=True)
-def _metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    packed_attention._kernels.cache_clear()
+def _metal(monkeypatch: pytest.MonkeyPatch) -> None:
     if not mx.metal.is_available():
         use_emulator(monkeypatch)
-    yield
-    packed_attention._kernels.cache_clear()
 
 
 def normal(*shape: int, seed: int) -> np.ndarray:

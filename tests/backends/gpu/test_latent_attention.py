@@ -5,8 +5,6 @@ Where there is no Metal, the kernel runs in the emulator of tests/metal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from metal.packed_rows import CURSOR
 from pippin.backends.mlx.attention.head_ropes import Rope, head_norms
 from pippin.backends.mlx.attention.paths import AttendPacked
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.gpu import kernel_of_layout, latent_attention, packed_attention
+from pippin.backends.mlx.gpu import kernel_of_layout, latent_attention
 from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of
 from pippin.backends.mlx.gpu.latent_attention import LatentForm, attend_latents, num_stretches
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
@@ -42,16 +40,10 @@ RAGGED, MANY = (40, 0, 1), (1, 0, 30, 2) * 16
 
 
 @pytest.fixture(autouse=True)
-def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def metal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run in the emulator, unless there is Metal."""
-    kernels = latent_attention._kernel, packed_attention._kernels
-    for each in kernels:
-        each.cache_clear()
     if not mx.metal.is_available():
         use_emulator(monkeypatch)
-    yield
-    for each in kernels:
-        each.cache_clear()
 
 
 def check(
@@ -177,7 +169,6 @@ def test_a_model_is_held_against_plain_operations_at_load(
     assert deferred_norms(loaded.layout, loaded.forward, kernel, norms) is not None
     broken = latent_attention.ATTEND_LATENTS.replace("product *= scale;", "")
     monkeypatch.setattr(latent_attention, "ATTEND_LATENTS", broken)
-    latent_attention._kernel.cache_clear()
     assert packed_rows(loaded.layout, loaded.forward)[0] is None
     assert "the kernel is off" in caplog.text
 

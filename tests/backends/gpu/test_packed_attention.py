@@ -5,7 +5,6 @@ Where there is no Metal, the kernel runs in the emulator of tests/metal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,6 @@ from metal.packed_rows import CURSOR, TAIL, Rows
 from pippin.backends.mlx.attention.head_ropes import Norm, Rope
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.packed_attention import Form, attend_packed, cut
 
 KERNEL = pytest.param(
@@ -35,13 +33,10 @@ JOINED = pytest.param(attend_joined, id="joined")
 
 
 @pytest.fixture(autouse=True)
-def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def metal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run in the emulator, unless there is Metal."""
-    packed_attention._kernels.cache_clear()
     if not mx.metal.is_available():
         use_emulator(monkeypatch)
-    yield
-    packed_attention._kernels.cache_clear()
 
 
 @pytest.mark.parametrize(

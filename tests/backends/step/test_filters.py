@@ -1,4 +1,4 @@
-"""top_k and top_p without a sort of the vocabulary keep the very tokens that a sort keeps.
+"""top_k and top_p keep the very tokens that the rule keeps.
 
 The oracle is the rule of `sampling/rules.py` in numpy, token by token, on the masses that mlx
 found: how a device rounds an exponential is no part of the rule.
@@ -28,25 +28,13 @@ def group_of(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_both_forms_keep_what_the_rule_keeps(params: SamplingParams, kind: str) -> None:
+def test_a_sort_keeps_what_the_rule_keeps(params: SamplingParams, kind: str) -> None:
     x, group = mx.array(logits(kind)), group_of(params)
-    by_sort = np.array(filters.dropped_by_sort(x, group))
-    np.testing.assert_array_equal(np.array(filters.dropped_by_bisection(x, group)), by_sort)
+    by_sort = np.array(filters._dropped_by_sort(x, group))
     mass = np.array(mx.exp(x - x.max(axis=-1, keepdims=True)))
     for row in range(ROWS):
         expected = kept_by_rule(params, np.array(x)[row], mass[row])
         np.testing.assert_array_equal(~by_sort[row], expected)
-
-
-def test_metal_bisects_and_others_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, group = mx.array(logits("spread")), group_of(SamplingParams(top_p=0.9))
-    asked: list[str] = []
-    for name in ("dropped_by_sort", "dropped_by_bisection"):
-        monkeypatch.setattr(filters, name, lambda x, group, name=name: asked.append(name))
-    for metal in (False, True):
-        monkeypatch.setattr(filters, "on_metal", lambda metal=metal: metal)
-        filters.dropped_tokens(x, group)
-    assert asked == ["dropped_by_sort", "dropped_by_bisection"]
 
 
 @pytest.mark.parametrize("vocab", [64 * 200, 64 * 200 + 17, 700])

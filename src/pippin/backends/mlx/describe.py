@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.table_kv import table_operations
+from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.gpu.attention_times import SUBJECT as ATTENTION
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
-from pippin.backends.mlx.recurrent.choices import SUBJECT as RECURRENCES
-from pippin.backends.mlx.recurrent.choices import Choice
 from pippin.backends.mlx.timing import times_file
 
 
@@ -22,7 +21,8 @@ def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     timed = bool(loaded.attention.times)
     yield "attention", attention(loaded.layout, timed=timed, gathers=gathers)
     yield from attention_paths(loaded.attention)
-    yield from recurrences(loaded.recurrences)
+    if loaded.layout.state_indices:
+        yield "recurrence", recurrence(safe=loaded.safe)
 
 
 def attention(layout: Layout, *, timed: bool = False, gathers: bool = False) -> str:
@@ -52,11 +52,12 @@ def attention_paths(paths: AttentionPaths) -> Iterator[tuple[str, str]]:
         yield "attention times", remembered_in(ATTENTION)
 
 
-def recurrences(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
-    for choice in choices:
-        yield f"{choice.kind.phase} recurrence", f"{choice} ({choice.kind.shapes})"
-    if any(choice.times is not None for choice in choices):
-        yield "recurrence times", remembered_in(RECURRENCES)
+def recurrence(*, safe: bool) -> str:
+    if safe:
+        return "ours, in plain operations: --safe"
+    if on_metal():
+        return "mlx-lm's kernels for the shapes that they take, else ours"
+    return "ours: mlx-lm has no kernels here"
 
 
 def remembered_in(subject: str) -> str:

@@ -57,7 +57,7 @@ def find_linear_groups(model: Module, forward: Callable[[], object]) -> list[lis
     for _, read in readers.values():
         alike: dict[object, list[Module]] = {}
         for part in read:
-            alike.setdefault(_likeness(part), []).append(part)
+            alike.setdefault(likeness(part), []).append(part)
         groups += [group for group in alike.values() if 1 < len(group) == len(set(map(id, group)))]
     return groups
 
@@ -73,8 +73,8 @@ def _watch(part: Module, readers: dict[int, tuple[mx.array, list[Module]]]) -> N
     part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
 
 
-def _likeness(part: Module) -> object:
-    """Layers that differ in it cannot be stacked."""
+def likeness(part: Module) -> object:
+    """Layers that differ in it cannot be stacked: all but how many outputs they have."""
     arrays = {name: part.get(name) for name in STACKED}
     shapes = {n: None if a is None else (a.dtype, a.shape[1:]) for n, a in arrays.items()}
     settings = tuple(getattr(part, name, None) for name in ("group_size", "bits", "mode"))

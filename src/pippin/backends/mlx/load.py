@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.linear_groups import find_linear_groups
 from pippin.backends.mlx.mlx_lm_package import import_load_model
-from pippin.backends.mlx.recurrent.calls import Kind, record_calls
-from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rows.decode_forward import Forward
 from pippin.backends.mlx.trial_run import adds_later, deferred_norms, packed_rows, runnable_layout
@@ -57,7 +55,6 @@ class LoadedModel:
     name: str
     state_taps: bool = False
     hidden_bytes: int = 0  # of what the head reads of one token; 0: not known
-    recurrences: tuple[Choice, ...] = ()
     attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
     safe: bool = False  # plain operations of mlx alone
     mtp_head: MTPHead | None = None
@@ -65,7 +62,7 @@ class LoadedModel:
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
-        return _forward(self.model, self._mlx_lm_kinds, tokens, caches)
+        return _forward(self.model, tokens, caches, plain=self.safe)
 
     def forward_with_hidden(
         self, tokens: mx.array, caches: list[Any]
@@ -84,15 +81,11 @@ class LoadedModel:
         """Logits [rows, 1, vocab] of hidden vectors [rows, 1, n]. No layer is computed."""
         tokens = mx.zeros((hidden.shape[0], 1), mx.int32)  # of which the layers' graph is built
         with self.head.replaying(hidden):
-            return _forward(self.model, self._mlx_lm_kinds, tokens, make_prompt_cache(self.model))
+            return self.forward(tokens, make_prompt_cache(self.model))
 
     def operating(self) -> AbstractContextManager[None]:
         """Whatever runs this model runs inside."""
         return without_operations() if self.safe else nullcontext()
-
-    @cached_property
-    def _mlx_lm_kinds(self) -> frozenset[Kind]:
-        return _mlx_lm_kinds(self.recurrences)
 
 
 def _check_weights(path: Path) -> None:
@@ -172,23 +165,23 @@ def prepare(
     model.eval()
     progress("preparing layers")
     head = substitutions.install(model, cpu=on_cpu(), safe=safe)
+    forward = partial(_forward, model, plain=safe)
+    one_token = partial(forward, mx.zeros((1, 1), mx.int32))
     try:
-        _try_plain_forward(model)
+        try:  # unevaluated: some models have kernels for one kind of GPU alone
+            one_token(make_prompt_cache(model))
+        except Exception as error:  # whatever the model's own code raises
+            reason = f"mlx-lm's own code for them fails here: {error}"
+            raise UnsupportedLayout(reason) from error
         if not safe and (not on_cpu() or operations("linear") is not None):
-            run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
-            _merge_linear_layers(model, lambda: run(make_prompt_cache(model)))
+            _merge_linear_layers(model, lambda: one_token(make_prompt_cache(model)))
             if mtp_head is not None:
                 _merge_linear_layers(mtp_head, mtp_head.run_once)
         if mtp_head is not None:
             mtp_head.pack()
-        with record_calls() as calls:
-            discovered = discover(model, partial(_forward, model, frozenset()))
-        recurrences = choose_recurrences(calls.values(), deterministic=deterministic, safe=safe)
-        forward = partial(_forward, model, _mlx_lm_kinds(recurrences))
-        layout = runnable_layout(discovered, forward)
+        layout = runnable_layout(discover(model, forward), forward)
     except UnsupportedLayout as error:
         raise refusals.refusal(model_type, error.message) from error
-    one_token = partial(forward, mx.zeros((1, 1), mx.int32))
     logits = one_token(make_prompt_cache(model))
     text = config.get("text_config") or config
     hidden_bytes = measure_hidden(head, lambda: one_token(make_prompt_cache(model)))
@@ -202,17 +195,12 @@ def prepare(
         name=name,
         state_taps=can_tap(layout, forward),
         hidden_bytes=hidden_bytes,
-        recurrences=recurrences,
         attention=AttentionPaths()
         if safe
         else _choose_attention(model, layout, forward, deterministic=deterministic),
         safe=safe,
         mtp_head=mtp_head if hidden_bytes else None,
     )
-
-
-def _mlx_lm_kinds(choices: Iterable[Choice]) -> frozenset[Kind]:
-    return frozenset(choice.kind for choice in choices if choice.mlx_lm)
 
 
 def _choose_attention(
@@ -234,14 +222,6 @@ def _choose_attention(
     return replace(paths, adds_later=adds_later(layout, forward, paths))
 
 
-def _try_plain_forward(model: Module) -> None:
-    """With mlx-lm's own caches, unevaluated: some models have kernels for one kind of GPU alone."""
-    try:
-        _forward(model, frozenset(), mx.zeros((1, 1), mx.int32), make_prompt_cache(model))
-    except Exception as error:  # whatever the model's own code raises
-        raise UnsupportedLayout(f"mlx-lm's own code for them fails here: {error}") from error
-
-
 def _merge_linear_layers(model: Module, run_once: Callable[[], object]) -> None:
     groups = find_linear_groups(model, run_once)
     if on_cpu():
@@ -250,10 +230,8 @@ def _merge_linear_layers(model: Module, run_once: Callable[[], object]) -> None:
         stack_linear_layers(groups)
 
 
-def _forward(
-    model: Module, mlx_lm_kinds: frozenset[Kind], tokens: mx.array, caches: list[Any]
-) -> mx.array:
-    with substitutions.active(mlx_lm_kinds):
+def _forward(model: Module, tokens: mx.array, caches: list[Any], *, plain: bool) -> mx.array:
+    with substitutions.active(plain=plain):
         logits: mx.array = model(tokens, cache=caches)
     return logits
 

@@ -2,7 +2,7 @@
 
     scaled_dot_product_attention   over our row views (attention/row_kv.py); in prefill
                                    by blocks of queries where scores are many (query_blocks.py)
-    gated_delta_update             the chunked recurrence, unless mlx-lm's is faster (choices.py)
+    gated_delta_update             the chunked recurrence, where mlx-lm has no kernel for the call
     ssm_update                     likewise, for Mamba-2 layers
     normalize_qk (GPU)             scales as the norms' weights
     Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
@@ -52,16 +52,15 @@ from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.families.rows_code import use_rows_code
 from pippin.backends.mlx.gpu import added_norms, expert_products
 from pippin.backends.mlx.gpu.delta_layer import use_delta_kernel
-from pippin.backends.mlx.gpu.expert_choice import use_expert_kernel
+from pippin.backends.mlx.gpu.expert_layers import use_expert_kernels
 from pippin.backends.mlx.gpu.stacked_experts import stack_experts
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
-from pippin.backends.mlx.recurrent.calls import Call, Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update, normalize_qk
+from pippin.backends.mlx.recurrent.mlx_lm_kernels import call_of_kernel, run_in_slices
 from pippin.backends.mlx.recurrent.replay import use_replay
-from pippin.backends.mlx.recurrent.slices import run_in_slices
 from pippin.backends.mlx.recurrent.ssm import ssm_update
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {
@@ -79,22 +78,19 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
 
 RECURRENCES = ("gated_delta_update", "ssm_update")
 
-# Inside a forward of ours: the recurrent calls that are mlx-lm's all the same. None: outside.
-_forward_kinds: ContextVar[frozenset[Kind] | None] = ContextVar("pippin_forward", default=None)
+# Inside a forward of ours: whether it is of plain operations alone. None: outside.
+_forward_is_plain: ContextVar[bool | None] = ContextVar("pippin_forward", default=None)
 
 
 @contextmanager
-def active(mlx_lm_kinds: frozenset[Kind] = frozenset()) -> Iterator[None]:
+def active(*, plain: bool = False) -> Iterator[None]:
     """Our own forward runs inside; everything else in the process, in this thread before and after
-    or in another one meanwhile, sees stock mlx-lm.
-
-    Recurrent calls of `mlx_lm_kinds` are mlx-lm's inside too.
-    """
-    token = _forward_kinds.set(mlx_lm_kinds)
+    or in another one meanwhile, sees stock mlx-lm. `plain`: without mlx-lm's kernels."""
+    token = _forward_is_plain.set(plain)
     try:
         yield
     finally:
-        _forward_kinds.reset(token)
+        _forward_is_plain.reset(token)
 
 
 def attention(
@@ -152,12 +148,12 @@ def _dispatcher(name: str) -> Callable[..., Any]:
     original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        mlx_lm_kinds = _forward_kinds.get()
-        if mlx_lm_kinds is None:
+        is_plain = _forward_is_plain.get()
+        if is_plain is None:
             return original(*args, **kwargs)
-        if name in RECURRENCES:
-            record_call(name, args, kwargs)
-            if mlx_lm_kinds and is_among(mlx_lm_kinds, call := Call.of(name, args, kwargs)):
+        if name in RECURRENCES and not is_plain:
+            call = call_of_kernel(name, args, kwargs)
+            if call is not None:
                 return run_in_slices(original, call)
         return replacement(*args, **kwargs)
 
@@ -197,7 +193,7 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
     elif on_metal() and not safe:
         use_delta_kernel(model)
         stack_experts(model)
-        use_expert_kernel(model)
+        use_expert_kernels(model)
     return Head(model)
 
 

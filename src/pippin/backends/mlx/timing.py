@@ -1,6 +1,6 @@
 """Times work on this device and remembers what it took, in small files of the user's.
 
-    {"<device and versions>": {"<what was timed>": {"ours_ms": 1.9, "mlx_lm_ms": 1.2}}}
+    {"<device and versions>": {"<what was timed>": {"kernel": 0.19, "joined": 0.12}}}
 
 Knows nothing that it times. Times are kept, not verdicts. Losing a file costs a second at the next
 load: whatever is wrong with it is said in the log and never an error.
@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from types import ModuleType
-from typing import Generic, TypeVar
 
 import msgspec
 from platformdirs import user_cache_path
@@ -30,7 +29,7 @@ REPEATS = 5
 logger = logging.getLogger(__name__)
 
 Timer = Callable[[Callable[[], None]], float]  # seconds that some work takes
-Times = TypeVar("Times")
+Times = dict[str, float]
 
 
 def shortest_seconds(run: Callable[[], None]) -> float:
@@ -57,20 +56,18 @@ def times_file(subject: str) -> Path:
     return user_cache_path("pippin") / f"{subject}.json"
 
 
-class RememberedTimes(Generic[Times]):
+class RememberedTimes:
     """The times of one machine. The file is read when first asked, and written if any are new."""
 
-    def __init__(self, path: Path, machine: str, times: type[Times]) -> None:
+    def __init__(self, path: Path, machine: str) -> None:
         self._path = path
         self._machine = machine
-        self._type = times
         self._new: dict[str, Times] = {}
 
     @cached_property
     def _table(self) -> dict[str, dict[str, Times]]:
         try:
-            table = dict[str, dict[str, self._type]]  # type: ignore[name-defined]
-            return msgspec.json.decode(self._path.read_bytes(), type=table)
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, dict[str, Times]])
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, msgspec.DecodeError) as error:

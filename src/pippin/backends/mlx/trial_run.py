@@ -13,6 +13,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.agreement import agrees, off_by
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.attention.plain_attention import held_against_plain
@@ -90,58 +91,47 @@ def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, 
         layers[layer.kind] = layer
         return attend(call)
 
-    prompts = [PromptState(), PromptState(), PromptState()]
-    try:
-        _prefill(layout, forward, (2, 3, 1), prompts)
-        rows = DecodeRows(layout, AttentionPaths(noted))
-        _advance(rows, prompts, DecodeForward(layout, forward))
-        largest = float(mx.stack(errors).max())
-    except Exception as error:  # whatever a kernel can do on a machine that we have never seen
-        logger.warning("no kernel attends to decode rows: %s", error, exc_info=error)
-        return None, layers
-    if not largest <= ROUNDING:
-        logger.warning("no kernel attends to decode rows: the kernel is off by %.1g here", largest)
-        return None, layers
-    return kernel, layers
+    def run() -> list[mx.array]:
+        _logits(layout, forward, AttentionPaths(noted))
+        return errors
+
+    return (kernel if agrees("no kernel attends to decode rows", run) else None), layers
 
 
 def deferred_norms(
     layout: Layout, forward: Forward, kernel: AttendPacked, norms: HeadNorms
 ) -> HeadNorms | None:
     """Of these norms those that can be left to the kernel, with the rotations after them; None:
-    rotations neither. By the logits of a step: they must stay what they were."""
-    found: dict[str, mx.array] = {}
-    for name, left in {"none": None, "all": norms, "rotations": {}}.items():
-        prompts = [PromptState(), PromptState(), PromptState()]
-        _prefill(layout, forward, (2, 3, 1), prompts)
-        rows = DecodeRows(layout, AttentionPaths(kernel, norms=left))
-        try:
-            found[name] = _advance(rows, prompts, DecodeForward(layout, forward)).astype(mx.float32)
-            off = mx.abs(found[name] - found["none"]).max() / mx.abs(found["none"]).max()
-        except Exception as error:  # whatever the model's own code raises
-            logger.info("norms and rotations are not left to attention (%s): %s", name, error)
-            continue
-        if left is not None and float(off) <= ROUNDING:
+    rotations neither."""
+    usual = AttentionPaths(kernel)
+    for left in (norms, {}):
+        if _keeps_logits(layout, forward, usual, replace(usual, norms=left)):
             return left
     return None
 
 
 def adds_later(layout: Layout, forward: Forward, paths: AttentionPaths) -> bool:
-    """Whether layers' sums can be left to the norms that follow: likewise by the logits."""
-    found = []
-    for left in (False, True):
-        prompts = [PromptState(), PromptState(), PromptState()]
-        _prefill(layout, forward, (2, 3, 1), prompts)
-        rows = DecodeRows(layout, replace(paths, adds_later=left))
-        try:
-            logits = _advance(rows, prompts, DecodeForward(layout, forward))
-            mx.eval(logits)
-        except Exception as error:  # whatever the model's own code raises
-            logger.info("sums are not left to norms: %s", error)
-            return False
-        found.append(logits.astype(mx.float32))
-    plain, ours = found
-    return bool(mx.abs(ours - plain).max() <= ROUNDING * mx.abs(plain).max())
+    """Whether layers' sums can be left to the norms that follow."""
+    return _keeps_logits(layout, forward, paths, replace(paths, adds_later=True))
+
+
+def _keeps_logits(
+    layout: Layout, forward: Forward, usual: AttentionPaths, other: AttentionPaths
+) -> bool:
+    """Whether the logits of a step stay what they were."""
+    plain = _logits(layout, forward, usual)
+    try:
+        return float(off_by(_logits(layout, forward, other), plain)) <= ROUNDING
+    except Exception as error:  # whatever the model's own code raises
+        logger.info("norms, rotations or sums stay in layers of their own: %s", error)
+        return False
+
+
+def _logits(layout: Layout, forward: Forward, paths: AttentionPaths) -> mx.array:
+    """Of three rows of different lengths."""
+    prompts = [PromptState(), PromptState(), PromptState()]
+    _prefill(layout, forward, (2, 3, 1), prompts)
+    return _advance(DecodeRows(layout, paths), prompts, DecodeForward(layout, forward))
 
 
 def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeForward) -> mx.array:

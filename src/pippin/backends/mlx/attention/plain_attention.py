@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from pippin.backends.mlx.agreement import off_by
 from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
 from pippin.backends.mlx.payloads.packing import KV
 
@@ -103,8 +104,7 @@ def held_against_plain(kernel: AttendPacked, errors: list[mx.array]) -> AttendPa
     def attend_and_compare(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         found = kernel(call)
         for ours, plain in zip(found, attend_joined(_in_float32(call)), strict=True):
-            difference = mx.abs(ours.astype(mx.float32) - plain).max()
-            errors.append(difference / mx.maximum(mx.abs(plain).max(), 1e-6))
+            errors.append(off_by(ours, plain))
         return found
 
     return attend_and_compare

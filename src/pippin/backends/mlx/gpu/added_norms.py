@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +20,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import gemma3_text
 
 from pippin.backends.mlx.attention import head_ropes
+from pippin.backends.mlx.gpu.kernels import constants, metal_kernel
 
 FEW_THREADS, MANY_THREADS = 256, 1024  # of a row; not measured on Apple GPUs
 CHANNELS_OF_FEW = 4096  # that are a row at the most, where it has few threads
@@ -63,33 +63,15 @@ SOURCE = """
 """
 
 
-@cache
-def _kernel() -> Callable[..., list[mx.array]]:
-    make: Callable[..., Any] = mx.fast.metal_kernel
-    kernel: Callable[..., list[mx.array]] = make(
-        name="pippin_add_and_norm",
-        input_names=["x", "y", "weight", "eps"],
-        output_names=["sum", "normed"],
-        source=SOURCE,
-    )
-    return kernel
-
-
-@cache
-def _number(value: float) -> mx.array:
-    number = mx.array([value])
-    mx.eval(number)
-    return number
-
-
 def add_and_norm(
     x: mx.array, y: mx.array, weight: mx.array, eps: float
 ) -> tuple[mx.array, mx.array]:
     """x + y, and its norm: arrays [..., n] of one type."""
     size = x.shape[-1]
     threads = FEW_THREADS if size <= CHANNELS_OF_FEW else MANY_THREADS
-    total, normed = _kernel()(
-        inputs=[x, y, weight, _number(eps)],
+    inputs, outputs = ("x", "y", "weight", "eps"), ("sum", "normed")
+    total, normed = metal_kernel("pippin_add_and_norm", inputs, outputs, SOURCE)(
+        inputs=[x, y, weight, constants(eps)],
         template=[("T", x.dtype), ("Size", size), ("Threads", threads)],
         grid=(threads, x.size // size, 1),
         threadgroup=(threads, 1, 1),

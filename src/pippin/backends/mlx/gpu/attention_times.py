@@ -98,7 +98,7 @@ def choose_attention(
     kernels = (packed_attention, packed_kernels, latent_attention, latent_kernel)
     timed = (*kernels, plain_attention, packed_kv)
     ours = machine(timed)
-    remembered = RememberedTimes(path or times_file(SUBJECT), ours, dict[str, float])
+    remembered = RememberedTimes(path or times_file(SUBJECT), ours)
     began = perf_counter()
     times: dict[str, dict[Size, Mapping[Path, float]]] = {kind: {} for kind in layers}
     try:

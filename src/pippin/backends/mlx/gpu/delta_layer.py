@@ -8,24 +8,19 @@ row; heads that share keys each convolve them again. Any other call goes to mlx-
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.layout import ROUNDING
-from pippin.backends.mlx.recurrent.calls import calls_are_recorded
+from pippin.backends.mlx.agreement import agrees, off_by
+from pippin.backends.mlx.gpu.kernels import Kernel, constants, metal_kernel
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
 from pippin.backends.mlx.recurrent.taps import block_states_are_tapped, conv_inputs_are_tapped
 
 MOST_SIMD_GROUPS = 16  # of a threadgroup; each takes as many of a head's values
 MOST_STATE = 64  # numbers of the state that a lane keeps: 32 for heads of 128
-
-logger = logging.getLogger(__name__)
 
 SOURCE = """
     constexpr int SHARES = Hv / Hk;  // value heads that have the same keys
@@ -130,21 +125,12 @@ SOURCE = """
 """
 
 
-@cache
-def _kernel() -> Callable[..., list[mx.array]]:
-    """It reads strides: what products leave are slices of a wide one."""
-    make: Callable[..., Any] = mx.fast.metal_kernel
-    kernel: Callable[..., list[mx.array]] = make(
-        name="pippin_delta_layer",
-        input_names=[
-            *("qkv", "z", "b", "a", "inputs", "state"),
-            *("taps", "A_log", "dt_bias", "weight", "eps"),
-        ],
-        output_names=["out", "new_inputs", "new_state"],
-        source=SOURCE,
-        ensure_row_contiguous=False,
-    )
-    return kernel
+INPUTS = ("qkv", "z", "b", "a", "inputs", "state", "taps", "A_log", "dt_bias", "weight", "eps")
+
+
+def _kernel() -> Kernel:
+    outputs = ("out", "new_inputs", "new_state")
+    return metal_kernel("pippin_delta_layer", INPUTS, outputs, SOURCE, strided=True)
 
 
 def num_simd_groups(key_dim: int, value_dim: int) -> int | None:
@@ -202,7 +188,7 @@ def _takes(cache: Any) -> bool:
     """A decode step, of which no capture wants more than its last state."""
     if type(cache) is not ArraysCache or any(entry is None for entry in cache.cache):
         return False
-    watched = calls_are_recorded() or block_states_are_tapped() or conv_inputs_are_tapped()
+    watched = block_states_are_tapped() or conv_inputs_are_tapped()
     return cache.lengths is None and cache.left_padding is None and not watched
 
 
@@ -210,19 +196,11 @@ def use_delta_kernel(model: Module) -> None:
     """Make over every layer that the kernel knows, if it computes right; after its convolution."""
     layers = [part for _, part in model.named_modules() if _fits(part)]
     for layer in layers:
-        layer._eps = mx.array([layer.norm.eps], dtype=mx.float32)  # not a parameter: _
+        layer._eps = constants(layer.norm.eps)
         layer.__class__ = KernelDeltaNet
-    try:
-        error = max(map(error_of, layers[:1]), default=0.0)
-    except Exception as failure:  # whatever a kernel can do on a machine that we have never seen
-        logger.warning("recurrent layers have no kernel: %s", failure, exc_info=failure)
-        error = 0.0
-    else:
-        if error <= ROUNDING:
-            return
-        logger.warning("recurrent layers have no kernel: it is off by %.1g here", error)
-    for layer in layers:
-        layer.__class__ = ReplayedDeltaNet
+    if layers and not agrees("recurrent layers have no kernel", lambda: errors_of(layers[0])):
+        for layer in layers:
+            layer.__class__ = ReplayedDeltaNet
 
 
 def _fits(part: Module) -> bool:
@@ -235,8 +213,8 @@ def _fits(part: Module) -> bool:
     return num_simd_groups(part.head_k_dim, part.head_v_dim) is not None
 
 
-def error_of(layer: KernelDeltaNet) -> float:
-    """How far the kernel is from mlx-lm's layer on drawn numbers, of the largest."""
+def errors_of(layer: KernelDeltaNet) -> list[mx.array]:
+    """Of the kernel's arrays against those of mlx-lm's layer, on drawn numbers."""
     dtype = layer.norm.weight.dtype
     kept = (2, layer.conv_kernel_size - 1, layer.conv_dim)
     state = (2, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim)
@@ -249,8 +227,4 @@ def error_of(layer: KernelDeltaNet) -> float:
         cache: Any = ArraysCache(size=2)
         cache.cache = [inputs.astype(dtype), held]
         found.append([run(layer, x.astype(dtype), None, cache), *cache.cache])
-    errors = [
-        mx.abs(ours - plain).max() / mx.maximum(mx.abs(plain).max(), 1e-6)
-        for ours, plain in zip(*found, strict=True)
-    ]
-    return float(mx.stack([error.astype(mx.float32) for error in errors]).max())
+    return list(map(off_by, *found))

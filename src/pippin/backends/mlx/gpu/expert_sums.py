@@ -7,18 +7,14 @@ another one to add them. Knows no weights of experts and no layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu_oai
 
-from pippin.backends.mlx.layout import ROUNDING
+from pippin.backends.mlx.agreement import off_by
+from pippin.backends.mlx.gpu.kernels import constants, metal_kernel
 
 THREADS = 256
-
-Kernel = Callable[..., list[mx.array]]
 
 ADD_UP = """
     const int c = thread_position_in_grid.x;
@@ -50,32 +46,6 @@ ACTIVATE = """
 """
 
 
-@cache
-def _kernels() -> tuple[Kernel, Kernel]:
-    make: Callable[..., Any] = mx.fast.metal_kernel
-    return (
-        make(
-            name="pippin_add_up_experts",
-            input_names=["results", "weights", "bias", "experts", "beside"],
-            output_names=["out"],
-            source=ADD_UP,
-        ),
-        make(
-            name="pippin_swiglu_of_experts",
-            input_names=["both", "bias", "experts", "limits"],
-            output_names=["out"],
-            source=ACTIVATE,
-        ),
-    )
-
-
-@cache
-def _numbers(*values: float) -> mx.array:
-    numbers = mx.array(values)
-    mx.eval(numbers)
-    return numbers
-
-
 def added_up(
     results: mx.array,
     weights: mx.array,
@@ -86,8 +56,9 @@ def added_up(
     """results [..., chosen, n], weights [..., chosen] -> [..., n]; with the bias [experts, n] of
     each expert and what is `beside` them [..., n], if there is any."""
     *shape, num_chosen, size = results.shape
-    none = _numbers(*[0.0] * 8)
-    (out,) = _kernels()[0](
+    none = constants(*[0.0] * 8)
+    inputs = ("results", "weights", "bias", "experts", "beside")
+    (out,) = metal_kernel("pippin_add_up_experts", inputs, ("out",), ADD_UP)(
         inputs=[
             *(results, weights),
             *((none, weights) if bias is None else (bias, experts)),
@@ -111,8 +82,9 @@ def biased_swiglu(
     """gpt-oss's: both [..., chosen, 1, 2n] and bias [experts, 2n], what is linear and then the
     gate; experts [..., chosen] -> [..., chosen, 1, n]"""
     *shape, double = both.shape
-    (out,) = _kernels()[1](
-        inputs=[both, bias, experts, _numbers(alpha, limit)],
+    inputs = ("both", "bias", "experts", "limits")
+    (out,) = metal_kernel("pippin_swiglu_of_experts", inputs, ("out",), ACTIVATE)(
+        inputs=[both, bias, experts, constants(alpha, limit)],
         template=[("T", both.dtype), ("Size", double // 2)],
         grid=(double // 2, experts.size, 1),
         threadgroup=(THREADS, 1, 1),
@@ -122,8 +94,12 @@ def biased_swiglu(
     return out
 
 
-def adds_up_right(dtype: mx.Dtype) -> bool:
-    """On drawn numbers, against plain operations; and activates so."""
+def errors_of_sums() -> list[mx.array]:
+    """On drawn numbers, against plain operations."""
+    return [error for dtype in (mx.float32, mx.bfloat16) for error in _errors(dtype)]
+
+
+def _errors(dtype: mx.Dtype) -> list[mx.array]:
     shape, num_experts, size = (3, 1, 4), 6, 96
 
     def draw(*extents: int) -> mx.array:
@@ -134,18 +110,12 @@ def adds_up_right(dtype: mx.Dtype) -> bool:
     weights = mx.softmax(draw(*shape).astype(mx.float32), axis=-1)
     both, wide = 4 * draw(*shape, 1, 2 * size), draw(num_experts, 2 * size)
     x, gate = mx.split((both + wide[experts][..., None, :]).astype(mx.float32), 2, axis=-1)
-    activated = swiglu_oai(gate, x)
-    pairs = [
-        (
+    biased = (results + bias[experts]) * weights[..., None]
+    return [
+        off_by(
             added_up(results, weights, beside=beside),
             (results * weights[..., None]).sum(axis=-2) + beside,
         ),
-        (
-            added_up(results, weights, bias, experts),
-            ((results + bias[experts]) * weights[..., None]).sum(axis=-2),
-        ),
-        (biased_swiglu(both, wide, experts, alpha=1.702, limit=7.0), activated),
+        off_by(added_up(results, weights, bias, experts), biased.sum(axis=-2)),
+        off_by(biased_swiglu(both, wide, experts, alpha=1.702, limit=7.0), swiglu_oai(gate, x)),
     ]
-    return all(
-        bool(mx.abs(ours - plain).max() <= ROUNDING * mx.abs(plain).max()) for ours, plain in pairs
-    )

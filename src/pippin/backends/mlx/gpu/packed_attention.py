@@ -12,15 +12,18 @@ Drafts that are verified are tokens of a row too, each with what it sees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.head_ropes import Rope
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, PackedCall
 from pippin.backends.mlx.device import gpu_cores
+from pippin.backends.mlx.gpu.kernels import Kernel, constants, metal_kernel
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, HEADER
 from pippin.backends.mlx.layout import LayerCache
 
@@ -37,7 +40,12 @@ ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are 
 MOST_REMEMBERED = 1024  # layers, of all models
 AHEAD = 2  # columns that a lane fetches before it looks at the first
 
-Kernel = Callable[..., list[mx.array]]
+MAINS = tuple(f"main_{side}{n}" for n in range(MOST_SEGMENTS) for side in "kv")
+INPUTS = (
+    *("q", "k", "v", "tail_k", "tail_v", *MAINS),
+    *("sizes", "places", "visible_tail", "cursor", "positions", "numbers", "sinks"),
+)
+OUTPUTS = ("out", "weights", "new_tail_k", "new_tail_v")
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,8 @@ class Form:
     def of(cls, num_query_heads: int, num_heads: int, dims: tuple[int, int], size: int) -> Form:
         """`dims`: channels of a key and of a value; `size`: bytes of a number."""
         repeats = num_query_heads // num_heads
-        shared = (
-            dims[1] + 2
-        )  # for each query and SIMD group: its sums, the highest score, the total
+        # For each query and SIMD group: its sums, the highest score, the total.
+        shared = dims[1] + 2
 
         def fits(n: int) -> bool:
             few = n * shared * FEWEST_THREADS // 32 <= MOST_SHARED
@@ -74,42 +81,6 @@ def takes(cache: LayerCache) -> bool:
     dims = [dim for _, dim in cache.shapes]
     whole = all(dim % 32 == 0 for dim in dims) and max(dims) % min(dims) == 0
     return whole and len(set(cache.dtypes)) == 1
-
-
-@cache
-def _kernels() -> tuple[Kernel, Kernel]:
-    """The first reads strides: a step's queries, keys and values are slices of one wide product,
-    and to copy them in every layer would cost more."""
-    make: Callable[..., Kernel] = mx.fast.metal_kernel  # type: ignore[assignment]
-    attend = make(
-        name="pippin_attend_packed",
-        input_names=[
-            *("q", "k", "v", "tail_k", "tail_v"),
-            *(f"main_{side}{n}" for n in range(MOST_SEGMENTS) for side in "kv"),
-            *("sizes", "places", "visible_tail", "cursor", "positions", "numbers", "sinks"),
-        ],
-        output_names=["out", "weights", "new_tail_k", "new_tail_v"],
-        source=ATTEND,
-        header=HEADER,
-        ensure_row_contiguous=False,
-    )
-    add_up = make(
-        name="pippin_add_up_stretches",
-        input_names=["parts", "weights", "sinks"],
-        output_names=["out"],
-        source=ADD_UP,
-    )
-    return attend, add_up
-
-
-def add_up_kernel() -> Kernel:
-    """Adds the stretches of rows up."""
-    return _kernels()[1]
-
-
-@cache
-def number(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)
 
 
 def _numbers(scale: float, ropes: tuple[Rope, Rope] | None) -> mx.array:
@@ -159,11 +130,19 @@ def _sizes(columns: tuple[int, ...]) -> mx.array:
 
 
 @cache
-def no_columns(num_heads: int, dim: int, v_dim: int, dtype: mx.Dtype) -> list[mx.array]:
+def _no_columns(num_heads: int, dims: tuple[int, int], dtype: mx.Dtype) -> list[mx.array]:
     """Stand for a segment that there is not."""
-    columns = [mx.zeros((num_heads, 1, size), dtype) for size in (dim, v_dim)]
+    columns = [mx.zeros((num_heads, 1, dim), dtype) for dim in dims]
     mx.eval(columns)  # or every compiled step would make them again
     return columns
+
+
+def all_mains(call: PackedCall) -> list[mx.array]:
+    """Keys and values of as many segments as the kernels have."""
+    keys, values = call.tail
+    none = _no_columns(keys.shape[1], (keys.shape[3], values.shape[3]), call.q.dtype)
+    mains = [side for pair in call.mains for side in pair]
+    return mains + none * (MOST_SEGMENTS - len(call.mains))
 
 
 def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
@@ -180,63 +159,87 @@ def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
 
 
 def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
-    q, v, tail, sinks = call.q, call.v, call.tail, call.sinks
+    q, tail, sinks = call.q, call.tail, call.sinks
     num_rows, num_query_heads, num_tokens, dim = q.shape
-    num_heads, v_dim = v.shape[1], v.shape[3]
+    num_heads, v_dim = call.v.shape[1], call.v.shape[3]
     form = Form.of(num_query_heads, num_heads, (dim, v_dim), q.dtype.size)
-    num_blocks = num_rows * num_tokens * num_heads * form.shares
-    num_splits, threads = cut(num_blocks, call.num_columns, form)
-    whole = num_splits == 1
-    attend, add_up = _kernels()
+    blocks = num_heads * form.shares
+    num_splits, threads = cut(num_rows * num_tokens * blocks, call.num_columns, form)
     rope = None if call.ropes is None else call.ropes[0]
     positions = call.cursor if call.positions is None else call.positions
     numbers = _numbers(call.scale, call.ropes)
-    sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
-    some_sinks = number(0.0) if sinks is None else sinks
-    parts = (num_rows, num_query_heads, num_tokens)
-    mains = [side for pair in call.mains for side in pair]
-    mains += no_columns(num_heads, dim, v_dim, q.dtype) * (MOST_SEGMENTS - len(call.mains))
-    out, weights, tail_k, tail_v = attend(
+    mains = all_mains(call)
+    sizes = _sizes(tuple(keys.shape[1] for keys in mains[::2]))
+    return run_stretches(
+        metal_kernel("pippin_attend_packed", INPUTS, OUTPUTS, ATTEND, header=HEADER, strided=True),
+        call,
         inputs=[
-            *(q, call.k, v, *tail, *mains, _sizes(tuple(keys.shape[1] for keys in mains[::2]))),
-            *(call.places, call.visible_tail, call.cursor, positions, numbers, some_sinks),
+            *(q, call.k, call.v, *tail, *mains, sizes, call.places, call.visible_tail),
+            *(call.cursor, positions, numbers, constants(0.0) if sinks is None else sinks),
         ],
         template=[
-            ("T", q.dtype),
-            ("O", q.dtype if whole else mx.float32),
-            ("D", dim),
-            *sizes,
-            ("Threads", threads),
-            ("Tail", call.visible_tail.shape[-1]),
-            ("Queries", form.queries),
-            ("Shares", form.shares),
-            ("Lanes", form.lanes),
-            ("Vec", form.vec),
-            ("Ahead", AHEAD),
-            ("Rotated", 0 if rope is None else rope.dims),
-            ("Traditional", rope is not None and rope.traditional),
+            *(("D", dim), ("Dv", v_dim), ("Sinks", sinks is not None)),
+            *(("Queries", form.queries), ("Shares", form.shares), ("Lanes", form.lanes)),
+            *(("Vec", form.vec), ("Ahead", AHEAD), *rotation(rope)),
             ("Normed", rope is not None and rope.norm is not None),
-            ("Whole", whole),
-            ("Tokens", num_tokens),
-            ("Cursors", call.cursor.size > 1),
+            *(("Tokens", num_tokens), ("Cursors", call.cursor.size > 1)),
         ],
-        grid=(threads * num_splits, num_heads * form.shares, num_rows * num_tokens),
+        blocks=blocks,
+        num_splits=num_splits,
+        threads=threads,
+    )
+
+
+def rotation(rope: Rope | None) -> list[tuple[str, int]]:
+    """The constants of how queries and keys are rotated."""
+    if rope is None:
+        return [("Rotated", 0), ("Traditional", False)]
+    return [("Rotated", rope.dims), ("Traditional", rope.traditional)]
+
+
+def run_stretches(
+    attend: Kernel,
+    call: PackedCall,
+    inputs: list[mx.array],
+    template: list[tuple[str, Any]],
+    *,
+    blocks: int,  # of threads, for a token
+    num_splits: int,
+    threads: int,  # of a block
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What the queries read, and the rows' new tails: each row in so many stretches, which a second
+    kernel adds up."""
+    q, sinks = call.q, call.sinks
+    v_dim = (call.v if call.rotated is None else q).shape[-1]  # latents are values, too
+    whole = num_splits == 1
+    parts = q.shape[:3]
+    out_type = q.dtype if whole else mx.float32
+    out, weights, *new_tail = attend(
+        inputs=inputs,
+        template=[
+            *(("T", q.dtype), ("O", out_type), ("Threads", threads), ("Whole", whole)),
+            *(("Tail", call.visible_tail.shape[-1]), *template),
+        ],
+        grid=(threads * num_splits, blocks, parts[0] * parts[2]),
         threadgroup=(threads, 1, 1),
         output_shapes=[
             (*parts, v_dim) if whole else (*parts, num_splits, v_dim),
             (1,) if whole else (*parts, num_splits, 2),
-            tail[0].shape,
-            tail[1].shape,
+            *(side.shape for side in call.tail),
         ],
-        output_dtypes=[q.dtype if whole else mx.float32, mx.float32, q.dtype, q.dtype],
+        output_dtypes=[out_type, mx.float32, q.dtype, q.dtype],
     )
     if not whole:
-        (out,) = add_up(
-            inputs=[out, weights, some_sinks],
-            template=[("T", q.dtype), *sizes, ("Threads", FEWEST_THREADS)],
-            grid=(FEWEST_THREADS * num_rows * num_query_heads * num_tokens, 1, 1),
+        names = ("parts", "weights", "sinks")
+        (out,) = metal_kernel("pippin_add_up_stretches", names, ("out",), ADD_UP)(
+            inputs=[out, weights, constants(0.0) if sinks is None else sinks],
+            template=[
+                *(("T", q.dtype), ("Dv", v_dim), ("Sinks", sinks is not None)),
+                ("Threads", FEWEST_THREADS),
+            ],
+            grid=(FEWEST_THREADS * math.prod(parts), 1, 1),
             threadgroup=(FEWEST_THREADS, 1, 1),
             output_shapes=[(*parts, v_dim)],
             output_dtypes=[q.dtype],
         )
-    return out, tail_k, tail_v
+    return out, new_tail[0], new_tail[1]

@@ -25,23 +25,30 @@ FEW_ROWS = 256  # of one forward; past it products are large, and slices of a wi
 def stack_linear_layers(groups: Iterable[Sequence[Module]]) -> None:
     """Change the layers of each group in place."""
     for parts in groups:
-        _stack(parts)
+        share_product(parts, stack(parts))
 
 
-def _stack(parts: Sequence[Module]) -> None:
-    sizes = [int(part["weight"].shape[0]) for part in parts]
-    ends = np.cumsum(sizes).tolist()
-    stacked = copy(parts[0])  # a layer like them, with the lines of all
-    for name in STACKED:
-        if parts[0].get(name) is not None:
-            stacked[name] = mx.concatenate([part[name] for part in parts])
-            mx.eval(stacked[name])
-            for part, end, size in zip(parts, ends, sizes, strict=True):
-                part[name] = stacked[name][end - size : end]
-    mx.eval([part.parameters() for part in parts])
+def share_product(parts: Sequence[Any], stacked: Any) -> None:
+    """Let layers take what is theirs of the product of them all, while rows are few."""
+    ends = np.cumsum([part["weight"].shape[0] for part in parts]).tolist()
     results = SharedResults(lambda x: [*mx.split(stacked(x), ends[:-1], axis=-1)])
     for number, part in enumerate(parts):
         _share(part, results, number)
+
+
+def stack(parts: Sequence[Any], axis: int = 0) -> Any:
+    """A layer like them, with the lines of all; theirs become slices of its own."""
+    stacked = copy(parts[0])
+    for name in STACKED:
+        if parts[0].get(name) is not None:
+            stacked[name] = mx.concatenate([part[name] for part in parts], axis=axis)
+            mx.eval(stacked[name])
+            ends = np.cumsum([part[name].shape[axis] for part in parts]).tolist()
+            slices = mx.split(stacked[name], ends[:-1], axis=axis)
+            for part, own in zip(parts, slices, strict=True):
+                part[name] = own
+    mx.eval([part.parameters() for part in parts])
+    return stacked
 
 
 def _share(part: Module, results: SharedResults, number: int) -> None:

@@ -22,8 +22,7 @@ from mlx_lm.models import qwen3_5
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.recurrent import gated_delta
 from pippin.backends.mlx.recurrent.draft_states import DraftStates
-
-SIMD_WIDTH = 32  # mlx-lm's kernel gives each lane a whole share of a key
+from pippin.backends.mlx.recurrent.mlx_lm_kernels import SIMD_WIDTH
 
 
 class ReplayedDeltaNet(qwen3_5.GatedDeltaNet):

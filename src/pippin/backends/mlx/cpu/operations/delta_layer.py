@@ -15,7 +15,6 @@ from mlx.nn.layers.base import Module
 
 from pippin.backends.mlx.cpu.operations.bindings import Operations, are_float32, operations
 from pippin.backends.mlx.recurrent.blocks import BLOCK_TOKENS
-from pippin.backends.mlx.recurrent.calls import calls_are_recorded
 from pippin.backends.mlx.recurrent.draft_states import DraftStates
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
 from pippin.backends.mlx.recurrent.taps import (
@@ -98,8 +97,6 @@ class OneOperationDeltaNet(ReplayedDeltaNet):
     def _takes(self, inputs: mx.array, mask: mx.array | None, cache: Any) -> bool:
         """Rows are masked by their lengths, which the cache has, or not at all."""
         if cache is None or self.sharding_group is not None or not are_float32(inputs):
-            return False
-        if calls_are_recorded():  # of what this stands for
             return False
         if cache.lengths is None:
             return mask is None
