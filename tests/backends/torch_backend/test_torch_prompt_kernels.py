@@ -20,6 +20,7 @@ from pippin.backends.torch.kernels.attention.blocks import attend_blocks
 from pippin.backends.torch.kernels.attention.tiles import (
     AttentionTile,
     attention_tile_for,
+    latent_tile_for,
     splits_for,
 )
 from pippin.backends.torch.kernels.prompt import PromptKernels
@@ -143,6 +144,18 @@ def test_tiles_fit_into_shared_memory() -> None:
                 tile = attention_tile_for(dim, itemsize, heads_of_a_key, shared_bytes=227 << 10)
                 assert heads_of_a_key % tile.num_heads == 0
                 assert shared_bytes(tile, dim, itemsize) <= 200 << 10
+
+
+def test_tiles_of_latents_fit_into_shared_memory() -> None:
+    """Queries and two stages of cells, of 576 channels."""
+    for heads in (1, 6, 16, 20, 64, 128):
+        for itemsize, has, most in ((2, 227 << 10, 200 << 10), (2, 0, 96 << 10), (4, 0, 96 << 10)):
+            tile = latent_tile_for(heads, itemsize, has)
+            assert heads % tile.num_heads == 0
+            assert 64 % tile.num_tokens == 0
+            rows = tile.num_tokens * tile.num_heads
+            assert rows >= 16  # what products by tensor cores take
+            assert (rows + tile.num_stages * tile.num_keys) * 576 * itemsize <= most
 
 
 def shared_bytes(tile: AttentionTile, dim: int, itemsize: int) -> int:

@@ -21,7 +21,6 @@ from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.step.chunk_inputs import RecurrentInputs
 from pippin.types import GRID
 
-BLOCK_D = 32  # of a head's channels, to one program of the second kernel
 HEADS_TOGETHER = 8  # of one program of the first
 _GRID = tl.constexpr(GRID)
 
@@ -154,6 +153,10 @@ def mamba_blocks(
     sizes = {"HEADS": heads, "GROUPS": shape.num_groups, "N": shape.state_dim}
     sizes |= {"D": shape.head_dim}
     together = math.gcd(heads // shape.num_groups, HEADS_TOGETHER)
+    # A head's channels of a program of the second kernel. float32 has no tensor cores: a thread
+    # that has fewer sums keeps most of them in registers.
+    exact = mixed.dtype == torch.float32
+    block_d, num_warps, num_stages = (16, 8, 1) if exact else (min(32, shape.head_dim), 4, 2)
     _decay[(tokens[0], heads // together)](
         mixed,
         gates,
@@ -167,9 +170,8 @@ def mamba_blocks(
         **sizes,
         TOGETHER=together,
         PRECISION=precision_of(mixed.dtype),
-        num_warps=4,
+        num_warps=num_warps,
     )
-    block_d = min(BLOCK_D, shape.head_dim)
     _scan[(inputs.first_block.shape[0], heads, shape.head_dim // block_d)](
         mixed,
         decayed,
@@ -181,7 +183,7 @@ def mamba_blocks(
         **sizes,
         BLOCK_D=block_d,
         PRECISION=precision_of(mixed.dtype),
-        num_warps=4,
-        num_stages=2,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     return out
