@@ -256,7 +256,9 @@ class Runner:
             drafts = VerifyKernels(decoder, pools, kept, table, self._future, drafter)
             span = span_for(max_depth)
             verify = verify_steps(drafts, future, span, pools.layout, recorder, logits[:0])
-        chunks = ChunkKernels(decoder, pools, table) if self._ways.chunk_kernels else plain
+        chunks: ChunkForward = plain
+        if self._ways.chunk_kernels:
+            chunks = ChunkKernels(decoder, pools, table)
         return chunks, steps, graphs, verify
 
     def _make_fingerprints(self) -> TorchFingerprints:
