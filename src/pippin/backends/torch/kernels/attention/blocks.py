@@ -172,27 +172,28 @@ def _attend_blocks(
     found = tl.zeros([TOKENS * TOGETHER, D], tl.float32)
     cells_of = table + tl.load(blocks.slot + block).to(tl.int64) * table_stride
     here = kv + (group * TOGETHER // (HEADS // KV_HEADS)) * D
-    # What all of the tokens see, then the rest.
+    # What all of the tokens see, then the rest. Sums of latents leave registers for one loop.
     whole = begin + tl.maximum(tl.minimum(stop, position + first + 1) - begin, 0) // KEYS * KEYS
-    if WINDOW:
+    if WINDOW or TURNED:
         whole = begin
-    for start in range(begin, whole, KEYS):
-        cell = here + tl.load(cells_of + start + tl.arange(0, KEYS)).to(tl.int64) * kv_stride
-        scores, v = _scored(queries, turned, cell, None, D, TURNED, KV_HEADS * D, False, PRECISION)
-        scores = _in_log2(scores, scale, softcap, SOFTCAP)
-        highest = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - highest[:, None])
-        shrink = tl.exp2(top - highest)
-        mass = mass * shrink + tl.sum(weights, axis=1)
-        found = found * shrink[:, None]
-        found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
-        top = highest
+    if TURNED == 0:
+        for start in range(begin, whole, KEYS):
+            cell = here + tl.load(cells_of + start + tl.arange(0, KEYS)).to(tl.int64) * kv_stride
+            scores, v = _scored(queries, turned, cell, None, D, 0, KV_HEADS * D, False, PRECISION)
+            scores = _in_log2(scores, scale, softcap, SOFTCAP)
+            highest = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - highest[:, None])
+            shrink = tl.exp2(top - highest)
+            mass = mass * shrink + tl.sum(weights, axis=1)
+            found = found * shrink[:, None]
+            found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
+            top = highest
     keys = tl.arange(0, KEYS)
     for start in range(whole, stop, KEYS):
         t = start + keys
         is_held = t < stop
         cell = here + tl.load(cells_of + t, mask=is_held, other=0).to(tl.int64) * kv_stride
-        # Cell 0 is one of zeros.
+        # Latents need no mask: cell 0 is one of zeros.
         scores, v = _scored(
             queries, turned, cell, is_held, D, TURNED, KV_HEADS * D, TURNED == 0, PRECISION
         )

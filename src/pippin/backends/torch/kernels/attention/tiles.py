@@ -47,7 +47,7 @@ def latent_tile_for(heads: int, itemsize: int, shared_bytes: int = 0) -> Attenti
     several rows of a program, which hold their sums in registers."""
     together = math.gcd(heads, HEADS_TOGETHER)
     if itemsize == 2 and shared_bytes >= MUCH_SHARED:
-        return AttentionTile(GRID // together, GRID // 2, 8, together)
+        return AttentionTile(GRID // together, GRID, 8, together, num_stages=3)
     num_keys, num_stages = (32, 2) if itemsize == 2 else (16, 1)
     return AttentionTile(16 // together, num_keys, 8, together, num_stages)
 
