@@ -33,7 +33,15 @@ from safetensors.torch import save_file
 
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.models.build import build_decoder
-from pippin.backends.torch.shapes import AttentionShape, DeltaShape, DenseShape, ExpertShape, ModelShape
+from pippin.backends.torch.shapes import (
+    AttentionShape,
+    DeltaShape,
+    DenseShape,
+    ExpertShape,
+    LatentShape,
+    MambaShape,
+    ModelShape,
+)
 
 QWEN3_5 = ROOT / "tests" / "fixtures" / "qwen3.5"  # its tokenizer, compressed, and its template
 BUNDLED = ROOT / "src" / "pippin" / "models" / "stories-hybrid-20m"
@@ -178,27 +186,69 @@ class RandomWeights:
         if name.endswith("_proj.bias"):
             return self._size(name.removesuffix("bias") + "weight")[:1]
         shape, hidden = self._shape, self._shape.hidden
-        (*_, mixer) = shape.mixers(AttentionShape)
-        heads, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
         dense = (layer.mlp for layer in shape.layers if isinstance(layer.mlp, DenseShape))
         intermediate = next(dense, DenseShape(0)).intermediate
         sizes: dict[str, tuple[int, ...]] = {
             "embed_tokens": (shape.vocab_size, hidden),
             "lm_head": (shape.vocab_size, hidden),
-            "q_norm": (mixer.head_dim,),
-            "k_norm": (mixer.head_dim,),
+            **self._latent_sizes(),
             **self._delta_sizes(),
+            **self._mamba_sizes(),
+            **self._attention_sizes(),
             "norm": (hidden,),
-            "q_proj": ((1 + mixer.gated) * heads, hidden),
-            "k_proj": (kv, hidden),
-            "v_proj": (kv, hidden),
-            "o_proj": (hidden, heads),
             **self._expert_sizes(),
+            "input_linear": (2 * intermediate, hidden),  # of Granite 4
+            "output_linear": (hidden, intermediate),
             "gate_proj": (intermediate, hidden),
             "up_proj": (intermediate, hidden),
             "down_proj": (hidden, intermediate),
         }
         return next(size for part, size in sizes.items() if part in name)
+
+    def _attention_sizes(self) -> dict[str, tuple[int, ...]]:
+        hidden = self._shape.hidden
+        for mixer in self._shape.mixers(AttentionShape)[-1:]:
+            heads, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+            return {
+                "q_norm": (mixer.head_dim,),
+                "k_norm": (mixer.head_dim,),
+                "q_proj": ((1 + mixer.gated) * heads, hidden),
+                "k_proj": (kv, hidden),
+                "v_proj": (kv, hidden),
+                "o_proj": (hidden, heads),
+            }
+        return {}
+
+    def _latent_sizes(self) -> dict[str, tuple[int, ...]]:
+        hidden = self._shape.hidden
+        for mixer in self._shape.mixers(LatentShape)[-1:]:
+            heads, keys = mixer.num_heads, mixer.plain_dim + mixer.rope.dim
+            return {
+                "q_a_layernorm": (mixer.query_rank,),
+                "kv_a_layernorm": (mixer.rank,),
+                "q_a_proj": (mixer.query_rank, hidden),
+                "q_b_proj": (heads * keys, mixer.query_rank),
+                "q_proj": (heads * keys, hidden),
+                "kv_a_proj": (mixer.rank + mixer.rope.dim, hidden),
+                "kv_b_proj": (heads * (mixer.plain_dim + mixer.value_dim), mixer.rank),
+                "o_proj": (hidden, heads * mixer.value_dim),
+            }
+        return {}
+
+    def _mamba_sizes(self) -> dict[str, tuple[int, ...]]:
+        mamba, hidden = self._shape.recurrent, self._shape.hidden
+        if not isinstance(mamba, MambaShape):
+            return {}
+        return {
+            "mamba.norm": (mamba.inner,),
+            "in_proj": (mamba.inner + mamba.num_channels + mamba.num_heads, hidden),
+            "conv1d.weight": (mamba.num_channels, 1, mamba.num_taps),
+            "conv1d.bias": (mamba.num_channels,),
+            "A_log": (mamba.num_heads,),
+            "dt_bias": (mamba.num_heads,),
+            "mamba.D": (mamba.num_heads,),
+            "out_proj": (hidden, mamba.inner),
+        }
 
     def _delta_sizes(self) -> dict[str, tuple[int, ...]]:
         delta, hidden = self._shape.recurrent, self._shape.hidden

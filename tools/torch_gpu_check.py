@@ -27,6 +27,9 @@
     drafts      200 random schedules with drafts, half of them ahead of a GPU that is held up: the tokens
                 are those without drafts
     waits       nothing between a plan and its launch waits for the device
+    state_prompts       prompts of Mamba-2 and of latent attention, of Granite 4's and GLM-4.7-Flash's shapes: kernels
+                and captured chunks against plain operations, behind long contexts too, and all their times; only
+                where it is asked for
     decode, prefill    Qwen3.5-0.8B's shape in bfloat16, random weights
     speculate   the same shape: a step's time by the depth of drafts, and what 80% of right ones gain
     mtp         the bundled model with drafts of its MTP head: the same tokens in float32, and how much faster
@@ -69,6 +72,7 @@ from torch_gpu.packed import packed, packed_tiles
 from torch_gpu.races import races, waits
 from torch_gpu.speculate import drafts, speculate
 from torch_gpu.speed import churn, decode, prefill
+from torch_gpu.state_prompts import state_prompts
 from torch_gpu.tails import beside, tails
 from torch_gpu.tuning import products, profile, recurrence
 
@@ -131,7 +135,7 @@ USUAL = {
     "beside": beside,
     "churn": churn,
 }
-SECTIONS = USUAL | {"allocations": allocations, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
+SECTIONS = USUAL | {"allocations": allocations, "state_prompts": state_prompts, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
 
 
 def main() -> int:

@@ -73,7 +73,8 @@ def is_right(path: Path) -> bool:
     backend = TorchBackend(loaded, num_slots=len(LENGTHS), pool_bytes=256 << 20)
     expected = dict(np.load(path / "said.npz"))
     worst = max(off(backend, expected) for _ in range(2))  # launched, then replayed
-    way = "kernels and graphs" if backend.has_kernels else "plain operations"
+    chunks = "" if backend._ways.chunk_kernels else ", prompts by plain operations"
+    way = f"kernels and graphs{chunks}" if backend.has_kernels else "plain operations"
     print(f"{path.name}: {way}: log probabilities within {worst:.1e}, {time.perf_counter() - began:.1f} s", flush=True)
     backend.close()
     return worst < NEAR

@@ -193,7 +193,7 @@ def decode_is_prefill(name: str, backend: TorchBackend, num_rows: int) -> None:
 
 def agreement() -> None:
     """What is tried at load: the kernels agree on every model here, and it takes under a second."""
-    from pippin.backends.torch.kernels.checks.agreement import our_kernels_agree
+    from pippin.backends.torch.kernels.checks.agreement import Agreed, our_kernels_agree
 
     configs = [*MODELS.items(), *BIASED.items(), ("Qwen3.5-0.8B", QWEN3_5_0_8B)]
     for name, config in configs:
@@ -204,7 +204,8 @@ def agreement() -> None:
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 with torch.cuda.stream(torch.cuda.Stream()):
-                    assert our_kernels_agree(loaded.decoder, loaded.max_len), f"{name}, {dtype}: see the warning"
+                    agreed = our_kernels_agree(loaded.decoder, loaded.max_len)
+                assert agreed == Agreed(steps=True, chunks=True), f"{name}, {dtype}: see the warning"
                 times.append(time.perf_counter() - began)
             print(f"{name}, {dtype}: kernels agree, tried in {times[1]:.2f} s, first {times[0]:.1f} s", flush=True)
             assert times[1] < 1.0, "this is too slow for every start"

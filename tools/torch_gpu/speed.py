@@ -15,6 +15,7 @@ from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Play, gpu_ms, random_model
 from make_random_hybrid import QWEN3_5_0_8B, write_tokenizer, write_weights
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.load import LoadedModel
 from pippin.types import SamplingParams
 
 CHURN_CLIENTS, CHURN_SECONDS = 64, 30.0
@@ -51,9 +52,13 @@ def decode() -> None:
 
 
 def prefill() -> None:
+    time_prompts(random_model())
+
+
+def time_prompts(loaded: LoadedModel) -> None:
     for kernels in (True, False):
-        backend = TorchBackend(random_model(), num_slots=4, pool_bytes=16 << 30, kernels=kernels)
-        prompt = np.random.default_rng(0).integers(10, 200_000, 8192).astype(np.int32)
+        backend = TorchBackend(loaded, num_slots=4, pool_bytes=16 << 30, kernels=kernels)
+        prompt = np.random.default_rng(0).integers(10, backend.spec.vocab_size, 8192).astype(np.int32)
         for chunk, every in ((8192, 0), (8192, 1024), (8192, 64), (2048, 0), (512, 0)):
             if not kernels and (chunk, every) != (8192, 0):
                 continue

@@ -57,7 +57,7 @@ others |= dict(conv=ConvStep(f"*{sys.argv[1]}", f"*{sys.argv[1]}", "*i32", "*i32
 aligned = ("w", "conv", "conv_stride", "num_out")
 """
 INPUTS_AFTER_CHUNKS = """
-from pippin.backends.torch.kernels.rows import KEPT_BLOCK, _keep_inputs as kernel
+from pippin.backends.torch.kernels.recurrent.convolution import KEPT_BLOCK, _keep_inputs as kernel
 from pippin.backends.torch.step.chunk_inputs import BlockInputs
 
 constants = dict(KEPT=3, LINES=4, BLOCK=KEPT_BLOCK)

@@ -17,7 +17,19 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import allocations, chunks, limits, moe, mtp, packed, plays, races, right, tails
+from torch_gpu import (
+    allocations,
+    chunks,
+    limits,
+    moe,
+    mtp,
+    packed,
+    plays,
+    races,
+    right,
+    state_prompts,
+    tails,
+)
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
@@ -161,6 +173,29 @@ def test_captured_chunks_that_say_otherwise_are_shown(monkeypatch: pytest.Monkey
     monkeypatch.setattr(graphs, "run", shift)
     with torch.inference_mode(), pytest.raises(AssertionError, match=r"captured .* launched"):
         chunks.compare(launched, captured, Room(64, 16), "float32")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_prompts_of_states_and_latents_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 2}
+    granite = {"num_key_value_heads": 1, "mamba_n_heads": 4, "mamba_d_state": 16}
+    granite |= {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]}
+    latents = {"num_hidden_layers": 1, "intermediate_size": 32, "q_lora_rank": 16}
+    latents |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    shapes = {
+        "hybrid": state_prompts.GRANITE | small | granite,
+        "latents": state_prompts.GLM_FLASH | small | latents | {"v_head_dim": 16},
+    }
+    changed = {"SHAPES": shapes, "DEVICE": "cpu", "KERNELS": False, "LATENTS": ()}
+    for name, value in (changed | {"time_prompts": lambda loaded: None}).items():
+        monkeypatch.setattr(state_prompts, name, value)
+    monkeypatch.setattr(right, "CONTEXT", GRID + 3)
+    monkeypatch.setattr(right, "NUM_STEPS", 4)
+    with torch.inference_mode():
+        state_prompts.state_prompts()
+    assert capsys.readouterr().out.count("the same tokens") == 8
 
 
 @pytest.fixture

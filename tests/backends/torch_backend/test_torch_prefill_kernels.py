@@ -35,6 +35,9 @@ def chunk(slot: int, start: int, length: int, *checkpoints: int) -> PrefillRow:
         ("qwen3_next", (chunk(1, 3, 65, 67),)),
         ("llama", (chunk(1, 0, 20), chunk(2, 7, 9))),
         ("qwen3_moe", (chunk(1, 0, 20), chunk(2, 7, 9))),
+        ("glm4_moe_lite", (chunk(1, 0, 70), chunk(2, 60, 2))),
+        ("bamba", (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))),
+        ("lfm2", (chunk(1, 0, 70, 64), chunk(2, 5, 2))),
     ],
 )
 def test_chunks_through_kernels_are_chunks_through_plain_operations(
@@ -59,7 +62,7 @@ def test_chunks_through_kernels_are_chunks_through_plain_operations(
         expected = PlainForward(decoder, pools).chunks(batch)
         after = pools.memory.clone()
         pools.memory.copy_(before)
-        found = ChunkKernels(decoder, pools).chunks(batch)
+        found = ChunkKernels(decoder, pools, rows.table).chunks(batch)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     mine, theirs = (memory.view(torch.float32) for memory in (pools.memory, after))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

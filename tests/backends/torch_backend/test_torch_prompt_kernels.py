@@ -16,17 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunk_words import DEVICE, MadeUpChunks, chunk
 from pippin.backends.base import PrefillRow
-from pippin.backends.torch.kernels.attention_blocks import (
+from pippin.backends.torch.kernels.attention.blocks import attend_blocks
+from pippin.backends.torch.kernels.attention.tiles import (
     AttentionTile,
-    attend_blocks,
     attention_tile_for,
+    latent_tile_for,
     splits_for,
 )
 from pippin.backends.torch.kernels.prompt import PromptKernels
-from pippin.backends.torch.kernels.rows import keep_inputs
+from pippin.backends.torch.kernels.recurrent.convolution import keep_inputs
 from pippin.backends.torch.models.attention_layer import Scoring
+from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.plain.attention import attend_rows
 from pippin.backends.torch.plain.forward import PlainForward
+from pippin.backends.torch.plain.latent import attend_latent
 from pippin.backends.torch.pools.layout import WASTE_SLAB
 from pippin.backends.torch.shapes import AttentionShape
 from pippin.backends.torch.step.batches import chunk_batch
@@ -45,8 +48,12 @@ THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
         ("qwen3_5_moe", (chunk(2, 7, 9),)),
         ("gpt_oss", (chunk(1, 60, 9), chunk(2, 7, 40))),
         ("gemma2", (chunk(1, 0, 40),)),
+        ("glm4_moe_lite", (chunk(1, 60, 9), chunk(2, 0, 70))),
+        ("nemotron_h", THREE),
+        ("granitemoehybrid", (chunk(1, 7, 70, 71),)),
+        ("lfm2_biases", THREE),
     ],
-    ids=["qwen3_5", "llama", "qwen3_5_moe", "gpt_oss", "gemma2"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_chunks_in_a_room_are_chunks_through_plain_operations(
     name: str, chunks: tuple[PrefillRow, ...]
@@ -91,8 +98,38 @@ def test_blocks_attend_to_what_their_rows_attend_to(
         scoring = Scoring(dim**-0.5, softcap=5.0, window=window, sinks=sinks)
     expected = attend_rows(q[:73], kv, batch.lengths, batch.held.seen, scoring)
     blocks = made.inputs(ROOM).recurrent.blocks
-    found = attend_blocks(q, kv, made.held.table, blocks, scoring, tile, splits, least=32)
+    table = made.held.table
+    found = attend_blocks(q, kv, table, blocks, scoring, 0, tile, splits, least=32)
     torch.testing.assert_close(found[:73], expected, rtol=1e-5, atol=1e-5)
+    assert not found[73:].any()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("tile", [None, AttentionTile(16, 32, 8, num_heads=4)])
+def test_blocks_attend_to_latents(tile: AttentionTile | None, splits: int) -> None:
+    """A head's queries brought to the latents, the sums of latents brought to values."""
+    made = MadeUpChunks("glm4_moe_lite", (chunk(1, 0, 70), chunk(2, 5, 2), chunk(3, 90, 1)))
+    layer, kept = made.decoder.layers[0].mixer, made.pools.kv[0].flatten(1)
+    assert isinstance(layer, LatentLayer)
+    shape = layer.shape
+    q = torch.randn(128, shape.num_heads, shape.plain_dim + shape.rope.dim, device=DEVICE)
+    batch = chunk_batch(made.taken, made.held, made.pools)
+    rows = zip(q.split([*batch.lengths, 128 - 73]), batch.held.seen, strict=False)
+    expected = torch.cat([attend_latent(layer, part, kept[seen]) for part, seen in rows])
+    blocks = made.inputs(ROOM).recurrent.blocks
+    found = attend_blocks(
+        layer.absorb(q).transpose(0, 1),
+        kept,
+        made.held.table,
+        blocks,
+        Scoring(shape.scale),
+        shape.rank,
+        tile,
+        splits,
+        least=32,
+    )
+    values = layer.values_of(found.transpose(0, 1))
+    torch.testing.assert_close(values[:73], expected, rtol=1e-5, atol=1e-5)
     assert not found[73:].any()
 
 
@@ -107,6 +144,19 @@ def test_tiles_fit_into_shared_memory() -> None:
                 tile = attention_tile_for(dim, itemsize, heads_of_a_key, shared_bytes=227 << 10)
                 assert heads_of_a_key % tile.num_heads == 0
                 assert shared_bytes(tile, dim, itemsize) <= 200 << 10
+
+
+def test_tiles_of_latents_fit_into_shared_memory() -> None:
+    """Queries and cells of 576 channels; of several stages one is that of the cells' places."""
+    for heads in (1, 6, 16, 20, 64, 128):
+        for itemsize, has, most in ((2, 227 << 10, 220 << 10), (2, 0, 96 << 10), (4, 0, 96 << 10)):
+            tile = latent_tile_for(heads, itemsize, has)
+            assert heads % tile.num_heads == 0
+            assert 64 % tile.num_tokens == 0
+            rows = tile.num_tokens * tile.num_heads
+            assert rows >= 16  # what products by tensor cores take
+            num_cells = max(1, tile.num_stages - 1) * tile.num_keys
+            assert (rows + num_cells) * 576 * itemsize <= most
 
 
 def shared_bytes(tile: AttentionTile, dim: int, itemsize: int) -> int:
@@ -159,8 +209,10 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The kernels themselves are left out: which are launched, and in how many programs, is not."""
-    from pippin.backends.torch.kernels import attention_blocks, delta_blocks, rows
+    from pippin.backends.torch.kernels import rows
+    from pippin.backends.torch.kernels.attention import blocks as attention_blocks
     from pippin.backends.torch.kernels.experts import products, routing
+    from pippin.backends.torch.kernels.recurrent import convolution, delta_blocks
 
     found = []
     for chunks in (THREE, (chunk(1, 0, 128, 64),)):
@@ -174,7 +226,7 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
                 self._launches.seen.append((self._name, grid))
                 return lambda *args, **options: None
 
-        for module in (attention_blocks, delta_blocks, rows, products, routing):
+        for module in (attention_blocks, delta_blocks, convolution, rows, products, routing):
             names = (
                 "_attend_blocks",
                 "_sum_stretches",

@@ -16,7 +16,7 @@ import torch
 
 from chunk_words import PlainPrompt
 from pippin.backends.torch.kernels.checks import agreement
-from pippin.backends.torch.kernels.checks.agreement import KernelSet, kernels_agree
+from pippin.backends.torch.kernels.checks.agreement import Agreed, KernelSet, kernels_agree
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.parts import ExpertMlp
 from pippin.backends.torch.plain.forward import PlainForward
@@ -56,6 +56,10 @@ class PlainSteps:
             windows=None,
         )
         return self.forward.decoder.head(self.forward.tokens(batch))
+
+
+def plain_chunks(decoder: Decoder, pools: Pools, table: torch.Tensor) -> PlainForward:
+    return PlainForward(decoder, pools)
 
 
 def plain_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
@@ -120,13 +124,14 @@ class PlainDrafts:
         raise NotImplementedError
 
 
-PLAIN = KernelSet(PlainSteps, PlainForward, PlainPrompt, plain_experts, least_in_top_p, PlainDrafts)
+PLAIN = KernelSet(PlainSteps, plain_chunks, PlainPrompt, plain_experts, least_in_top_p, PlainDrafts)
+ALL, NONE = Agreed(steps=True, chunks=True), Agreed(steps=False, chunks=False)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def test_kernels_that_are_right_are_used(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with torch.inference_mode():
-        assert kernels_agree(load_torch(name).decoder, lambda: PLAIN)
+        assert kernels_agree(load_torch(name).decoder, lambda: PLAIN) == ALL
     assert not caplog.records
 
 
@@ -137,7 +142,7 @@ def test_rows_of_a_half_precision_model_hold_numbers(
     """Its states are in float32, in the same memory: read as halves, their bits may be anything."""
     decoder = load_torch("qwen3_5", dtype=dtype).decoder
     with torch.inference_mode(), make_streams(decoder.device, decoder.dtype).forward():
-        assert kernels_agree(decoder, lambda: PLAIN)
+        assert kernels_agree(decoder, lambda: PLAIN) == ALL
     assert not caplog.records
 
 
@@ -180,8 +185,24 @@ class KeepsNoDrafts(PlainDrafts):
 
 
 class NoNumbers(PlainForward):
+    def __init__(self, decoder: Decoder, pools: Pools, table: torch.Tensor) -> None:
+        super().__init__(decoder, pools)
+
     def chunks(self, batch: Any) -> torch.Tensor:
         return super().chunks(batch) * torch.nan
+
+
+class KeepsNoTaps(PlainForward):
+    """What is returned is right, and so are the states at the chunks' ends."""
+
+    def __init__(self, decoder: Decoder, pools: Pools, table: torch.Tensor) -> None:
+        super().__init__(decoder, pools)
+
+    def chunks(self, batch: Any) -> torch.Tensor:
+        found = super().chunks(batch)
+        for tap in batch.taken.taps:
+            self.pools.recurrent[0][tap.slab] = 0.0
+        return found
 
 
 class OtherTokens(PlainPrompt):
@@ -216,8 +237,6 @@ def one_row_of_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
         ({"steps": Raises}, "shared memory"),
         ({"verify": RunsNoKeptDrafts}, "drafts of 1 rows with recurrent layers"),
         ({"verify": KeepsNoDrafts}, "drafts of 3 rows with recurrent layers"),
-        ({"chunks": NoNumbers}, "chunks of prompts with recurrent layers"),
-        ({"prompts": OtherTokens}, "captured chunks with attention"),
         ({"experts": one_expert_less}, "experts"),
         ({"experts": one_row_of_experts}, "experts"),
         ({"in_top_p": lambda x, top_p, min_p: x.amax(dim=-1)}, "top_p"),
@@ -228,7 +247,7 @@ def test_a_kernel_that_is_wrong_is_named(
 ) -> None:
     decoder = load_torch("qwen3_5_moe").decoder
     with torch.inference_mode():
-        assert not kernels_agree(decoder, lambda: replace(PLAIN, **wrong))
+        assert kernels_agree(decoder, lambda: replace(PLAIN, **wrong)) == NONE
     said = [record.getMessage() for record in caplog.records]
     assert all(line.startswith("plain operations are used: ") for line in said)
     assert any(named in line for line in said)
@@ -236,11 +255,31 @@ def test_a_kernel_that_is_wrong_is_named(
         assert not any("experts" in line for line in said)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"chunks": NoNumbers}, "chunks of prompts with recurrent layers"),
+        ({"chunks": KeepsNoTaps}, "chunks of prompts with recurrent layers"),
+        ({"prompts": OtherTokens}, "captured chunks with attention"),
+    ],
+)
+def test_kernels_of_chunks_that_are_wrong_leave_those_of_steps(
+    wrong: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = load_torch("qwen3_5_moe").decoder
+    with torch.inference_mode():
+        found = kernels_agree(decoder, lambda: replace(PLAIN, **wrong))
+    assert found == Agreed(steps=True, chunks=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith("plain operations are used for prompts: ") for line in said)
+    assert any(named in line for line in said)
+
+
 def test_kernels_that_cannot_be_imported_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     def make() -> KernelSet:
         raise ImportError("no triton")
 
-    assert not kernels_agree(load_torch("llama").decoder, make)
+    assert kernels_agree(load_torch("llama").decoder, make) == NONE
     assert "no triton" in caplog.text
 
 
@@ -250,7 +289,7 @@ def test_our_kernels_are_tried_on_a_loaded_model(
     loaded = load_torch("llama")
     wrong = replace(PLAIN, steps=WithoutResidual)
     monkeypatch.setattr(agreement, "our_kernels", lambda drafts: wrong)
-    assert not agreement.our_kernels_agree(loaded.decoder, loaded.max_len)
+    assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len) == NONE
     assert "a decode step of 1 rows with attention" in caplog.text
     monkeypatch.setattr(agreement, "our_kernels", lambda drafts: PLAIN)
-    assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len)
+    assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len) == ALL

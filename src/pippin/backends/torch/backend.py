@@ -16,7 +16,7 @@ import torch
 
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
 from pippin.backends.draft_limits import NOT_DETERMINISTIC, affordable_depth
-from pippin.backends.torch.config import suit_chunk_graphs, suit_kernels
+from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.kernels.checks import agreement
@@ -91,21 +91,23 @@ class TorchBackend:
         self._streams = make_streams(decoder.device, decoder.dtype)
         self.device = device_info(decoder.device, prefill_tokens)
         on_cuda = decoder.device.type == "cuda"
-        if kernels is None:
-            kernels = on_cuda and suit_kernels(decoder.shape, drafts=self.max_depth > 0)
-            agree = partial(agreement.our_kernels_agree, drafts=self.max_depth > 0)
+        agreed = agreement.Agreed(bool(kernels), bool(kernels))
+        drafts = self.max_depth > 0
+        if kernels is None and on_cuda and suit_kernels(decoder.shape, drafts=drafts):
             with self._streams.forward():
-                kernels = kernels and agree(decoder, loaded.max_len)
+                agreed = agreement.our_kernels_agree(decoder, loaded.max_len, drafts=drafts)
+        kernels = agreed.steps
         send = partial(to_device, device=decoder.device)
         self._slots = Slots(num_slots, decoder.shape.vocab_size, send, in_top_p_by(kernels))
         is_captured = kernels and (recorder is not None or on_cuda)
-        chunk_graphs = chunk_graphs and suit_chunk_graphs(decoder.shape)
+        chunk_graphs = chunk_graphs and agreed.chunks
         self._ways = Ways(
             num_slots=num_slots,
             max_len=loaded.max_len,
             prefill_tokens=self.device.prefill_tokens,
             deterministic=deterministic,
             kernels=kernels,
+            chunk_kernels=agreed.chunks,
             recorder=recorder,
             # Scored or not, alone or in company: there a chunk runs the same way each time.
             chunk_graphs=chunk_graphs and is_captured and not deterministic,
@@ -212,9 +214,10 @@ class TorchBackend:
         return self._ways.kernels
 
     def kernel_errors(self) -> Iterator[tuple[str, float | None, float]]:
-        """Of each kernel on this model: how far off plain operations it is, and may be."""
+        """Of each kernel that is used: how far off plain operations it is, and may be."""
+        drafts, chunks = self.max_depth > 0, self._ways.chunk_kernels
         with torch.inference_mode(), self._streams.forward():
-            for name, off in agreement.kernel_errors(self._decoder, drafts=self.max_depth > 0):
+            for name, off in agreement.kernel_errors(self._decoder, drafts=drafts, chunks=chunks):
                 yield name, off, agreement.ROUNDING[self._decoder.dtype]
 
     # ---- bytes -----------------------------------------------------------------------------

@@ -110,20 +110,17 @@ def suit_kernels(shape: ModelShape, *, drafts: bool = False) -> bool:
     """Whether our kernels take it: heads of powers of two, 16 at least, cells in one table
     (`ModelShape.keeping_all`); with drafts, no latent attention, and of recurrent layers Gated
     DeltaNet alone."""
-    if shape.window or (drafts and not suit_chunk_graphs(shape)):
+    latents = shape.mixers(LatentShape)
+    if drafts and (latents or not isinstance(shape.recurrent, DeltaShape | None)):
+        return False
+    if shape.window:
         return False
     sizes = [mixer.head_dim for mixer in shape.mixers(AttentionShape)]
-    for latent in shape.mixers(LatentShape):
+    for latent in latents:
         sizes += [latent.rank, latent.rope.dim]
     if shape.recurrent is not None:
         sizes += [size for size in shape.recurrent.state_parts[1:] if size]
     return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
-
-
-def suit_chunk_graphs(shape: ModelShape) -> bool:
-    """Whether graphs can be made of chunks of prompts: latent attention and other recurrent layers
-    are plain operations there."""
-    return isinstance(shape.recurrent, DeltaShape | None) and not shape.mixers(LatentShape)
 
 
 def _refuse(text: Json, model_type: str) -> None:

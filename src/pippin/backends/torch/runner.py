@@ -57,6 +57,7 @@ class Ways:
     prefill_tokens: int  # of the largest step
     deterministic: bool
     kernels: bool  # Triton's
+    chunk_kernels: bool  # those of prompts, too
     recorder: CudaGraphs | None  # captures what is made of them; None: on GPUs CUDA graphs do
     chunk_graphs: bool
     fingerprints: bool
@@ -126,7 +127,7 @@ class Runner:
             made = make_drafts(parts, decoder, draft, ways.num_slots, kernels=ways.kernels)
             self._drafts, drafter = made or (None, None)
         if ways.kernels:
-            forward, steps, graphs, verify = self._make_kernels(kept, drafter)
+            forward, steps, graphs, verify = self._make_kernels(plain, kept, drafter)
         plain_verify = PlainVerify(decoder, self.pools, kept)
         self._verifies = Verifies(
             parts, plain_verify, decoder.head, verify, ways.max_depth, self._drafts
@@ -215,7 +216,7 @@ class Runner:
         self.pools.free()
 
     def _make_kernels(
-        self, kept: KeptInputs, drafter: StepDrafter | None
+        self, plain: PlainForward, kept: KeptInputs, drafter: StepDrafter | None
     ) -> tuple[
         ChunkForward,
         CapturedSteps[int],
@@ -255,7 +256,10 @@ class Runner:
             drafts = VerifyKernels(decoder, pools, kept, table, self._future, drafter)
             span = span_for(max_depth)
             verify = verify_steps(drafts, future, span, pools.layout, recorder, logits[:0])
-        return ChunkKernels(decoder, pools), steps, graphs, verify
+        chunks: ChunkForward = plain
+        if self._ways.chunk_kernels:
+            chunks = ChunkKernels(decoder, pools, table)
+        return chunks, steps, graphs, verify
 
     def _make_fingerprints(self) -> TorchFingerprints:
         if not self._ways.kernels:

@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
-from pippin.backends.torch.kernels.attention_step import attention_step
+from pippin.backends.torch.kernels.attention.latent_step import latent_step
+from pippin.backends.torch.kernels.attention.step import attention_step
 from pippin.backends.torch.kernels.epilogues import ConvStep
-from pippin.backends.torch.kernels.latent_step import latent_step
 from pippin.backends.torch.kernels.layers import most_fused, run_fused, run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.packed.rows import look_up_packed

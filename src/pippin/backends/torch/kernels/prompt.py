@@ -12,14 +12,18 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from pippin.backends.torch.kernels.attention_blocks import attend_blocks
+from pippin.backends.torch.kernels.attention.blocks import attend_blocks
 from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
+from pippin.backends.torch.kernels.recurrent.convolution import conv_rows, keep_inputs
 from pippin.backends.torch.kernels.recurrent.delta_blocks import delta_blocks
-from pippin.backends.torch.kernels.rows import conv_rows, gated_norm, keep_inputs
+from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
+from pippin.backends.torch.kernels.rows import gated_norm
 from pippin.backends.torch.models.attention_layer import Scoring
+from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.plain.forward import ChunkRun, LayerRun
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import ChunkBatch, HeldCells
@@ -34,12 +38,18 @@ from pippin.backends.torch.step.chunk_inputs import (
 class ChunkKernels:
     """Launched: a `ChunkForward`."""
 
-    def __init__(self, decoder: Decoder, pools: Pools) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pools: Pools,
+        table: torch.Tensor,  # int32 [slots, positions]
+    ) -> None:
         self._decoder = by_kernels(decoder)
         self._pools = pools
+        self._table = table
 
     def chunks(self, batch: ChunkBatch) -> torch.Tensor:
-        run = _LaunchedRun(batch, self._pools)
+        run = _LaunchedRun(batch, self._pools, self._table)
         return run_layers(self._decoder, self._decoder.embedded(batch.tokens), run.mix)
 
 
@@ -63,27 +73,37 @@ class PromptKernels:
 
 
 class _LaunchedRun(ChunkRun):
-    """Recurrent layers other than Gated DeltaNet are plain operations."""
+    """Plain attention is torch's own."""
+
+    def __init__(self, batch: ChunkBatch, pools: Pools, table: torch.Tensor) -> None:
+        super().__init__(batch, pools)
+        self._table = table
+
+    @cached_property
+    def _lines(self) -> BlockInputs:
+        lines = block_lines(self._taken)
+        # In fours, so that every line begins where kernels load best.
+        return BlockInputs(*self._pools.index(np.pad(lines, ((0, 0), (0, -lines.shape[1] % 4)))))
 
     @cached_property
     def _inputs(self) -> RecurrentInputs:
-        batch, index = self._batch, self._pools.index
+        index = self._pools.index
         assert self._conv is not None
-        lines = block_lines(self._taken)
-        # In fours, so that every line begins where kernels load best.
-        blocks = index(np.pad(lines, ((0, 0), (0, -lines.shape[1] % 4))))
         return RecurrentInputs(
             self._conv.inputs,
-            batch.states_in,
+            self._batch.states_in,
             index(self._taken.first_blocks),
             index(self._taken.block_counts),
-            BlockInputs(*blocks),
+            self._lines,
         )
 
+    def _look_at_latents(
+        self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor:
+        return _attend_latents(mixer, q, kept, self._table, self._lines)
+
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(mixer, DeltaLayer):
-            return _recur(mixer, x, self._pools, number, self._inputs)
-        return super()._recur(mixer, number, x)
+        return _recur(mixer, x, self._pools, number, self._inputs)
 
 
 class _CapturedRun(LayerRun[HeldCells]):
@@ -100,19 +120,40 @@ class _CapturedRun(LayerRun[HeldCells]):
     ) -> torch.Tensor:
         return attend_blocks(q, kv, self._table, self._inputs.blocks, scoring)
 
+    def _look_at_latents(
+        self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor:
+        return _attend_latents(mixer, q, kept, self._table, self._inputs.blocks)
+
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        assert isinstance(mixer, DeltaLayer)
         return _recur(mixer, x, self._pools, number, self._inputs)
 
 
+def _attend_latents(
+    mixer: LatentLayer,
+    q: torch.Tensor,
+    kept: torch.Tensor,
+    table: torch.Tensor,
+    blocks: BlockInputs,
+) -> torch.Tensor:
+    shape = mixer.shape
+    absorbed = mixer.absorb(q).transpose(0, 1)
+    found = attend_blocks(absorbed, kept, table, blocks, Scoring(shape.scale), rank=shape.rank)
+    return mixer.values_of(found.transpose(0, 1))
+
+
 def _recur(
-    mixer: DeltaLayer, x: torch.Tensor, pools: Pools, number: int, inputs: RecurrentInputs
+    mixer: RecurrentLayer, x: torch.Tensor, pools: Pools, number: int, inputs: RecurrentInputs
 ) -> torch.Tensor:
     recurrent, conv = pools.recurrent[number], pools.conv[number]
-    projected = mixer.project(x)
-    _, z, *_ = mixer.split(projected)
-    gates = projected[:, -2 * mixer.shape.num_v_heads :]
-    convolved = conv_rows(projected, conv, mixer.taps, inputs.places, inputs.states_in)
-    y = delta_blocks(convolved, gates, mixer, recurrent, inputs)
-    keep_inputs(projected, conv, inputs.blocks)
-    return mixer.out(gated_norm(y, z, mixer.norm))
+    mixed, z, gates = mixer.split(mixer.project(x))
+    convolved = conv_rows(mixed, conv, mixer, inputs.places, inputs.states_in)
+    keep_inputs(mixed, conv, inputs.blocks)
+    if isinstance(mixer, ConvLayer):
+        return mixer.finish(convolved, z)
+    if isinstance(mixer, DeltaLayer):
+        y = delta_blocks(convolved, gates, mixer, recurrent, inputs)
+        return mixer.out(gated_norm(y, z, mixer.norm))
+    y = mamba_blocks(convolved, gates, mixer, recurrent, inputs).flatten(1)
+    groups = y.unflatten(1, (mixer.shape.num_groups, -1))
+    return mixer.out(gated_norm(groups, z, mixer.norm, gate_first=True))

@@ -87,11 +87,12 @@ class LayerRun(ABC, Generic[Held]):
         """Attention of each row over the cells that it sees."""
         ...
 
+    @abstractmethod
     def _look_at_latents(
         self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
     ) -> torch.Tensor:
         """The same, of latent attention: kept [cells, channels]."""
-        raise NotImplementedError("latent attention has no kernels")
+        ...
 
     @abstractmethod
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...

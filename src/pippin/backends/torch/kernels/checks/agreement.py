@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from pippin.backends.torch.config import suit_chunk_graphs
 from pippin.backends.torch.graphs.steps import DecodeForward, PromptForward
 from pippin.backends.torch.kernels.checks.drafts import MakeVerify, noisy_drafts
 from pippin.backends.torch.kernels.checks.layers import (
@@ -28,7 +28,7 @@ from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
 from pippin.backends.torch.plain.verify import PlainVerify
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step import filters
-from pippin.backends.torch.step.batches import Batch, chunk_batch, decode_batch
+from pippin.backends.torch.step.batches import Batch, ChunkBatch, chunk_batch, decode_batch
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Inputs, pack_inputs
 from pippin.backends.torch.step.filters import LeastInTopP
@@ -47,7 +47,7 @@ ROOM = Room(128, 4)
 @dataclass(frozen=True)
 class KernelSet:
     steps: Callable[[Decoder, Pools, torch.Tensor], DecodeForward]
-    chunks: Callable[[Decoder, Pools], ChunkForward]
+    chunks: Callable[[Decoder, Pools, torch.Tensor], ChunkForward]
     prompts: Callable[[Decoder, Pools, torch.Tensor], PromptForward]
     experts: Callable[[ExpertMlp, torch.Tensor], torch.Tensor]
     in_top_p: LeastInTopP
@@ -72,38 +72,64 @@ def our_kernels(drafts: bool = True) -> KernelSet:
     )
 
 
-def our_kernels_agree(decoder: Decoder, max_len: int, *, drafts: bool = False) -> bool:
+@dataclass(frozen=True)
+class Agreed:
+    """Which kernels are used."""
+
+    steps: bool  # those of decode steps, and all that are not of chunks alone
+    chunks: bool  # of prompts; only with the others
+
+
+def our_kernels_agree(decoder: Decoder, max_len: int, *, drafts: bool = False) -> Agreed:
     """On the current stream. Models of very short texts are not tried: rows do not fit."""
-    if max_len < 2 * GRID:
-        return True
+    if max_len < 3 * GRID:
+        return Agreed(steps=True, chunks=True)
     with torch.inference_mode():
         return kernels_agree(decoder, partial(our_kernels, drafts))
 
 
-def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> bool:
-    """Whether all of them do; else a warning names those that do not, and why."""
-    works = True
-    for name, off in _errors(decoder, make):
-        if off is None:
-            works = False
-        elif not off <= ROUNDING[decoder.dtype]:  # also where it is NaN
+def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> Agreed:
+    """A warning names those that do not, and why."""
+    steps = chunks = True
+    for check, off in _errors(decoder, make):
+        if off is not None and off <= ROUNDING[decoder.dtype]:
+            continue
+        if off is not None:  # it may be NaN
             logger.warning(
-                "plain operations are used: the kernels of %s differ from them by %.1g here, and by"
-                " %.1g at most they may",
-                name,
+                "plain operations are used%s: the kernels of %s differ from them by %.1g here, and"
+                " by %.1g at most they may",
+                check.where,
+                check.name,
                 off,
                 ROUNDING[decoder.dtype],
             )
-            works = False
-    return works
+        steps, chunks = steps and check.of_chunks, False
+    return Agreed(steps, chunks)
 
 
-def kernel_errors(decoder: Decoder, *, drafts: bool) -> Iterator[tuple[str, float | None]]:
-    """By what is checked: how far off it is; None if it cannot be run, which a warning explains."""
-    return _errors(decoder, partial(our_kernels, drafts))
+def kernel_errors(
+    decoder: Decoder, *, drafts: bool, chunks: bool = True
+) -> Iterator[tuple[str, float | None]]:
+    """By what is checked: how far off it is; None if it cannot be run, which a warning explains.
+    `chunks`: those of prompts, too."""
+    for check, off in _errors(decoder, partial(our_kernels, drafts)):
+        if chunks or not check.of_chunks:
+            yield check.name, off
 
 
-def _errors(decoder: Decoder, make: Callable[[], KernelSet]) -> Iterator[tuple[str, float | None]]:
+class Check(NamedTuple):
+    name: str
+    of_chunks: bool = False
+
+    @property
+    def where(self) -> str:
+        """Plain operations are used."""
+        return " for prompts" if self.of_chunks else ""
+
+
+def _errors(
+    decoder: Decoder, make: Callable[[], KernelSet]
+) -> Iterator[tuple[Check, float | None]]:
     try:
         kernels = make()
         checks = list(_checks(decoder, kernels))
@@ -111,37 +137,41 @@ def _errors(decoder: Decoder, make: Callable[[], KernelSet]) -> Iterator[tuple[s
         logger.warning(
             "plain operations are used: kernels cannot be run: %s", error, exc_info=error
         )
-        yield "kernels", None
+        yield Check("kernels"), None
         return
-    for name, check in checks:
+    for check, run in checks:
         try:
-            off = check()
+            off = run()
         except Exception as error:
-            logger.warning("plain operations are used: %s: %s", name, error, exc_info=error)
-            yield name, None
+            logger.warning(
+                "plain operations are used%s: %s: %s",
+                check.where,
+                check.name,
+                error,
+                exc_info=error,
+            )
+            yield check, None
         else:
-            yield name, off
+            yield check, off
 
 
-Check = tuple[str, Callable[[], float]]  # a name, and how far off it is
-
-
-def _checks(decoder: Decoder, kernels: KernelSet) -> Iterator[Check]:
+def _checks(decoder: Decoder, kernels: KernelSet) -> Iterator[tuple[Check, Callable[[], float]]]:
+    """With each, how far off it is."""
     for kind, alone in few_layers(decoder).items():
         for num_rows in (1, 3):
             name = f"a decode step of {num_rows} rows with {kind}"
-            yield name, partial(_step_off, alone, num_rows, kernels)
+            yield Check(name), partial(_step_off, alone, num_rows, kernels)
             if kernels.verify is not None:
                 name = f"drafts of {num_rows} rows with {kind}"
-                yield name, partial(_drafts_off, alone, num_rows, kernels.verify)
-        yield f"chunks of prompts with {kind}", partial(_chunks_off, alone, kernels)
-        if suit_chunk_graphs(alone.shape):
-            yield f"captured chunks with {kind}", partial(_prompts_off, alone, kernels)
+                yield Check(name), partial(_drafts_off, alone, num_rows, kernels.verify)
+        for name, off in (("chunks of prompts", _chunks_off), ("captured chunks", _prompts_off)):
+            yield Check(f"{name} with {kind}", of_chunks=True), partial(off, alone, kernels)
     experts = (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertMlp))
     if (mlp := next(experts, None)) is not None:
         for num_tokens in NUM_TOKENS:
-            yield f"experts of {num_tokens} tokens", partial(_experts_off, mlp, num_tokens, kernels)
-    yield "top_p", partial(_top_p_off, decoder, kernels)
+            check = Check(f"experts of {num_tokens} tokens")
+            yield check, partial(_experts_off, mlp, num_tokens, kernels)
+    yield Check("top_p"), partial(_top_p_off, decoder, kernels)
 
 
 def _step_off(decoder: Decoder, num_rows: int, kernels: KernelSet) -> float:
@@ -173,7 +203,8 @@ def _drafts_off(decoder: Decoder, num_rows: int, verify: MakeVerify) -> float:
 def _chunks_off(decoder: Decoder, kernels: KernelSet) -> float:
     held, taken = noisy_chunks(decoder)
     batch = chunk_batch(taken, held.rows, held.pools)
-    run, plain = kernels.chunks(decoder, held.pools), PlainForward(decoder, held.pools)
+    run = kernels.chunks(decoder, held.pools, held.rows.table)
+    plain = PlainForward(decoder, held.pools)
     return _runs_off(held, batch, lambda: run.chunks(batch), lambda: plain.chunks(batch))
 
 
@@ -194,11 +225,14 @@ def _prompts_off(decoder: Decoder, kernels: KernelSet) -> float:
 
 def _runs_off(held: NoisyRows, batch: Batch, *runs: Callable[[], torch.Tensor]) -> float:
     """Of two: what they return, and what they leave in the pools."""
-    before = held.pools.memory.clone()
+    before, states = held.pools.memory.clone(), batch.states_out
+    if isinstance(batch, ChunkBatch):
+        taps = np.array([tap.slab for tap in batch.taken.taps], dtype=np.int64)
+        states = torch.cat([states, held.pools.index(taps)])
     found = []
     for run in runs:
         held.pools.memory.copy_(before)
-        found.append([run(), *held.written(batch.held.cells, batch.states_out)])
+        found.append([run(), *held.written(batch.held.cells, states)])
     return _off(*found)
 
 

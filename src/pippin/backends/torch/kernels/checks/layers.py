@@ -28,7 +28,9 @@ KINDS: dict[str, Callable[[LayerShape], bool]] = {
     "recurrent layers": lambda layer: layer.kind is Component.STATE,
 }
 LENGTHS = (GRID + 6, 3, 17)  # tokens that rows hold
-CHUNKS = ((0, GRID + 6), (5, 2))  # a row's first new token, and how many there are
+# A row's first new token, and how many there are: of two blocks behind others, of few, of a fresh
+# row. The first row's state is kept between its blocks, too.
+CHUNKS = ((GRID + 9, GRID + 6), (5, 2), (0, 40))
 
 
 def _window_of(layer: LayerShape) -> int:
@@ -115,7 +117,13 @@ def noisy_chunks(decoder: Decoder) -> tuple[NoisyRows, TakenChunks]:
     held = NoisyRows(decoder, tuple(start for start, _ in CHUNKS))
     rng = np.random.default_rng(0)
     chunks = [
-        PrefillRow(slot, start, rng.integers(0, decoder.shape.vocab_size, new).astype(np.int32))
+        PrefillRow(
+            slot,
+            start,
+            rng.integers(0, decoder.shape.vocab_size, new).astype(np.int32),
+            captures=True,
+            checkpoints=(start + GRID,) if new > GRID else (),
+        )
         for slot, (start, new) in enumerate(CHUNKS, start=1)
     ]
     return held, take_chunks(chunks, held.rows, held.pools)

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from pippin.backends.torch.drafts.entries import Entries, StepDrafter
-from pippin.backends.torch.kernels.attention_step import attention_step
+from pippin.backends.torch.kernels.attention.step import attention_step
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.layers import most_fused, run_fused, run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels

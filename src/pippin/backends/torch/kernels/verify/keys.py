@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.kernels.attention_step import normed_heads
+from pippin.backends.torch.kernels.attention.step import normed_heads
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.step.decode_inputs import Inputs

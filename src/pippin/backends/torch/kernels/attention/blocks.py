@@ -1,64 +1,37 @@
 """Attention of prompts' chunks over cells: blocks of GRID tokens, each of one row.
 
-Two kernels. A program of the first takes some tokens of a block for one or two query heads that
-share a key head, and a stretch of the tokens that they see, by the table of cells: those of the
-chunk itself have been written before. Where a block sees little there is one stretch, whose program
+Two kernels. A program of the first takes some tokens of a block for a few query heads that share a
+key head, and a stretch of the tokens that they see, by the table of cells: those of the chunk
+itself have been written before. Where a block sees little there is one stretch, whose program
 writes the result; else the second kernel adds the stretches up. Lengths and positions are looked
 up, so a captured graph serves chunks of any lengths behind prefixes of any lengths; blocks without
 tokens see nothing and write nothing.
+
+A cell has keys and values side by side; or, of latent attention, one key of all heads, whose first
+channels are its value too.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.attention.tiles import (
+    LEAST_TOKENS,
+    AttentionTile,
+    attention_tile_for,
+    latent_tile_for,
+    shared_bytes_of,
+    splits_for,
+)
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.step.chunk_inputs import BlockInputs
 from pippin.types import GRID
 
-TILE_BYTES = 1 << 15  # of queries, and of the keys or values that are read at a time, at most
-MUCH_SHARED = 200 << 10  # of shared memory: GPUs since Hopper take twice as much
-PROGRAMS = 528  # of the first kernel, where blocks see much: four for each processor of a large GPU
-MOST_SPLITS = 32  # of a block
-LEAST_TOKENS = 1024  # of a stretch
 SUMMED = 16  # tokens of a program of the second kernel
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True)
-class AttentionTile:
-    num_tokens: int  # of a block
-    num_keys: int
-    num_warps: int
-    num_heads: int = 1  # query heads of one program
-    num_stages: int = 2
-
-
-def attention_tile_for(
-    dim: int, itemsize: int, heads_of_a_key: int = 1, shared_bytes: int = 0
-) -> AttentionTile:
-    """What fits into the shared memory of every GPU since Ampere, with two stages of keys; or into
-    `shared_bytes`, where that is more."""
-    if itemsize == 2 and shared_bytes >= MUCH_SHARED:
-        together = 2 if heads_of_a_key % 2 == 0 else 1
-        num_keys, num_stages = (GRID, 2) if dim <= 128 else (GRID // 2, 3)
-        return AttentionTile(GRID, num_keys, 4 * together, together, num_stages)
-    most, most_in_registers = TILE_BYTES // (dim * itemsize), 2 * GRID // itemsize
-    num_tokens = max(16, min(most_in_registers, most))
-    num_keys = max(16, min(most_in_registers, most // 2))
-    return AttentionTile(num_tokens, num_keys, 8 if num_tokens * dim > 8192 else 4)
-
-
-def splits_for(num_programs: int) -> int:
-    """Stretches that a block can have at most: few blocks share a GPU by many."""
-    most = max(1, min(MOST_SPLITS, PROGRAMS // num_programs))
-    return 1 << (most.bit_length() - 1)
 
 
 @triton.jit
@@ -109,6 +82,34 @@ def _in_log2(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _scored(
+    queries,
+    turned,
+    cell,
+    is_held,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,
+    VALUES: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Products of queries and the keys of cells, and their values."""
+    i = tl.arange(0, D)
+    mask = is_held[:, None] if MASKED else None
+    other = 0.0 if MASKED else None
+    k = tl.load(cell[:, None] + i[None, :], mask=mask, other=other)
+    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+    if TURNED:
+        v = k
+        j = D + tl.arange(0, TURNED)
+        k = tl.load(cell[:, None] + j[None, :], mask=mask, other=other)
+        scores = tl.dot(turned, tl.trans(k), scores, input_precision=PRECISION)
+    else:
+        v = tl.load(cell[:, None] + (VALUES + i)[None, :], mask=mask, other=other)
+    return scores, v
+
+
+@triton.jit
 def _attend_blocks(
     q,
     kv,
@@ -129,6 +130,7 @@ def _attend_blocks(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    TURNED: tl.constexpr,
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -155,8 +157,12 @@ def _attend_blocks(
     n, head = first + row % TOKENS, group * TOGETHER + row // TOKENS
     inside = n < length
     token = tl.load(blocks.start + block).to(tl.int64) + n
-    q_at = (token * token_stride + head * head_stride)[:, None] + i[None, :]
-    queries = tl.load(q + q_at, mask=inside[:, None], other=0.0)
+    q_at = q + (token * token_stride + head * head_stride)[:, None]
+    queries = tl.load(q_at + i[None, :], mask=inside[:, None], other=0.0)
+    turned = queries
+    if TURNED:  # the queries' channels that meet no value
+        j = D + tl.arange(0, TURNED)
+        turned = tl.load(q_at + j[None, :], mask=inside[:, None], other=0.0)
     top = tl.full([TOKENS * TOGETHER], float("-inf"), tl.float32)
     mass = tl.zeros([TOKENS * TOGETHER], tl.float32)
     if SINKS:  # as a first key of the first stretch, without a value
@@ -166,36 +172,36 @@ def _attend_blocks(
     found = tl.zeros([TOKENS * TOGETHER, D], tl.float32)
     cells_of = table + tl.load(blocks.slot + block).to(tl.int64) * table_stride
     here = kv + (group * TOGETHER // (HEADS // KV_HEADS)) * D
-    # What all of the tokens see, then the rest.
+    # What all of the tokens see, then the rest. Sums of latents leave registers for one loop.
     whole = begin + tl.maximum(tl.minimum(stop, position + first + 1) - begin, 0) // KEYS * KEYS
-    if WINDOW:
+    if WINDOW or TURNED:
         whole = begin
-    for start in range(begin, whole, KEYS):
-        cell = tl.load(cells_of + start + tl.arange(0, KEYS)).to(tl.int64) * kv_stride
-        at = here + cell[:, None] + i[None, :]
-        k = tl.load(at)
-        v = tl.load(at + KV_HEADS * D)
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
-        scores = _in_log2(scores, scale, softcap, SOFTCAP)
-        highest = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - highest[:, None])
-        shrink = tl.exp2(top - highest)
-        mass = mass * shrink + tl.sum(weights, axis=1)
-        found = found * shrink[:, None]
-        found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
-        top = highest
+    if TURNED == 0:
+        for start in range(begin, whole, KEYS):
+            cell = here + tl.load(cells_of + start + tl.arange(0, KEYS)).to(tl.int64) * kv_stride
+            scores, v = _scored(queries, turned, cell, None, D, 0, KV_HEADS * D, False, PRECISION)
+            scores = _in_log2(scores, scale, softcap, SOFTCAP)
+            highest = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - highest[:, None])
+            shrink = tl.exp2(top - highest)
+            mass = mass * shrink + tl.sum(weights, axis=1)
+            found = found * shrink[:, None]
+            found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
+            top = highest
+    keys = tl.arange(0, KEYS)
     for start in range(whole, stop, KEYS):
-        t = start + tl.arange(0, KEYS)
+        t = start + keys
         is_held = t < stop
-        cell = tl.load(cells_of + t, mask=is_held, other=0).to(tl.int64) * kv_stride
-        at = here + cell[:, None] + i[None, :]
-        k = tl.load(at, mask=is_held[:, None], other=0.0)
-        v = tl.load(at + KV_HEADS * D, mask=is_held[:, None], other=0.0)
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        cell = here + tl.load(cells_of + t, mask=is_held, other=0).to(tl.int64) * kv_stride
+        # Latents need no mask: cell 0 is one of zeros.
+        scores, v = _scored(
+            queries, turned, cell, is_held, D, TURNED, KV_HEADS * D, TURNED == 0, PRECISION
+        )
         scores = _in_log2(scores, scale, softcap, SOFTCAP)
-        sees = is_held[None, :] & (t[None, :] <= (position + n)[:, None])
+        last = tl.minimum(position + n, stop - 1) - start
+        sees = keys[None, :] <= last[:, None]
         if WINDOW:
-            sees = sees & (t[None, :] > (position + n - window)[:, None])
+            sees = sees & (keys[None, :] > (position + n - window - start)[:, None])
         scores = tl.where(sees, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, axis=1))
         safe = tl.where(highest == float("-inf"), 0.0, highest)
@@ -205,6 +211,10 @@ def _attend_blocks(
         found = found * shrink[:, None]
         found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
         top = highest
+    if TURNED:  # looked up again: the sums leave no registers for it until here
+        length = tl.load(blocks.length + block, volatile=True)
+        inside = n < length
+        token = tl.load(blocks.start + block, volatile=True).to(tl.int64) + n
     line = token * HEADS + head
     if stretch >= end - seen:
         y = found / tl.where(mass > 0.0, mass, 1.0)[:, None]
@@ -259,30 +269,30 @@ def _sum_stretches(
     tl.store(out + line[:, None] * D + i[None, :], y.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    """Of a program, at most."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
 def attend_blocks(
     q: torch.Tensor,  # [tokens, heads, channels], a head's channels side by side
-    kv: torch.Tensor,  # [cells, 2, kv heads, channels], a view of the pool
+    kv: torch.Tensor,  # [cells, 2, kv heads, channels], a view of the pool; or [cells, channels]
     table: torch.Tensor,  # int32 [slots, positions]: the cells of all tokens, the new ones too
     blocks: BlockInputs,
     scoring: Scoring,
+    rank: int = 0,  # of latent attention: channels of a cell that are its value
     tile: AttentionTile | None = None,
     splits: int | None = None,
     least: int = LEAST_TOKENS,
 ) -> torch.Tensor:
-    """[tokens, heads, channels]: zeros for tokens of no block."""
-    tokens, heads, dim = q.shape
+    """[tokens, heads, channels of a value]: zeros for tokens of no block."""
+    tokens, heads, key_dim = q.shape
+    dim, turned = (rank, key_dim - rank) if rank else (key_dim, 0)
     assert q.stride(2) == 1
-    num_blocks, num_kv_heads = blocks.slot.shape[0], kv.shape[2]
-    per_key = heads // num_kv_heads
-    tile = tile or attention_tile_for(dim, q.element_size(), per_key, _shared_bytes(q.device))
+    num_blocks, num_kv_heads = blocks.slot.shape[0], 1 if rank else kv.shape[2]
+    if tile is None:
+        itemsize, shared = q.element_size(), shared_bytes_of(q.device)
+        per_key = heads // num_kv_heads
+        tile = (
+            latent_tile_for(heads, itemsize, shared)
+            if rank
+            else attention_tile_for(dim, itemsize, per_key, shared)
+        )
     parts, groups = GRID // tile.num_tokens, heads // tile.num_heads
     splits = splits or splits_for(num_blocks * groups * parts)
     out = torch.zeros(tokens, heads, dim, dtype=q.dtype, device=q.device)
@@ -312,6 +322,7 @@ def attend_blocks(
         SINKS=scoring.sinks is not None,
         SOFTCAP=scoring.softcap > 0.0,
         KV_HEADS=num_kv_heads,
+        TURNED=turned,
         TOGETHER=tile.num_heads,
         PARTS=parts,
         PRECISION=precision_of(q.dtype),

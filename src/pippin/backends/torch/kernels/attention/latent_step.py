@@ -1,6 +1,6 @@
 """One token's latent attention over cells: queries that were brought to the latents, the softmax.
 
-As in `attention_step.py` a program takes one stretch of one row's tokens, here for a few heads,
+As in `step.py` a program takes one stretch of one row's tokens, here for a few heads,
 which read the same cells; then the stretches are added up. The new token's cell has been written.
 """
 
@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.kernels.attention_blocks import add_values
-from pippin.backends.torch.kernels.attention_step import _combine, _stretch, splits_for
+from pippin.backends.torch.kernels.attention.blocks import add_values
+from pippin.backends.torch.kernels.attention.step import _combine, _stretch, splits_for
 from pippin.backends.torch.kernels.dependent import dependent
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.latent_layer import LatentLayer

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.kernels.attention_blocks import add_values, capped
+from pippin.backends.torch.kernels.attention.blocks import add_values, capped
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.attention_layer import AttentionLayer

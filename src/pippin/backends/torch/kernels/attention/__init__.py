@@ -1,0 +1,1 @@
+"""Attention over cells as kernels: a step, or blocks of prompts' chunks; plain or latent."""
