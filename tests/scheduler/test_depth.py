@@ -206,14 +206,16 @@ def test_a_step_that_only_drafts_for_the_next_is_no_step_without_drafts() -> Non
     policy = DepthPolicy()
     for _ in range(20):
         policy.observe(Timed.step(1.0, 1, 0))
-        policy.observe(Timed.step(3.0, 1, 0, turns=True))
+        for _ in range(4):
+            policy.observe(Timed.step(3.0, 1, 0, turns=True))
     assert policy.costs.plain(1) == 1.0
 
 
 def test_the_first_step_of_a_shape_says_nothing_of_drafts() -> None:
     """It is compiled, which takes as long as fifty others."""
     policy = DepthPolicy()
-    learn(policy, 1.0, ["a"], [0], [0])
+    for _ in range(4):
+        learn(policy, 1.0, ["a"], [0], [0])
     policy.observe(Timed.step(50.0, 1, 0, 2, 2, 2, is_new=True))
     for _ in range(20):
         depths = decide(policy, 1, [Candidate("a", 2)])
