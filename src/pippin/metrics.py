@@ -44,7 +44,8 @@ class StepRecord:
     forwards: StepForwards = field(default_factory=StepForwards)
     drafts: int = 0  # that its rows verified
     accepted: int = 0  # of these
-    drafts_left: int = 0  # that the device made for the next step
+    own_drafts: int = 0  # of the drafts, those that the device had made
+    drafts_left: int = 0  # that it made for the next step
     # Of each row with drafts: its slot, how many it verified, and how many of these it accepted.
     verified: tuple[tuple[int, int, int], ...] = ()
 

@@ -137,18 +137,23 @@ class World:
         return accepted
 
 
+def decide(policy: DepthPolicy, rows: int, candidates: Sequence[Candidate]) -> list[int]:
+    return [0] * len(candidates) if policy.rests(rows) else policy.choose(rows, candidates)
+
+
 def learn(
     policy: DepthPolicy, seconds: float, names: list[str], depths: list[int], accepted: list[int]
 ) -> None:
     for name, depth, right in zip(names, depths, accepted, strict=True):
         if depth:
             policy.acceptance.observe(name, 0, depth, right)
-    policy.observe(Timed.step(seconds, len(names), 0, sum(depths), sum(accepted)))
+    drafts = sum(depths), sum(accepted), max(depths, default=0)
+    policy.observe(Timed.step(seconds, len(names), 0, *drafts))
 
 
 def speed_up(seed: int) -> float:
     policy = DepthPolicy()
-    return World(seed).run(policy.choose, policy)
+    return World(seed).run(partial(decide, policy), policy)
 
 
 def best_fixed(seed: int) -> float:
@@ -173,19 +178,19 @@ def test_drafts_never_cost_more_than_three_in_a_hundred() -> None:
 def test_a_loss_stops_drafts_before_the_estimates_follow() -> None:
     policy, row = DepthPolicy(), [Candidate("a", 4)]
     for _ in range(200):
-        depths = policy.choose(1, row)
+        depths = decide(policy, 1, row)
         learn(policy, 1.0 + 0.01 * sum(depths), ["a"], depths, depths)
-    depths = policy.choose(1, row)
+    depths = decide(policy, 1, row)
     assert depths == [4]
     learn(policy, 20.0, ["a"], depths, depths)  # all accepted, and yet slower by far
-    assert policy.choose(1, row) == [0]
+    assert decide(policy, 1, row) == [0]
 
 
 def steps_with_drafts(seed: int) -> int:
     """Of 200, on a machine that takes three times as long for one step in five, by chance."""
     policy, rng, chosen = DepthPolicy(), random.Random(seed), []
     for _ in range(400):
-        (depth,) = policy.choose(1, [Candidate("a", 4)])
+        (depth,) = decide(policy, 1, [Candidate("a", 4)])
         pause = 3.0 if rng.random() < 0.2 else 1.0
         learn(policy, pause * (1.0 + 0.2 * depth), ["a"], [depth], [min(depth, 2)])
         chosen.append(depth)
@@ -201,8 +206,34 @@ def test_a_step_that_only_drafts_for_the_next_is_no_step_without_drafts() -> Non
     policy = DepthPolicy()
     for _ in range(20):
         policy.observe(Timed.step(1.0, 1, 0))
-        policy.observe(Timed.step(3.0, 1, 0, drafts_left=2))
+        for _ in range(4):
+            policy.observe(Timed.step(3.0, 1, 0, turns=True))
     assert policy.costs.plain(1) == 1.0
+
+
+def test_the_first_step_of_a_shape_says_nothing_of_drafts() -> None:
+    """It is compiled, which takes as long as fifty others."""
+    policy = DepthPolicy()
+    for _ in range(4):
+        learn(policy, 1.0, ["a"], [0], [0])
+    policy.observe(Timed.step(50.0, 1, 0, 2, 2, 2, is_new=True))
+    for _ in range(20):
+        depths = decide(policy, 1, [Candidate("a", 2)])
+        learn(policy, 1.0, ["a"], depths, depths)
+    assert depths == [2]
+
+
+def test_drafts_that_do_not_pay_are_looked_for_ever_more_rarely() -> None:
+    policy, looks, chosen = DepthPolicy(), [], 0
+    for step in range(1000):
+        depths = [0]
+        if not policy.rests(1):
+            looks.append(step)
+            depths = policy.choose(1, [Candidate("a", 4)])
+        chosen += depths[0]
+        learn(policy, 1.0 + 0.5 * depths[0], ["a"], depths, [0])
+    assert len([step for step in looks if step >= 500]) < 40
+    assert 10 < chosen < 40, "now and then they are tried again"
 
 
 @pytest.mark.slow
@@ -226,7 +257,7 @@ def settled(policy: DepthPolicy, chances: Sequence[float], num_steps: int = 200)
     names = [str(number) for number in range(len(chances))]
     seen: list[list[int]] = []
     for _ in range(num_steps):
-        depths = policy.choose(len(names), [Candidate(name, MAX_DEPTH) for name in names])
+        depths = decide(policy, len(names), [Candidate(name, MAX_DEPTH) for name in names])
         accepted = []
         for chance, depth in zip(chances, depths, strict=True):
             right = 0

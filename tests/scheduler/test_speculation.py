@@ -17,12 +17,7 @@ from pippin.scheduler.request import Request
 from pippin.scheduler.speculation.depth import Candidate, DepthPolicy
 from pippin.scheduler.speculation.drafter import DeviceDrafter
 from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import (
-    BY_DEVICE,
-    PATIENCE,
-    STEPS_BETWEEN_LOOKS,
-    Speculation,
-)
+from pippin.scheduler.speculation.speculation import BY_DEVICE, Speculation
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -300,8 +295,8 @@ def make_client_of_both(share_host: float, share_device: float, policy: DepthPol
 class Always(DepthPolicy):
     """Whatever steps take."""
 
-    def allows(self, rows: int) -> bool:
-        return True
+    def rests(self, rows: int) -> bool:
+        return False
 
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
         return [candidate.depth for candidate in candidates]
@@ -363,17 +358,20 @@ def test_drafts_are_counted_by_drafter_place_and_request(kind: Kind) -> None:
     assert 0 < sum(reply.rejected_drafts for reply in replies) <= counts.drafted - counts.accepted
 
 
-def test_drafts_are_looked_for_now_and_then_where_none_is_worth_a_step() -> None:
+def test_no_drafts_are_looked_for_while_the_policy_rests() -> None:
     """Looking takes the host's time, in every step."""
 
     class Never(Always):
         num_asked = 0
 
-        def choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
+        def rests(self, rows: int) -> bool:
             self.num_asked += 1
-            return [0] * len(candidates)
+            return True
+
+        def choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
+            raise AssertionError("it rests")
 
     policy = Never()
     client = make_client_of_both(1.0, 1.0, policy)
-    client.ask(make_prompt(10), max_tokens=300)
-    assert PATIENCE + 300 // STEPS_BETWEEN_LOOKS - 10 < policy.num_asked < 110
+    client.ask(make_prompt(10), max_tokens=100)
+    assert 90 < policy.num_asked < 110, "once a step"

@@ -10,6 +10,7 @@ import pytest
 from pippin.metrics import StepRecord
 from pippin.scheduler.pacing.costs import Timed
 from pippin.scheduler.pacing.step_times import StepTimes
+from pippin.types import StepForwards
 
 BLANK = StepRecord(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
 record = functools.partial(replace, BLANK)
@@ -94,3 +95,20 @@ def test_an_idle_device_is_not_charged_for() -> None:
     times.add(record(**step, dispatched=0.0, launched=0.001, resumed=0.01))
     later = times.add(record(**step, dispatched=9.0, launched=9.001, resumed=9.01))
     assert later == Timed.step(pytest.approx(0.01), 1, 0)
+
+
+def test_what_steps_had_of_drafts_is_known() -> None:
+    times = StepTimes()
+    common = {"decode_rows": 2, "dispatched": 1.0, "launched": 1.0, "resumed": 2.0, "waited": 1.0}
+    new = StepForwards(new_decode=1)
+    begins = times.add(record(**common, drafts_left=3, forwards=new))
+    assert begins is not None
+    assert (begins.depth, begins.num_turns, begins.num_new) == (0, 1, 1)
+    deep = {"drafts": 5, "accepted": 2, "verified": ((1, 2, 1), (2, 3, 1))}
+    common |= {"dispatched": 2.0, "launched": 2.0, "resumed": 3.0}
+    goes_on = times.add(record(**common, **deep, own_drafts=5, drafts_left=3))
+    by_host = times.add(record(**common | {"dispatched": 3.0, "resumed": 4.0}, **deep))
+    assert goes_on is not None
+    assert by_host is not None
+    for timed in (goes_on, by_host):
+        assert (timed.depth, timed.num_turns, timed.num_new) == (3, 0, 0)

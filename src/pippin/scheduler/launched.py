@@ -45,6 +45,7 @@ class Launched:
             after_pause=self.after_pause,
             drafts=self.plan.num_drafts,
             accepted=result.num_accepted,
+            own_drafts=sum([row.depth for row in self.plan.decode if row.drafted]),
             drafts_left=self.plan.num_drafts_left,
             verified=tuple(
                 (row.slot, row.depth, len(result.tokens[row.slot]) - 1)

@@ -45,7 +45,9 @@ class Timed:
     num_prefills: int  # steps with prompts
     drafts: int = 0  # in all,
     accepted: int = 0  # and of these
-    drafts_left: int = 0  # by the device, for the next steps
+    depth: int = 0  # of the deepest row of each step
+    num_turns: int = 0  # steps in which the device begins to draft, or ends
+    num_new: int = 0  # steps of decode rows that were the first of their shape
 
     @classmethod
     def step(
@@ -55,11 +57,14 @@ class Timed:
         prefill_tokens: int,
         drafts: int = 0,
         accepted: int = 0,
-        drafts_left: int = 0,
+        depth: int = 0,
+        *,
+        turns: bool = False,
+        is_new: bool = False,
     ) -> Timed:
         has_rows, has_prompts = int(decode_rows > 0), int(prefill_tokens > 0)
         rows = decode_rows, prefill_tokens, has_rows, has_prompts
-        return cls(seconds, *rows, drafts, accepted, drafts_left)
+        return cls(seconds, *rows, drafts, accepted, depth, int(turns), int(is_new))
 
     def with_seconds(self, seconds: float) -> Timed:
         return replace(self, seconds=seconds)

@@ -33,8 +33,16 @@ class StepTimes:
     def add(self, record: StepRecord) -> Timed | None:
         """A step that was committed; what it took, with those before it whose end was not seen."""
         dispatched, launched, resumed = record.dispatched, record.launched, record.resumed
-        rows, drafts = record.decode_rows, (record.drafts, record.accepted, record.drafts_left)
-        step = Timed.step(0.0, rows, record.prefill_tokens, *drafts)
+        step = Timed.step(
+            0.0,
+            record.decode_rows,
+            record.prefill_tokens,
+            record.drafts,
+            record.accepted,
+            depth=max((depth for _, depth, _ in record.verified), default=0),
+            turns=bool(record.own_drafts) != bool(record.drafts_left),
+            is_new=record.forwards.new_decode > 0,
+        )
         turn = resumed - max(dispatched, self._last_resumed)
         if dispatched >= self._last_resumed:  # nothing was in flight: the device had a pause
             self._unseen = None

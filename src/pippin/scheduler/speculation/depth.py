@@ -2,12 +2,12 @@
 
 Knows what drafts are worth and what they cost, from steps; knows no text and no device.
 
-    tokens a second of a step with m drafts  =  (rows + their chances to be accepted) / seconds(m)
+    tokens a second of a step of depth d  =  (rows + chances of drafts to be accepted) / seconds(d)
 
-The m drafts are the likeliest of all rows. No estimate is trusted with much: an account holds what
-steps with drafts gained over steps without, as measured, and lost, and a small share of all time on
-top. While it is overdrawn there are no drafts. So all that is tried is paid for by what was gained,
-or by that share.
+Each row has up to d drafts: those that are not too unlikely. No estimate is trusted with much: an
+account holds what steps with drafts gained over steps without, as measured, and lost, and a small
+share of all time on top. While it is overdrawn there are no drafts. So all that is tried is paid
+for by what was gained, or by that share. Where no depth pays there is a rest, longer each time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from pippin.scheduler.speculation.draft_costs import DraftCosts
 INCOME = 0.01  # of each step: what may be lost by trying
 FIRST_BALANCE = 3.0  # steps,
 MAX_BALANCE = 6.0  # and at most: gains from long ago pay for nothing
-STEPS_BETWEEN_TRIALS = 32  # of a row whose drafts do not pay
-TRIAL_DEPTH = 2
-STEPS_BETWEEN_OTHERS = 12  # with drafts, of which one has some more or fewer: costs are kept fresh
-STEPS_BETWEEN_PLAIN = 64  # a step without drafts shows what these are compared with
-FIRST_DRAFTS = 2  # of a step, or one for each row, until more are known,
-GROWTH = 2  # and then so many times as many as are
+PATIENCE = 16  # steps in a row in which no depth pays: then there is a rest,
+FIRST_REST, LONGEST_REST = 8, 64  # steps, twice as long each time, and a trial behind it,
+LOOKS_AFTER_REST = 4  # steps in which drafts are chosen before the next rest
+TRIAL_EVERY = 32  # steps: of rows whose drafts are unlikely, beside others
+OTHER_DEPTH_EVERY = 24  # steps: one is deeper or less deep, so that costs are kept fresh
+PLAIN_EVERY = 128  # steps: one without drafts shows what these are compared with
+GROWTH = 2  # a step is at most so many times as deep as what is known, of so many rows
+LEAST_CHANCE = 0.15  # of a draft
 CLEARLY = 1.01  # what drafts promise is to be better by this factor
 
 
@@ -46,8 +48,17 @@ class DepthPolicy:
     costs: DraftCosts = field(default_factory=DraftCosts)
     _balance: float = FIRST_BALANCE  # in steps
     _num_steps: int = 0
-    _last_trial: int = 0
+    _num_in_vain: int = 0  # steps in a row
+    _rest: int = FIRST_REST  # the next one
+    _rests_until: int = 0  # a step
     usual_depth: int = 0  # of the rows of the last step
+
+    def rests(self, rows: int) -> bool:
+        """Called once a step: whether it has no drafts, so that none need be looked for."""
+        self._num_steps += 1
+        if self._num_steps < self._rests_until or self._balance < 0.0:
+            return True
+        return self.costs.plain(rows) is None or self.costs.num_since_plain(rows) > PLAIN_EVERY
 
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
         """Drafts of each candidate in the next step, which has `rows` in all."""
@@ -56,72 +67,62 @@ class DepthPolicy:
         return depths
 
     def _choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
-        self._num_steps += 1
-        if not any(candidate.depth for candidate in candidates) or not self.allows(rows):
-            return [0] * len(candidates)
-        depths = self._best(rows, candidates)
-        if self._num_steps - self._last_trial >= STEPS_BETWEEN_TRIALS and 0 in depths:
-            self._last_trial = self._num_steps
-            self._add_trials(rows, candidates, depths)
-        return depths
-
-    def _add_trials(self, rows: int, candidates: Sequence[Candidate], depths: list[int]) -> None:
-        """Drafts for rows that have none: no more than the account pays for if all are wrong."""
-        most = self._most(rows, sum(candidate.depth for candidate in candidates))
+        chances = [self._chances(candidate) for candidate in candidates]
+        deepest = max([1, *(candidate.depth for candidate in candidates)])
+        most = min(deepest, max(1, GROWTH * self.costs.deepest_known(rows)))
         seconds = self.costs.seconds(rows, most)
-        affordable = (1.0 + self._balance) * seconds[0]
-        left = sum(taken <= affordable for taken in seconds) - 1 - sum(depths)
-        for place in range(len(depths)):
-            row = (self._num_steps + place) % len(depths)  # another one first each time
-            if not depths[row]:
-                depths[row] = max(0, min(candidates[row].depth, TRIAL_DEPTH, left))
-                left -= depths[row]
+        depth = self._best(rows, chances, seconds)
+        least = 1 if self._is_trial(depth, seconds) else 0
+        if depth and not self._num_steps % OTHER_DEPTH_EVERY:
+            more = 1 if self._num_steps // OTHER_DEPTH_EVERY % 2 else -1
+            depth = max(1, min(depth + more, most))
+        return [
+            min(candidate.depth, max(least, min(depth, len(of_row))))
+            for candidate, of_row in zip(candidates, chances, strict=True)
+        ]
 
-    def _most(self, rows: int, offered: int) -> int:
-        """Drafts of a step: a few more than were seen, since what more of them cost is a guess."""
-        return min(offered, max(FIRST_DRAFTS, rows, GROWTH * self.costs.most_known(rows)))
+    def _chances(self, candidate: Candidate) -> list[float]:
+        """Of its drafts, without unlikely ones."""
+        request_id, depth, confidence = candidate.request_id, candidate.depth, candidate.confidence
+        chances = self.acceptance.survival(request_id, confidence, depth)
+        return [chance for chance in chances if chance >= LEAST_CHANCE]
 
-    def allows(self, rows: int) -> bool:
-        """Whether a step of so many may have drafts at all."""
-        if self._balance < 0.0 or self.costs.plain(rows) is None:
-            return False
-        return self.costs.num_since_plain(rows) <= STEPS_BETWEEN_PLAIN
+    def _best(self, rows: int, chances: Sequence[Sequence[float]], seconds: Sequence[float]) -> int:
+        tokens, most, best = float(rows), CLEARLY * rows / seconds[0], 0
+        for place, taken in enumerate(seconds[1:]):
+            tokens += sum(of_row[place] for of_row in chances if place < len(of_row))
+            if tokens / taken > most:
+                most, best = tokens / taken, place + 1
+        return best
+
+    def _is_trial(self, depth: int, seconds: Sequence[float]) -> bool:
+        """Whether every row has a draft in this step, however unlikely. No more than the account
+        pays for if all are wrong."""
+        if depth:
+            self._num_in_vain, self._rest = 0, FIRST_REST
+            return not self._num_steps % TRIAL_EVERY
+        has_rested = self._num_steps == self._rests_until
+        self._num_in_vain += 1
+        if self._num_in_vain >= PATIENCE:
+            self._num_in_vain = PATIENCE - LOOKS_AFTER_REST
+            self._rests_until = self._num_steps + self._rest
+            self._rest = min(2 * self._rest, LONGEST_REST)
+        return has_rested and seconds[1] <= (1.0 + self._balance) * seconds[0]
 
     def observe(self, timed: Timed) -> None:
-        """Steps with prompts too show little of what drafts took, and steps in which the device
-        drafts for the next ones, and verifies nothing, are neither plain nor what they pay for."""
-        if not timed.num_decodes or timed.num_prefills or timed.seconds <= 0.0:
-            return
-        if timed.drafts_left and not timed.drafts:
+        """Steps with prompts show little of what drafts took, nor does the first of a shape, which
+        may be compiled. One in which the device begins to draft for the next steps, or ends, is
+        like no other, and costs what it costs."""
+        if not timed.num_decodes or timed.num_prefills or timed.num_new or timed.seconds <= 0.0:
             return
         steps = timed.num_decodes
-        rows = timed.decode_rows / steps
-        self.costs.observe(rows, timed.drafts / steps, timed.seconds / steps)
+        rows, seconds = timed.decode_rows / steps, timed.seconds / steps
+        if not timed.num_turns:
+            self.costs.observe(rows, round(timed.depth / steps), seconds)
         plain = self.costs.plain_mean(rows)
         if plain is None:
             return
         gained = 0.0
-        if timed.drafts:
+        if timed.depth or timed.num_turns:
             gained = (timed.decode_rows + timed.accepted) / rows - timed.seconds / plain
         self._balance = min(self._balance + gained + INCOME * steps, MAX_BALANCE)
-
-    def _best(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
-        chances = [
-            self.acceptance.survival(candidate.request_id, candidate.confidence, candidate.depth)
-            for candidate in candidates
-        ]
-        ranked = [(-chance, row) for row, of_row in enumerate(chances) for chance in of_row]
-        ranked.sort()  # of a row, the first drafts are the likeliest
-        seconds = self.costs.seconds(rows, self._most(rows, len(ranked)))
-        tokens, best, number = float(rows), CLEARLY * rows / seconds[0], 0
-        for place, taken in enumerate(seconds[1:]):
-            tokens -= ranked[place][0]
-            if tokens / taken > best:
-                best, number = tokens / taken, place + 1
-        if number and not self._num_steps % STEPS_BETWEEN_OTHERS:
-            more = rows if self._num_steps // STEPS_BETWEEN_OTHERS % 2 else -rows
-            number = max(1, min(number + more, len(seconds) - 1))
-        depths = [0] * len(candidates)
-        for _, row in ranked[:number]:
-            depths[row] += 1
-        return depths

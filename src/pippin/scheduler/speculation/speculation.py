@@ -22,8 +22,6 @@ from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.speculation.depth import Candidate, DepthPolicy
 from pippin.scheduler.speculation.drafter import NO_GUESS, DeviceDrafter, Drafter, Guess
 
-PATIENCE = 16  # looks for drafts that were in vain: then
-STEPS_BETWEEN_LOOKS = 4  # looking takes the host's time too
 BY_DEVICE = -1  # the class of confidence of the device's drafts
 
 
@@ -60,7 +58,6 @@ class Speculation:
     policy: DepthPolicy | None = None  # None: as deep as that
     device: DeviceDrafter | None = None
     _confidences: dict[int, dict[str, int]] = field(default_factory=dict)  # by step in flight
-    _num_unused: int = 0  # times in a row that drafts were looked for, and none was worth a step
 
     @property
     def no_counts(self) -> dict[str, DraftCounts]:
@@ -81,7 +78,7 @@ class Speculation:
         if self.policy is not None and beside_prompts:
             self.policy.usual_depth = 0
             return self._all_left(rows)
-        if self._rests(step, num_rows):
+        if self.policy is not None and self.policy.rests(num_rows):
             return self._all_left(rows)
         may = [running for running in rows if may_speculate(running.request)]
         if self.drafter is not None:
@@ -94,20 +91,11 @@ class Speculation:
                 for offer in offers
             ]
             depths = self.policy.choose(num_rows, candidates)
-            self._num_unused = 0 if any(depths) else self._num_unused + 1
         self._confidences[step] = {o.running.request.id: o.confidence for o in offers}
         return {
             offer.running: self._draft(offer, depth)
             for offer, depth in zip(offers, depths, strict=True)
         }
-
-    def _rests(self, step: int, num_rows: int) -> bool:
-        """Whether this step has no new drafts, so that none need be looked for."""
-        if self.policy is None:
-            return False
-        if self._num_unused >= PATIENCE and step % STEPS_BETWEEN_LOOKS:
-            return True
-        return not self.policy.allows(num_rows)
 
     def settle(
         self,

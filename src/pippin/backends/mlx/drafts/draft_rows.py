@@ -183,25 +183,29 @@ class DraftRows(DecodeRows):
         mains = np.full(self.width, NO_ROW, dtype=np.int32)
         proposals: list[Proposal | None] = [None] * self.width
         unsure: dict[int, Unsure] = {}
-        num_unsure, keeps = 0, False
+        num_unsure, keeps, any_unsure = 0, False, False
         for row in self.rows.values():
             index, bound, decode = row.index, self._bounds[row.slot], by_slot.get(row.slot)
             self._park_or_resume(row, advances=decode is not None)
-            mains[index] = bound.num_main
-            least[index], counts[index] = row.length - bound.num_unsure, bound.num_accepted
-            unsure_slots[index] = row.slot if bound.unsure else 0
+            mains[index], least[index] = bound.num_main, row.length
+            if bound.num_accepted:
+                counts[index] = bound.num_accepted
+            if bound.unsure:
+                unsure_slots[index], any_unsure = row.slot, True
+                least[index] -= bound.num_unsure
             if decode is None:
                 continue
-            slots[index], depths[index] = row.slot, decode.depth
-            proposals[index] = decode.proposal
-            num_unsure = max(num_unsure, bound.num_unsure)
+            slots[index], num_unsure = row.slot, max(num_unsure, row.length - int(least[index]))
+            if decode.depth:
+                depths[index], proposals[index] = decode.depth, decode.proposal
             row.length += 1 + decode.depth
             keeps |= bound.kept or decode.depth > 0
             bound.kept, bound.num_accepted = decode.depth > 0, 0
             if decode.depth:
                 unsure[row.slot] = Unsure(decode.depth)
                 bound.unsure.append(unsure[row.slot])
-        lengths = self._known(unsure_slots, least, self._future_map.lengths)
+        unsure_at = mx.array(unsure_slots) if any_unsure else None
+        lengths = _known(unsure_at, least, self._future_map.lengths)
         drafts = self._drafts(slots, depths, proposals, lengths)
         inputs = tokens = self._future_map.resolve(slots)[:, None]
         if drafts.shape[1]:
@@ -209,10 +213,10 @@ class DraftRows(DecodeRows):
         tree = {
             "tokens": tokens,
             "offset": lengths,
-            "cursor": lengths - mx.array(mains) if unsure_slots.any() else mx.array(least - mains),
+            "cursor": lengths - mx.array(mains) if any_unsure else mx.array(least - mains),
         }
         if keeps:
-            tree["counts"] = self._known(unsure_slots, counts, self._future_map.counts)
+            tree["counts"] = _known(unsure_at, counts, self._future_map.counts)
         if self._table_operations is not None:
             tree["written"] = tree["cursor"]
         else:  # a line of no row has a tail like others'
@@ -221,13 +225,6 @@ class DraftRows(DecodeRows):
         plain = not unsure and not num_unsure
         facts = (plain, slots, depths, least, num_unsure, lengths, drafts)
         return VerifyStep(*facts, inputs, logits, hidden), unsure
-
-    def _known(self, unsure_slots: np.ndarray, held: np.ndarray, by_slot: mx.array) -> mx.array:
-        """int32 [width]: as the host has them, but those of `unsure_slots`."""
-        if not unsure_slots.any():
-            return mx.array(held)
-        at = mx.array(unsure_slots)
-        return mx.where(at == 0, mx.array(held), by_slot[at])
 
     def _ends_behind_tail(self, decode: DecodeRow) -> bool:
         held = self.rows[decode.slot].length - self._bounds[decode.slot].num_main
@@ -242,9 +239,9 @@ class DraftRows(DecodeRows):
     ) -> mx.array:
         """int32 [width, the largest depth]"""
         depth = int(depths.max(initial=0))
-        places = mx.arange(depth, dtype=mx.int32)[None]
         if not depth:
             return mx.zeros((self.width, 0), mx.int32)
+        places = mx.arange(depth, dtype=mx.int32)[None]
         by_host = np.array([proposal is not None for proposal in proposals])
         if not by_host.any() and (depths[slots > 0] == depth).all():
             return self._future_map.resolve_drafts(slots, depths)
@@ -285,3 +282,10 @@ def find_draft_layers(
     states = [layout.caches[index].layer for index in layout.state_indices]
     layers = delta_layers(model, states)
     return "a recurrent layer is not as Qwen3.5 has it" if layers is None else layers
+
+
+def _known(unsure_at: mx.array | None, held: np.ndarray, by_slot: mx.array) -> mx.array:
+    """int32 [width]: as the host has them, but those of slots that are unsure (0: it is not)."""
+    if unsure_at is None:
+        return mx.array(held)
+    return mx.where(unsure_at == 0, mx.array(held), by_slot[unsure_at])

@@ -55,7 +55,7 @@ class MissedSteps:
         if not (ran.plain and ran.hidden):  # of others it is not known yet what they accept
             self._steps.clear()
             return
-        if self._steps and not np.array_equal(self._steps[-1].slots, ran.slots):
+        if self._steps and self._steps[-1].slots.tobytes() != ran.slots.tobytes():
             self._steps.clear()
         self._steps.append(_Missed(ran.slots, ran.inputs, ran.hidden[0]))
         del self._steps[: -min(MOST_OF_ROW, max(1, MOST_FED // len(ran.slots)))]

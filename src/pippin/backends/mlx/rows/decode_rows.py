@@ -167,7 +167,7 @@ class DecodeRows:
 
     def _park_or_resume(self, row: Row, *, advances: bool) -> None:
         """A step computes every row; one that must not advance has its state set aside first."""
-        if not self.states:
+        if not self._per_row.states:
             return
         if advances and row.parked is not None:
             parked, row.parked = row.parked, None
