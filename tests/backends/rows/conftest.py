@@ -14,11 +14,14 @@ def without_table() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def table() -> None:
+    if operations() is None:
+        pytest.skip("no operations of ours on this device: rows have no KV table")
+
+
 @pytest.fixture(params=["table", "without_table"])
 def way(request: pytest.FixtureRequest) -> str:
     """Both ways that rows are attended to on a CPU."""
-    if request.param == "without_table":
-        request.getfixturevalue("without_table")
-    elif operations() is None:
-        pytest.skip("no operations of ours on this device: rows have no KV table")
+    request.getfixturevalue(request.param)
     return str(request.param)

@@ -15,7 +15,6 @@ import pytest
 
 from families import VOCAB
 from near_ties import TOLERANCE, log_softmax
-from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows import arrays, kv_table
 from pippin.backends.mlx.rows.decode_forward import MAX_COMPILED, DecodeForward
@@ -98,7 +97,7 @@ def test_only_so_many_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compiled._compiled) == 1
 
 
-@pytest.mark.skipif(operations() is None, reason="no operations of ours on this device")
+@pytest.mark.usefixtures("table")
 def test_compiled_steps_of_rows_that_share_give_what_plain_ones_apart_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

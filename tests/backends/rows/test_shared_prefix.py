@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from near_ties import TOLERANCE, log_softmax
-from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows import arrays, kv_table, mains
@@ -25,10 +24,7 @@ from pippin.backends.mlx.rows.kv_table import Reading
 from reference import assert_right, score
 from serving import diverge, make_client, make_prompt, served
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(operations() is None, reason="no operations of ours on this device"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("table")]
 
 BLOCK = 8  # tokens of a tail in these tests: moves every few steps
 START_LEN = 100

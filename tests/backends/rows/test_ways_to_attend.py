@@ -14,7 +14,6 @@ from mlx_lm.models import qwen3
 
 from families import build
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.layout import LatentProbeKV, ProbeKV, Reads
 from pippin.backends.mlx.load import LoadedModel, prepare
 from reference import assert_right
@@ -79,7 +78,7 @@ def test_a_layer_that_attends_in_its_own_way_joins_its_own_kv_alone(own: tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(operations() is None, reason="no operations of ours on this device")
+@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3n", "gemma4"])
 def test_what_an_operation_reads_by_a_table_is_never_joined(
     family: str, monkeypatch: pytest.MonkeyPatch

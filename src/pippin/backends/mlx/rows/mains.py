@@ -23,7 +23,7 @@ from pippin.backends.mlx.attention.plain_attention import columns_at
 from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.footprint import MOVING_SHARE, SpareLimit
+from pippin.backends.mlx.rows.footprint import COLUMN_STEP, MOVING_SHARE, SpareLimit
 from pippin.backends.mlx.rows.kv_table import common_len, make_kv_table
 from pippin.backends.mlx.rows.paced_launch import PacedLaunch
 from pippin.backends.mlx.rows.segments import Segment, WindowClass
@@ -142,7 +142,7 @@ class Mains:
         merges = self._spare.is_exceeded(self._spare_bytes, 0)
         for own in self._classes:
             self._append_tails(own, tails)
-            if merges and own.segments:
+            if merges and own.capacity - sum(own.held()) >= COLUMN_STEP:
                 self._merge(own, 0, len(own.segments))
 
     def renumber(self, new: Mapping[int, int]) -> None:
@@ -274,7 +274,7 @@ class Mains:
         wanted = max(at_least(num_columns), FEWEST_COLUMNS)
         if wanted - num_columns <= self._spare.max_padding:
             return wanted
-        return -(-num_columns // 64) * 64
+        return -(-num_columns // COLUMN_STEP) * COLUMN_STEP
 
 
 def _packed(parts: list[mx.array], capacity: int) -> mx.array:
