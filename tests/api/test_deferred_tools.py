@@ -70,3 +70,13 @@ def test_tools_are_listed_where_a_search_of_anthropics_servers_would_find_them()
         reply = ask(url, [USER], search, FETCH)
     assert reply.headers["x-pippin-ignored"] == "tools[0] (tool_search_tool_bm25_20251119)"
     assert '"name": "WebFetch"' in prompt_text(engine)
+
+
+def test_a_tool_that_was_found_many_times_is_described_once() -> None:
+    again = {**FOUND, "content": [REFERENCES[0]] * 100}
+    messages = [*SESSION[:2], {"role": "user", "content": [FOUND, again]}]
+    with serving_qwen(says(f"{THOUGHT}Hi.")) as (url, engine):
+        ask(url, messages, FETCH, SEARCH)
+    prompt = prompt_text(engine)
+    assert prompt.count('"parameters": {"type": "object", "properties": {"url"') == 1
+    assert prompt.count('<function>{"name": "WebFetch"}</function>') == 100

@@ -25,6 +25,7 @@ from pippin.engine.peers.shared_memory import OutgoingMemory
 from pippin.engine.peers.wire_frames import (
     PROTOCOL,
     Ask,
+    Cancel,
     EntryFrame,
     Frame,
     Hello,
@@ -454,6 +455,25 @@ def test_a_prompt_that_is_asked_for_twice_closes_the_connection(
         assert raw.is_closed()
     for _ in range(200):
         prefill.step()
+    check_idle(prefill.client)
+
+
+def test_a_prompt_that_was_cancelled_can_be_asked_for_again_at_once(
+    pair: tuple[LivePrefill, LiveDecode],
+) -> None:
+    prefill, _ = pair
+    wanted = Ask("x", b"\0" * 4000, b"", 0, [], 0)
+    with raw_decode(prefill) as raw:
+        raw.open_as_decode()
+        raw.send(wanted)
+        prefill.receive()
+        prefill.client.step()  # it is in flight
+        raw.send(Cancel("x"))
+        raw.send(wanted)
+        for _ in range(2):
+            prefill.receive()
+        for _ in range(200):
+            prefill.step()
     check_idle(prefill.client)
 
 

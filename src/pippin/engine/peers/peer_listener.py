@@ -160,7 +160,8 @@ class AskingPeer:
         self._listener = listener
         self._connection = connection
         self._number = number
-        self._open: set[str] = set()  # hand-overs
+        self._open: dict[str, str] = {}  # hand-overs: the name of each one's request
+        self._requests = itertools.count()
         # Its thread ends with the last push that writes there: steps in flight may yet bring more.
         self._writer = ThreadPoolExecutor(1, f"pippin-push-{number}")
         self._left = False
@@ -199,8 +200,8 @@ class AskingPeer:
         wanted = Wanted(
             ask.id, tokens, ask.salt, ask.held, tuple(ask.boundaries), priority=ask.priority
         )
-        self._open.add(ask.id)
-        name = self._name(ask.id)
+        # Not of the id: one that was cancelled may be asked for again while it still runs.
+        name = self._open[ask.id] = f"peer-{self._number}-{next(self._requests)}"
         most = self._connection.max_entry_bytes
         listener.pushes.targets[name] = PushTarget(wanted, self, self._writer, most)
         listener.deliver(
@@ -216,18 +217,14 @@ class AskingPeer:
         )
 
     def _cancel(self, id: str) -> None:
-        if id in self._open:
-            self._open.discard(id)
-            self._listener.deliver(Abort(self._name(id)))
+        if (name := self._open.pop(id, None)) is not None:
+            self._listener.deliver(Abort(name))
 
     def leave(self) -> None:
         """It has disconnected: what it asked for is not computed any further."""
         self._left = True
         for id in list(self._open):
             self._cancel(id)
-
-    def _name(self, id: str) -> str:
-        return f"peer-{self._number}-{id}"
 
     # ---- other threads ---------------------------------------------------------------------
 
@@ -253,8 +250,7 @@ class AskingPeer:
         self._listener.thread.call(lambda: self._end(id, reason))
 
     def _end(self, id: str, reason: str) -> None:
-        if id in self._open and not self._left:
-            self._open.discard(id)
+        if self._open.pop(id, None) is not None and not self._left:
             task = asyncio.ensure_future(self._connection.write(End(id, limited(reason))))
             task.add_done_callback(_note_failure)
 

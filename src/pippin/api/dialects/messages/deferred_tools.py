@@ -26,11 +26,12 @@ class DeferredTools:
         return "\n".join(["<functions>", *lines, "</functions>"])
 
     def _described(self, reference: Body) -> str:
+        """Once in a conversation: many references must not make much text of a long schema."""
         reference.ignore_unknown({"type", "tool_name", "cache_control"})
         name = reference.required_string("tool_name")
+        described = {"name": name} if name in self._found else self._functions.get(name)
         self._found.add(name)
-        function = self._functions.get(name, {"name": name})  # another one is in the list
-        return json.dumps(function, ensure_ascii=False)
+        return json.dumps(described or {"name": name}, ensure_ascii=False)  # the list has others
 
     def callable(self, tools: Iterable[DeclaredTool]) -> list[DeclaredTool]:
         """Those in the list, and those that the conversation refers to."""
