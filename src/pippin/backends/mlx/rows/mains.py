@@ -195,19 +195,21 @@ class Mains:
 
     def _share(self, row: Row) -> None:
         """Name the columns of the settled row that has most of what this one begins with."""
-        found = [
-            (min(common_len(row.prompt, one.prompt), row.length), one) for one in self._settled
-        ]
+        assert row.prompt is not None
+        prompts = [(one, one.prompt) for one in self._settled if one.prompt is not None]
+        found = [(common_len(row.prompt, prompt), one) for one, prompt in prompts]
         num_common, other = max(found, key=lambda pair: pair[0], default=(0, row))
         if num_common < FEWEST_SHARED:
             return
         self._kv_table = None
         for own in self._classes:
             if own.window is None:
+                before = {id(piece.segment) for piece in own.pieces[row.index]}
                 own.begin_alike(row.index, other.index, num_common)
                 own.forget_passed()
                 for number, held in enumerate(own.held()):
-                    if held < own.segments[number].capacity:
+                    segment = own.segments[number]
+                    if id(segment) in before and held < segment.capacity:
                         self._merge(own, number, number + 1)
 
     def _append_tails(self, own: WindowClass, tails: Tails) -> None:
@@ -221,6 +223,10 @@ class Mains:
         chosen = mx.array(np.concatenate(at).astype(np.int32))
 
         def take(cache: int) -> list[KV]:
+            if self._operations is not None:  # which needs less memory, and more nodes
+                both = tails.kv[cache]
+                parts = ([_line(side, *one) for side in both] for one in written.items())
+                return [(keys, values) for keys, values in parts]
             keys, values = (
                 columns_at([_side_by_side(side)], chosen)[None] for side in tails.kv[cache]
             )
@@ -295,6 +301,15 @@ def _packed(parts: list[mx.array], capacity: int) -> mx.array:
     if spare:
         sides.append(mx.zeros((heads, spare, dim), parts[0].dtype))
     return mx.contiguous(mx.concatenate(sides, axis=1))
+
+
+def _line(tail: mx.array, index: int, columns: np.ndarray) -> mx.array:
+    """A row's columns of a tail: [1, heads, columns, dim]"""
+    line = tail[index : index + 1]
+    if not len(columns) or len(columns) == columns[-1] + 1 - columns[0]:
+        first = int(columns[0]) if len(columns) else 0
+        return line[:, :, first : first + len(columns)]
+    return mx.take(line, mx.array(columns.astype(np.int32)), axis=2)
 
 
 def _side_by_side(tail: mx.array) -> mx.array:
