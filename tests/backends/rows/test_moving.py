@@ -70,6 +70,7 @@ class Rows:
     def say(self, slots: list[int], rng: np.random.Generator) -> None:
         """One step: a new token of each of these, written by hand where a forward would."""
         rows, per_row = self.decode_rows, self.decode_rows._per_row
+        rows.mains.count_step()
         if rows.cursor == per_row.written.shape[1]:
             rows.flush()
         new = {slot: rng.integers(TOKENS) for slot in slots}
@@ -105,6 +106,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short tails, few segments, and every beginning that can be shared is."""
     monkeypatch.setattr(arrays, "TAIL", 8)
     monkeypatch.setattr(mains, "FEWEST_SHARED", 4)
+    monkeypatch.setattr(mains, "SETTLED_STEPS", 3)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 5)
 
 

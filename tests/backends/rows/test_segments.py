@@ -163,6 +163,7 @@ def test_rows_that_begin_alike_name_the_same_columns(
 ) -> None:
     """And all that a row holds is read for it once, by itself or with others."""
     monkeypatch.setattr(mains, "FEWEST_SHARED", 3)
+    monkeypatch.setattr(mains, "SETTLED_STEPS", 2)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 3)
     monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 8)
     rng = np.random.default_rng(seed)
@@ -182,6 +183,7 @@ def test_rows_that_begin_alike_name_the_same_columns(
             held.join([(row, {0: (side, -side), 1: (last, -last)})])
         elif rows and rng.random() < 0.4:
             held.leave(rows.pop(int(rng.choice(list(rows)))))
+        held.count_step()
         own = held._classes[0]
         reading = Reading.of(own)
         num_together += len(reading.together)

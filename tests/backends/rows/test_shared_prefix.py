@@ -37,6 +37,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share whatever can be shared, and move often."""
     monkeypatch.setattr(arrays, "TAIL", BLOCK)
     monkeypatch.setattr(mains, "FEWEST_SHARED", BLOCK)
+    monkeypatch.setattr(mains, "SETTLED_STEPS", 1)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 4)
     monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 0)
 

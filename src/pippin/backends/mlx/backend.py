@@ -305,7 +305,8 @@ class MLXBackend:
         if self._clock is not None:
             self._clock.close()
             self._clock = None
-        self._decodes.clear()
+        with self._loaded.operating():
+            self._decodes.clear()
         self._prompts.clear()
         mx.clear_cache()
 

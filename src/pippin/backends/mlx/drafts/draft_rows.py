@@ -175,6 +175,7 @@ class DraftRows(DecodeRows):
         """Run the input tokens of exactly these rows, and drafts behind them."""
         by_slot = {decode.slot: decode for decode in decodes}
         self._steps_unchanged += 1
+        self.mains.count_step()
         full = any(self._ends_behind_tail(decode) for decode in decodes)
         if full or self.mains.want_moving(self.width - len(self.rows), self._steps_unchanged):
             self.flush()

@@ -124,6 +124,7 @@ class DecodeRows:
         `resolve`: of rows' slots, their input ids, int32 [rows].
         """
         self._steps_unchanged += 1
+        self.mains.count_step()
         full = self.cursor == self._per_row.written.shape[1]
         if full or self.mains.want_moving(self.width - len(self.rows), self._steps_unchanged):
             self.flush()

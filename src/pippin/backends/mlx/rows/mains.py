@@ -32,6 +32,8 @@ from pippin.backends.mlx.shapes import at_least
 FEWEST_COLUMNS = 256  # of a segment that steps are compiled for
 MOST_IN_TABLE = 32  # segments of a window class: copying them costs more than reading many
 FEWEST_SHARED = 128  # tokens that a row begins with and another one has
+# After it joined: results are known by then, and a row whose numbers are none has left.
+SETTLED_STEPS = 8
 
 # Of a row that joins, by cache: [1, heads, tokens, dim].
 Joining = tuple["Row", MutableMapping[int, KV]]
@@ -45,6 +47,7 @@ class Row:
     index: int
     length: int
     prompt: np.ndarray | None = None  # int32, where the row may share what others begin with
+    num_steps: int = 0  # since it joined
     parked: dict[int, list[mx.array]] | None = None  # its state, while steps pass it over
 
 
@@ -71,6 +74,7 @@ class Mains:
         self._operations = table_operations
         self._kv_table: mx.array | None = None  # of the rows as they are
         self._rows: list[Row] = []
+        self._settled: list[Row] = []  # which others may share with
         self._most_segments = MOST_SEGMENTS if paths.kernel is not None else 1
         if table_operations is not None:
             self._most_segments = MOST_IN_TABLE
@@ -92,6 +96,7 @@ class Mains:
     def leave(self, row: Row) -> None:
         self._kv_table = None
         self._rows = [other for other in self._rows if other is not row]
+        self._settled = [other for other in self._settled if other is not row]
         for own in self._classes:
             own.leave(row.index)
             own.forget_passed()
@@ -131,6 +136,14 @@ class Mains:
             "places": self._places(positions, every=True),
             "ends": mx.array(ends),
         }
+
+    def count_step(self) -> None:
+        """Rows that have settled hold what they begin with once, where a table can say so."""
+        for row in self._rows if self._operations is not None else ():
+            row.num_steps += 1
+            if row.num_steps == SETTLED_STEPS and row.prompt is not None:
+                self._share(row)
+                self._settled.append(row)
 
     def want_moving(self, num_spare_lines: int, steps_unchanged: int) -> bool:
         """Whether too much memory is spare."""
@@ -173,34 +186,31 @@ class Mains:
         return sum(spare)
 
     def _join(self, own: WindowClass, joining: Sequence[Joining]) -> None:
-        num_shared = 0
-        if self._operations is not None and own.window is None:
-            ((row, _),) = joining
-            other, num_shared = self._longest_beginning(row)
-            if other is not None:
-                own.pieces[row.index] = own.first_columns(other.index, num_shared)
         counts: dict[int, int] = {}
         for row, kv in joining:
-            counts[row.index] = kv[own.caches[0]][0].shape[2] - num_shared
+            counts[row.index] = kv[own.caches[0]][0].shape[2]
             own.ends[row.index] = row.length
+        moves = self._operations is None
+        self._add(own, counts, lambda cache: [kv.pop(cache) for _, kv in joining], moves=moves)
 
-        def take(cache: int) -> list[KV]:
-            taken = [kv.pop(cache) for _, kv in joining]
-            if not num_shared:
-                return taken
-            return [(keys[:, :, num_shared:], values[:, :, num_shared:]) for keys, values in taken]
-
-        self._add(own, counts, take, moves=self._operations is None)
-
-    def _longest_beginning(self, row: Row) -> tuple[Row | None, int]:
-        """The row that has most of what this one begins with, and how many tokens."""
-        prompts = [(other, other.prompt) for other in self._rows if other.prompt is not None]
-        if row.prompt is None or not prompts:
-            return None, 0
-        found = [(common_len(row.prompt, prompt), other) for other, prompt in prompts]
-        num_common, best = max(found, key=lambda pair: pair[0])
-        num_common = min(num_common, row.length)
-        return (best, num_common) if num_common >= FEWEST_SHARED else (None, 0)
+    def _share(self, row: Row) -> None:
+        """Name the columns of the settled row that has most of what this one begins with."""
+        assert row.prompt is not None
+        prompts = [(one, one.prompt) for one in self._settled if one.prompt is not None]
+        found = [(common_len(row.prompt, prompt), one) for one, prompt in prompts]
+        num_common, other = max(found, key=lambda pair: pair[0], default=(0, row))
+        if num_common < FEWEST_SHARED:
+            return
+        self._kv_table = None
+        for own in self._classes:
+            if own.window is None:
+                before = {id(piece.segment) for piece in own.pieces[row.index]}
+                own.begin_alike(row.index, other.index, num_common)
+                own.forget_passed()
+                for number, held in enumerate(own.held()):
+                    segment = own.segments[number]
+                    if id(segment) in before and held < segment.capacity:
+                        self._merge(own, number, number + 1)
 
     def _append_tails(self, own: WindowClass, tails: Tails) -> None:
         written = {index: np.flatnonzero(tails.written[index]) for index in own.ends}
@@ -213,6 +223,10 @@ class Mains:
         chosen = mx.array(np.concatenate(at).astype(np.int32))
 
         def take(cache: int) -> list[KV]:
+            if self._operations is not None:  # which needs less memory, and more nodes
+                both = tails.kv[cache]
+                parts = ([_line(side, *one) for side in both] for one in written.items())
+                return [(keys, values) for keys, values in parts]
             keys, values = (
                 columns_at([_side_by_side(side)], chosen)[None] for side in tails.kv[cache]
             )
@@ -235,7 +249,9 @@ class Mains:
         segment = Segment(self._capacity(used))
         nbytes = self._spare.footprint.bytes_by_window[own.window]
         allowed = int(MOVING_SHARE * (sum(own.held()) + used) * nbytes)
-        paced = PacedLaunch(segment.capacity * nbytes if moves else 0, allowed)
+        has_table = self._operations is not None
+        total = segment.capacity * nbytes if moves else 0
+        paced = PacedLaunch(total, 0 if has_table else allowed, has_table=has_table)
         for cache in own.caches:
             sides = zip(*take(cache), strict=True)
             segment.kv[cache] = [_packed(list(side), segment.capacity) for side in sides]
@@ -285,6 +301,15 @@ def _packed(parts: list[mx.array], capacity: int) -> mx.array:
     if spare:
         sides.append(mx.zeros((heads, spare, dim), parts[0].dtype))
     return mx.contiguous(mx.concatenate(sides, axis=1))
+
+
+def _line(tail: mx.array, index: int, columns: np.ndarray) -> mx.array:
+    """A row's columns of a tail: [1, heads, columns, dim]"""
+    line = tail[index : index + 1]
+    if not len(columns) or len(columns) == columns[-1] + 1 - columns[0]:
+        first = int(columns[0]) if len(columns) else 0
+        return line[:, :, first : first + len(columns)]
+    return mx.take(line, mx.array(columns.astype(np.int32)), axis=2)
 
 
 def _side_by_side(tail: mx.array) -> mx.array:

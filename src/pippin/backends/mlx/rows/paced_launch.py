@@ -12,7 +12,7 @@ from collections import deque
 import mlx.core as mx
 
 SMALL_MOVE_BYTES = 32 << 20  # up to this nothing is waited for
-SMALL_TABLE_BYTES = 4 << 20  # likewise, where the step before holds all rows until its end
+SMALL_TABLE_BYTES = 2 << 20  # likewise, where the step before holds all rows until its end
 AHEAD_DIVISOR = 8  # of what is moved, this part may be in flight
 
 

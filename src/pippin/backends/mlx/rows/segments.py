@@ -81,6 +81,16 @@ class WindowClass:
                 found.append(piece._replace(num_columns=count))
         return found
 
+    def begin_alike(self, index: int, other: int, num_columns: int) -> None:
+        """A row names so many columns of another one in place of its own first ones."""
+        rest, passed = list[Piece](), num_columns
+        for segment, start, count in self.pieces[index]:
+            hidden = min(passed, count)
+            passed -= hidden
+            if hidden < count:
+                rest.append(Piece(segment, start + hidden, count - hidden))
+        self.pieces[index] = [*self.first_columns(other, num_columns), *rest]
+
     def leave(self, index: int) -> None:
         self.ends.pop(index, None)
         self.pieces.pop(index, None)
