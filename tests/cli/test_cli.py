@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 import pytest
 from cyclopts import App
+from rich.console import Console
 
 import pippin
 import pippin.config
@@ -122,7 +123,7 @@ def test_help_shows_the_text_of_each_option_as_it_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Help is Markdown: stars outside of backticks disappear, line breaks inside of them stay."""
-    monkeypatch.setenv("COLUMNS", "2000")
+    monkeypatch.setattr(cli.app, "console", Console(width=2000))
     page = output_of(capsys, "serve", "--help-all")
     for argument in cli.app["serve"].assemble_argument_collection(parse_docstring=True):
         written = " ".join(str(argument.parameter.help).replace("`", "").split())

@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.cpu.blas import libmlx_path
 from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.cpu.operations.library import SOURCE
 from processes import run_python
@@ -91,39 +90,6 @@ int main() {
 }
 """
 
-# A KV table that is gone before its copies are made: memory of it is written over as it is freed.
-LISTING = """
-#include <semaphore>
-#include "kv_table.h"
-#include "mlx/ops.h"
-#include "mlx/transforms.h"
-
-int main() {
-  mx::set_default_device(mx::Device::cpu);
-  const mx::Stream stream = mx::default_stream(mx::Device::cpu);
-  const int side = 300;  // large: the system takes it back when it is freed
-  mx::array spread = mx::transpose(mx::zeros({1, 2, side, side}), {0, 1, 3, 2});
-  spread.eval();
-  mx::synchronize();
-  std::binary_semaphore go{0};
-  mx::cpu::get_command_encoder(stream).dispatch([&] { go.acquire(); });
-  {
-    KVTable kv_table;
-    const Side found = kv_table.add(spread, true, stream);
-    EXPECT(found.data != nullptr);
-  }
-  spread = mx::array(0.0f);
-  std::vector<std::vector<float>> others;  // in the place of what is freed
-  for (int i = 0; i < 8; i++) others.emplace_back(2 * side * side, 7.0f);
-  go.release();
-  mx::synchronize();
-  for (const auto& other : others) {
-    for (float x : other) EXPECT(x == 7.0f);
-  }
-  std::_Exit(0);
-}
-"""
-
 
 def run_program(directory: Path, text: str, *options: str) -> None:
     source, program = directory / "program.cpp", directory / "program"
@@ -145,14 +111,6 @@ def test_an_exception_in_any_thread_is_the_caller_s_and_the_pool_goes_on(tmp_pat
 @pytest.mark.usefixtures("ours")
 def test_memory_that_is_refused_is_an_exception(tmp_path: Path) -> None:
     run_program(tmp_path, SCRATCH)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ours")
-def test_a_copy_outlives_the_table_that_asked_for_it(tmp_path: Path) -> None:
-    home = libmlx_path().parent.parent
-    links = (f"-L{home / 'lib'}", "-lmlx", f"-Wl,-rpath,{home / 'lib'}")
-    run_program(tmp_path, LISTING, f"-I{home / 'include'}", "-Wno-psabi", *links)
 
 
 FAILS = """

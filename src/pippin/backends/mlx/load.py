@@ -81,7 +81,7 @@ class LoadedModel:
         """Logits [rows, 1, vocab] of hidden vectors [rows, 1, n]. No layer is computed."""
         tokens = mx.zeros((hidden.shape[0], 1), mx.int32)  # of which the layers' graph is built
         with self.head.replaying(hidden):
-            return self.forward(tokens, make_prompt_cache(self.model))
+            return _forward(self.model, tokens, make_prompt_cache(self.model), plain=self.safe)
 
     def operating(self) -> AbstractContextManager[None]:
         """Whatever runs this model runs inside."""
