@@ -24,7 +24,7 @@ def test_a_replica_responds_until_it_is_closed_and_then_fails_its_check() -> Non
         server = ServerConfig(served_name="stories", batch_bytes=0)
         replica = await RayReplica.start(Config(model, server=server))
         replica.check()
-        body = json.dumps({**ASK, "max_tokens": 3}).encode()
+        body = json.dumps({**ASK, "max_tokens": 3, "ignore_eos": True}).encode()
         request = ForwardedRequest.of(scope(CHAT), body, "")
         messages = [message async for message in replica.respond(request)]
         assert messages[0]["status"] == 200
