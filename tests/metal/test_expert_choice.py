@@ -14,11 +14,11 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from every_family import EVERY
 from families import CONFIGS, build_from
 from metal.emulator import FORWARD, needs_clang, use_emulator
-from pippin.backends.mlx.gpu import expert_choice, expert_sums
-from pippin.backends.mlx.gpu.expert_choice import ExpertChoice
-from pippin.backends.mlx.gpu.expert_layers import OURS, use_expert_kernels
-from pippin.backends.mlx.gpu.expert_sums import added_up, biased_swiglu
-from pippin.backends.mlx.gpu.stacked_experts import StackedGLU, stack_experts
+from pippin.backends.mlx.gpu.experts import expert_choice, expert_sums
+from pippin.backends.mlx.gpu.experts.expert_choice import ExpertChoice
+from pippin.backends.mlx.gpu.experts.expert_layers import OURS, use_expert_kernels
+from pippin.backends.mlx.gpu.experts.expert_sums import added_up, biased_swiglu
+from pippin.backends.mlx.gpu.experts.stacked_experts import StackedGLU, stack_experts
 
 pytestmark = [needs_clang, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from pippin.backends.mlx.gpu.expert_products import gather_mm, gather_qmm
+from pippin.backends.mlx.gpu.experts.expert_products import gather_mm, gather_qmm
 
 EXPERTS = mx.array([[[0, 3]], [[2, 2]], [[1, 0]]], dtype=mx.uint32)
 

@@ -13,7 +13,7 @@
     rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
     rms_norm (Metal)               with the sum before it, in decode steps (gpu/added_norms.py);
                                    clip_residual (Gemma 3) is such a sum
-    SwitchGLU (Metal)              both products of an input as one (gpu/stacked_experts.py)
+    SwitchGLU (Metal)              both products of an input as one (gpu/experts/stacked_experts.py)
     GatedDeltaNet                  runs drafts, and those that were accepted (recurrent/replay.py);
                                    CPU: one operation between its products
     Llama 4, MiniMax M3            code that has a position for each row (families/)
@@ -50,10 +50,11 @@ from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
 from pippin.backends.mlx.cpu.operations.linear import pack_head
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.families.rows_code import use_rows_code
-from pippin.backends.mlx.gpu import added_norms, expert_products
+from pippin.backends.mlx.gpu import added_norms
 from pippin.backends.mlx.gpu.delta_layer import use_delta_kernel
-from pippin.backends.mlx.gpu.expert_layers import use_expert_kernels
-from pippin.backends.mlx.gpu.stacked_experts import stack_experts
+from pippin.backends.mlx.gpu.experts import expert_products
+from pippin.backends.mlx.gpu.experts.expert_layers import use_expert_kernels
+from pippin.backends.mlx.gpu.experts.stacked_experts import stack_experts
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks

@@ -23,9 +23,9 @@ from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from pippin.backends.mlx.agreement import agrees, off_by
-from pippin.backends.mlx.gpu.expert_choice import ExpertChoice
-from pippin.backends.mlx.gpu.expert_sums import added_up, biased_swiglu, errors_of_sums
-from pippin.backends.mlx.gpu.stacked_experts import FEWEST_SORTED, StackedGLU
+from pippin.backends.mlx.gpu.experts.expert_choice import ExpertChoice
+from pippin.backends.mlx.gpu.experts.expert_sums import added_up, biased_swiglu, errors_of_sums
+from pippin.backends.mlx.gpu.experts.stacked_experts import FEWEST_SORTED, StackedGLU
 
 Compute = Callable[[Any, mx.array], mx.array]
 

@@ -1,0 +1,1 @@
+"""Layers of experts on Metal, while tokens are few."""
