@@ -17,15 +17,11 @@ from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.step.verify.words import Places
 
 CONV_BLOCK = 256
-MOST_COLUMNS = 32  # of a state, in one program
 
 
-def columns_for(num_heads: int, num_columns: int) -> tuple[int, int]:
-    """Columns and warps of a program. Where heads are few, one warp takes a few columns: it waits
-    for no other between the tokens."""
-    if num_heads <= MANY_PROGRAMS:
-        return min(8, num_columns), 1
-    return min(MOST_COLUMNS, num_columns), 4
+def columns_for(num_heads: int, num_columns: int) -> int:
+    """Columns of a state in one program: of one warp, which waits for no other between tokens."""
+    return min(8 if num_heads <= MANY_PROGRAMS else 16, num_columns)
 
 
 @triton.jit
@@ -257,11 +253,10 @@ def delta_verify(
     layer: DeltaLayer,
     state: torch.Tensor,  # float32 [slabs, value heads, k_dim, v_dim], a view of the pool
     places: Places,
-    tile: tuple[int, int] | None = None,  # columns, warps
 ) -> torch.Tensor:
     """float32 [tokens, value heads, v_dim], before the gated norm."""
     shape, num_rows = layer.shape, places.size.num_rows
-    columns, num_warps = tile or columns_for(num_rows * shape.num_v_heads, shape.v_dim)
+    columns = columns_for(num_rows * shape.num_v_heads, shape.v_dim)
     out = torch.empty(
         places.size.num_tokens,
         shape.num_v_heads,
@@ -287,7 +282,7 @@ def delta_verify(
         COLUMNS=columns,
         WIDTH=places.size.width,
         KEPT=replayed.shape[1],
-        num_warps=num_warps,
+        num_warps=1,
         **dependent(projected.device),
     )
     return out
