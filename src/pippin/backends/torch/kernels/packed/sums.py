@@ -61,6 +61,8 @@ def packed_tile_for(num_rows: int, num_out: int, num_words: int, itemsize: int) 
         return PackedTile(min(16, rows), 16, min(2, num_runs), 1)
     if rows <= 4 and (num_out <= 2048 or num_runs <= 8):  # all words at once, or nearly
         columns = 16 if num_out <= 2048 else 32
+        if rows == 1 and num_runs <= 8:
+            return PackedTile(rows, columns, num_runs, 1)
         return PackedTile(rows, columns, max(1, min(16, num_runs // 2)), 2)
     if num_out >= 64 * MULTIPROCESSORS:
         return PackedTile(rows, 32 if rows == 1 else 64, min(4, num_runs), 1)
@@ -131,6 +133,33 @@ def _load(
 
 
 @triton.jit
+def _load_x(
+    x_rows,
+    norm,
+    squares,
+    channel,
+    word,
+    first,
+    is_step,
+    num_fours: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    NORM: tl.constexpr,
+    LESS: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """What the words from a four on are multiplied with, and the sums of squares with it."""
+    inside = is_step & (word + first * 4 < num_fours * 4) if RAGGED else is_step
+    at = first * 4 * PER_WORD + channel
+    x = tl.load(x_rows + at, mask=inside, other=0.0)
+    if NORM:
+        wide = x.to(tl.float32)
+        squares += wide * wide
+        # Not divided yet, it may be too large for a float16.
+        x = (wide * tl.load(norm + at, mask=inside, other=0.0) * LESS).to(x.dtype)
+    return x, squares
+
+
+@triton.jit
 def packed_sums(
     x_rows,  # pointers [1, ROWS, 1], all of them to rows that are there
     norm,
@@ -153,6 +182,7 @@ def packed_sums(
     PDL: tl.constexpr,
 ):
     """float32 [COLUMNS, ROWS], and the sums of squares of x, [ROWS], with NORM."""
+    ahead: tl.constexpr = ROWS <= 2  # of x: so few have room in registers
     precision: tl.constexpr = "ieee" if x_rows.dtype.element_ty == tl.float32 else "tf32"
     less: tl.constexpr = 0.015625 if NORM and x_rows.dtype.element_ty == tl.float16 else 1.0
     per_group: tl.constexpr = GROUP // PER_WORD
@@ -195,45 +225,82 @@ def packed_sums(
     wait_for_previous(PDL)
     sums = tl.zeros([WARPS, COLUMNS, ROWS], tl.float32)
     squares = tl.zeros([WARPS, ROWS, channels], tl.float32)
+    if ahead:
+        x, squares = _load_x(
+            x_rows,
+            norm,
+            squares,
+            channel,
+            w,
+            start * step,
+            True,
+            num_fours,
+            PER_WORD,
+            NORM,
+            less,
+            ragged,
+        )
     for i in tl.range(0, num_steps, num_stages=1):
-        first = (start + i) % num_steps * step
-        x_at = x_rows + first * 4 * PER_WORD + channel
-        in_words = w + first * 4 < num_fours * 4
-        x = tl.load(x_at, mask=in_words, other=0.0) if ragged else tl.load(x_at)
+        is_more, following = i + 1 < num_steps, (start + i + 1) % num_steps * step
+        if not ahead:
+            x, squares = _load_x(
+                x_rows,
+                norm,
+                squares,
+                channel,
+                w,
+                (start + i) % num_steps * step,
+                True,
+                num_fours,
+                PER_WORD,
+                NORM,
+                less,
+                ragged,
+            )
         next_words, next_scale, next_offset = _load(
             weight,
             words_at,
             group_at,
             four,
-            (start + i + 1) % num_steps * step,
-            i + 1 < num_steps,
+            following,
+            is_more,
             num_fours,
             per_group,
             OFFSET,
             TWO_AT_A_TIME,
             ragged,
         )
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            norm_at = norm + first * 4 * PER_WORD + channel
-            # Not divided yet, it may be too large for a float16.
-            wide *= tl.load(norm_at, mask=in_words, other=0.0) * less
-            x = wide.to(x.dtype)
+        if ahead:
+            next_x, squares = _load_x(
+                x_rows,
+                norm,
+                squares,
+                channel,
+                w,
+                following,
+                is_more,
+                num_fours,
+                PER_WORD,
+                NORM,
+                less,
+                ragged,
+            )
         scale, offset = _of_words(scale), _of_words(offset)
         found = weights_of(words, scale, offset, KIND, PER_WORD, x.dtype, TWO_AT_A_TIME)
         # A thread's words are t, a and b, of 4, 2 and 2; its parts are h and l, of many and 2.
         found = tl.reshape(found, [RUNS, COLUMNS // 8, WARPS, 8, 4, 2, 2, PER_WORD // 2, 2])
-        x = tl.reshape(x, [WARPS, ROWS, RUNS * PER_WORD // 2, 2, 4, 2, 2])
+        right = tl.reshape(x, [WARPS, ROWS, RUNS * PER_WORD // 2, 2, 4, 2, 2])
         if _FOUR_CHANNELS:  # h a t l b
             found = tl.permute(found, [2, 1, 3, 0, 7, 5, 4, 8, 6])
-            x = tl.permute(x, [0, 2, 5, 4, 3, 6, 1])
+            right = tl.permute(right, [0, 2, 5, 4, 3, 6, 1])
         else:  # h l a t b
             found = tl.permute(found, [2, 1, 3, 0, 7, 8, 5, 4, 6])
-            x = tl.permute(x, [0, 2, 3, 5, 4, 6, 1])
+            right = tl.permute(right, [0, 2, 3, 5, 4, 6, 1])
         found = tl.reshape(found, [WARPS, COLUMNS, channels])
-        x = tl.reshape(x, [WARPS, channels, ROWS])
-        sums = tl.dot(found, x, sums, input_precision=precision)
+        right = tl.reshape(right, [WARPS, channels, ROWS])
+        sums = tl.dot(found, right, sums, input_precision=precision)
         words, scale, offset = next_words, next_scale, next_offset
+        if ahead:
+            x = next_x
     sums = restored(tl.sum(sums, axis=0), x_rows.dtype.element_ty, TWO_AT_A_TIME)
     return sums / less, tl.sum(tl.sum(squares, axis=2), axis=0)
