@@ -12,7 +12,9 @@ from mlx_checkpoints import as_mlx_saves
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels.checks.agreement import kernel_errors
 from pippin.backends.torch.kernels.epilogues import NO_EPILOGUE, ConvStep, Epilogue
-from pippin.backends.torch.kernels.layers import feed_forward
+from pippin.backends.torch.kernels.experts.products import expert_tile_for
+from pippin.backends.torch.kernels.experts.routing import route
+from pippin.backends.torch.kernels.layers import feed_forward, run_experts
 from pippin.backends.torch.kernels.packed import linear as packed_linear
 from pippin.backends.torch.kernels.packed.linear import by_kernels, packed_times
 from pippin.backends.torch.kernels.packed.products import row_product
@@ -158,6 +160,22 @@ def test_packed_experts(numbers: Numbers, num_tokens: int) -> None:
     )
     x = drawn(num_tokens, hidden) * 0.1
     close(feed_forward(mlp, x), mlp(x))
+
+
+@pytest.mark.parametrize("numbers", ["int4", "fp8"])
+def test_packed_experts_of_few_tokens(numbers: Numbers) -> None:
+    """A block for each pair of a token and an expert: what half precision takes by itself."""
+    tile = expert_tile_for(6, 0.5, 2, packed=True)
+    assert tile.pairs == 1
+    mlp = ExpertMlp(
+        ExpertShape(5, 2, 96, normalised=True),
+        Linear(drawn(5, 64)),
+        packed(numbers, 5, 2 * 96, 64),
+        packed(numbers, 5, 64, 96),
+    )
+    x = drawn(6, 64) * 0.1
+    routes = route(mlp.router(x), mlp.shape)
+    close(run_experts(mlp, x, routes, tile), mlp.run(x, routes.weights, routes.chosen))
 
 
 def test_only_products_with_packed_weights_change() -> None:
