@@ -47,10 +47,13 @@ def _place_heads(
     cos = tl.load(cos_table + turn, mask=rotates, other=1.0)
     sin = tl.load(sin_table + turn, mask=rotates, other=0.0)
     x = qkv + row * row_stride
-    if head < HEADS:
-        q = normed_heads(x + head * D, q_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
-        tl.store(queries + (row * HEADS + head) * D + i, q.to(queries.dtype.element_ty))
-    else:
+    if FIRST < HEADS:  # noqa: SIM102 (one is known when it is compiled)
+        if head < HEADS:
+            q = normed_heads(
+                x + head * D, q_norm, i, partner, rotates, cos, sin, eps, half, NORM, D
+            )
+            tl.store(queries + (row * HEADS + head) * D + i, q.to(queries.dtype.element_ty))
+    if head >= HEADS:
         kv_head = head - HEADS
         keys = x + HEADS * D * (2 if GATED else 1) + kv_head * D
         k = normed_heads(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
