@@ -269,11 +269,12 @@ def settled(policy: DepthPolicy, chances: Sequence[float], num_steps: int = 200)
     return [round(median(row)) for row in zip(*seen[-40:], strict=True)]
 
 
-def test_each_row_has_the_depth_that_it_is_worth() -> None:
-    depths = settled(DepthPolicy(), [0.0, 0.5, 0.99])
-    assert depths[0] == 0
-    assert depths[1] < depths[2]
-    assert depths[2] >= MAX_DEPTH - 1
+def test_rows_have_one_depth_that_pays_for_all_of_them() -> None:
+    """Devices run each as deep as the deepest."""
+    least, *others = settled(DepthPolicy(), [0.0, 0.5, 0.99])
+    assert others == [least] * 2
+    assert 0 < least < settled(DepthPolicy(), [0.99] * 3)[0]
+    assert settled(DepthPolicy(), [0.0, 0.0, 0.05]) == [0, 0, 0]
 
 
 def test_a_row_whose_drafts_failed_is_tried_again() -> None:
@@ -292,6 +293,15 @@ def test_short_matches_say_nothing_of_long_ones() -> None:
     assert acceptance.survival("b", 3, 4)[-1] > 0.7, "what others showed is believed at first"
     acceptance.forget("a")
     assert not acceptance._of_request
+
+
+def test_requests_differ_in_how_often_drafts_are_right() -> None:
+    acceptance = Acceptance()
+    for _ in range(20):
+        acceptance.observe("a", 0, 4, 0)
+        acceptance.observe("b", 0, 4, 4)
+    assert acceptance.survival("a", 0, 1)[0] < 0.2
+    assert acceptance.survival("b", 0, 1)[0] > 0.8
 
 
 def test_what_drafts_cost_is_learnt_apart_from_rows() -> None:

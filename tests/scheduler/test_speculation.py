@@ -325,6 +325,17 @@ def test_a_host_that_is_wrong_leaves_its_rows_to_the_device() -> None:
     check_idle(client)
 
 
+def test_a_reply_begins_as_deep_as_the_last_one_ended() -> None:
+    """The device drafts behind its prompt's last token: no step is lost to begin with."""
+    policy = Always()
+    client = make_client_of_both(1.0, 1.0, policy)
+    policy.usual_depth = 2
+    client.ask(make_prompt(10), max_tokens=60)
+    (prompt,) = [row for plan in recorded(client).plans for row in plan.prefill]
+    assert prompt.num_drafts == 2
+    check_idle(client)
+
+
 def test_a_step_with_prompts_begins_no_drafts() -> None:
     """Drafts that the device has left are verified once more; then it leaves none."""
     client = make_client_of_both(1.0, 1.0, Always())

@@ -23,6 +23,7 @@ class HeldUp:
     """mlx on a CPU: a launch returns when a step's last few operations are left to run."""
 
     tail: float = 0.002
+    host: float = 0.0  # seconds between a commit and the next launch
     now: float = 0.0
     free_at: float = 0.0
     told: list[Timed] = field(default_factory=list)
@@ -32,6 +33,7 @@ class HeldUp:
         """Each step is launched before the one before it is committed."""
         before = None
         for tokens in tokens_of_steps:
+            self.now += self.host
             dispatched = self.now
             self.free_at = max(self.now, self.free_at) + (MIXED if tokens else DECODE)
             # A step without prompts is few operations: its launch is not held up.
@@ -68,6 +70,13 @@ def test_steps_that_are_waited_for_are_told_one_by_one() -> None:
 def test_steps_that_hold_their_launch_up_are_told_one_by_one() -> None:
     told = HeldUp().run([32] * 8)
     assert [timed.seconds for timed in told[1:]] == pytest.approx([MIXED] * 6)
+
+
+def test_a_late_host_makes_steps_longer() -> None:
+    """Else steps that hold their launch up, after which the device runs dry, would look cheaper."""
+    host, tail = 0.005, 0.002
+    told = HeldUp(host=host, tail=tail).run([32] * 8)
+    assert [timed.seconds for timed in told[1:]] == pytest.approx([MIXED + host - tail] * 6)
 
 
 def test_a_step_whose_end_nobody_saw_is_told_with_the_next() -> None:

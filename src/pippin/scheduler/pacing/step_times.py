@@ -9,7 +9,8 @@ when that returns the step before has long been done.
                                      the end of 8, nearly
 
 So the end of a launch that took as long as its step is the step's end. Where neither is seen, the
-step is added to the next.
+step is added to the next. A device that waits for a late host does so in the step that was late:
+all that steps took is all of the time in which there were some.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class StepTimes:
         )
         turn = resumed - max(dispatched, self._last_resumed)
         if dispatched >= self._last_resumed:  # nothing was in flight: the device had a pause
-            self._unseen = None
+            self._unseen, self._last_end = None, dispatched
         self._last_resumed = resumed
         if self._unseen is None:
-            self._began = max(dispatched, self._last_end)
+            self._began = self._last_end
         self._unseen = step if self._unseen is None else self._unseen.followed_by(step)
         if record.waited > max(NOTICEABLE_SECONDS, NOTICEABLE_SHARE * turn):
             end = resumed

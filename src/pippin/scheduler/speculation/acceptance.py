@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 AT_FIRST = 0.7  # share of drafts that are right, before any was verified,
 PRIOR_OF_ALL = 2.0  # and how many verified ones that counts as
-PRIOR_OF_REQUEST = 2.0  # likewise, for a request, what is known of all of them
-KEPT = 0.9  # of what was seen, at each draft: texts change
+PRIOR_OF_REQUEST = 8.0  # likewise, for a request, what is known of all of them
+KEPT = 0.97  # of what was seen, at each draft: texts change
 
 
 @dataclass

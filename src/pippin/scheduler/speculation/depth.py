@@ -4,10 +4,11 @@ Knows what drafts are worth and what they cost, from steps; knows no text and no
 
     tokens a second of a step of depth d  =  (rows + chances of drafts to be accepted) / seconds(d)
 
-Each row has up to d drafts: those that are not too unlikely. No estimate is trusted with much: an
-account holds what steps with drafts gained over steps without, as measured, and lost, and a small
-share of all time on top. While it is overdrawn there are no drafts. So all that is tried is paid
-for by what was gained, or by that share. Where no depth pays there is a rest, longer each time.
+Every row has as many as it can, up to d, since devices run all rows as deep as the deepest. No
+estimate is trusted with much: an account holds what steps with drafts gained over steps without, as
+measured, and lost, and a small share of all time on top. While it is overdrawn there are no drafts.
+So all that is tried is paid for by what was gained, or by that share. Where no depth pays there is
+a rest, longer each time.
 """
 
 from __future__ import annotations
@@ -25,11 +26,9 @@ MAX_BALANCE = 6.0  # and at most: gains from long ago pay for nothing
 PATIENCE = 16  # steps in a row in which no depth pays: then there is a rest,
 FIRST_REST, LONGEST_REST = 8, 64  # steps, twice as long each time, and a trial behind it,
 LOOKS_AFTER_REST = 4  # steps in which drafts are chosen before the next rest
-TRIAL_EVERY = 32  # steps: of rows whose drafts are unlikely, beside others
 OTHER_DEPTH_EVERY = 24  # steps: one is deeper or less deep, so that costs are kept fresh
 PLAIN_EVERY = 128  # steps: one without drafts shows what these are compared with
 GROWTH = 2  # a step is at most so many times as deep as what is known, of so many rows
-LEAST_CHANCE = 0.15  # of a draft
 CLEARLY = 1.01  # what drafts promise is to be better by this factor
 
 
@@ -67,27 +66,24 @@ class DepthPolicy:
         return depths
 
     def _choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
-        chances = [self._chances(candidate) for candidate in candidates]
         deepest = max([1, *(candidate.depth for candidate in candidates)])
         most = min(deepest, max(1, GROWTH * self.costs.deepest_known(rows)))
         seconds = self.costs.seconds(rows, most)
-        depth = self._best(rows, chances, seconds)
-        least = 1 if self._is_trial(depth, seconds) else 0
-        if depth and not self._num_steps % OTHER_DEPTH_EVERY:
-            more = 1 if self._num_steps // OTHER_DEPTH_EVERY % 2 else -1
-            depth = max(1, min(depth + more, most))
-        return [
-            min(candidate.depth, max(least, min(depth, len(of_row))))
-            for candidate, of_row in zip(candidates, chances, strict=True)
+        depth = self._best(rows, candidates, seconds)
+        if not depth:
+            depth = int(self._is_trial(seconds))
+        else:
+            self._num_in_vain, self._rest = 0, FIRST_REST
+            if not self._num_steps % OTHER_DEPTH_EVERY:
+                more = 1 if self._num_steps // OTHER_DEPTH_EVERY % 2 else -1
+                depth = max(1, min(depth + more, most))
+        return [min(candidate.depth, depth) for candidate in candidates]
+
+    def _best(self, rows: int, candidates: Sequence[Candidate], seconds: Sequence[float]) -> int:
+        chances = [
+            self.acceptance.survival(candidate.request_id, candidate.confidence, candidate.depth)
+            for candidate in candidates
         ]
-
-    def _chances(self, candidate: Candidate) -> list[float]:
-        """Of its drafts, without unlikely ones."""
-        request_id, depth, confidence = candidate.request_id, candidate.depth, candidate.confidence
-        chances = self.acceptance.survival(request_id, confidence, depth)
-        return [chance for chance in chances if chance >= LEAST_CHANCE]
-
-    def _best(self, rows: int, chances: Sequence[Sequence[float]], seconds: Sequence[float]) -> int:
         tokens, most, best = float(rows), CLEARLY * rows / seconds[0], 0
         for place, taken in enumerate(seconds[1:]):
             tokens += sum(of_row[place] for of_row in chances if place < len(of_row))
@@ -95,12 +91,9 @@ class DepthPolicy:
                 most, best = tokens / taken, place + 1
         return best
 
-    def _is_trial(self, depth: int, seconds: Sequence[float]) -> bool:
-        """Whether every row has a draft in this step, however unlikely. No more than the account
-        pays for if all are wrong."""
-        if depth:
-            self._num_in_vain, self._rest = 0, FIRST_REST
-            return not self._num_steps % TRIAL_EVERY
+    def _is_trial(self, seconds: Sequence[float]) -> bool:
+        """No depth pays: whether rows have a draft even so, behind a rest, if the account pays for
+        it when all are wrong."""
         has_rested = self._num_steps == self._rests_until
         self._num_in_vain += 1
         if self._num_in_vain >= PATIENCE:

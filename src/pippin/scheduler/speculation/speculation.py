@@ -75,6 +75,8 @@ class Speculation:
     ) -> dict[RunningSlot, Draft]:
         """For rows of replies, all that sample in a step of `num_rows`; prompts wait for the time
         that drafts take, and what such steps take says nothing of drafts."""
+        if not rows:
+            return {}
         if self.policy is not None and beside_prompts:
             self.policy.usual_depth = 0
             return self._all_left(rows)
