@@ -150,12 +150,10 @@ def build(family: Family, num_periods: int) -> LoadedModel:
     load._choose_attention = _choose_attention
     for module in (delta_layer, expert_layers):  # nothing is computed here
         module.agrees = lambda *_: True
-    return load.prepare(build_from(config), config, deterministic=True)
+    return load.prepare(build_from(config), config)
 
 
-def _choose_attention(
-    model: Any, layout: Layout, forward: Forward, **_: Any
-) -> AttentionPaths:
+def _choose_attention(model: Any, layout: Layout, forward: Forward) -> AttentionPaths:
     """As at load, but for numbers: plain operations stand for the kernel while it is tried."""
     kernel = kernel_of(layout)
     if kernel is None:

@@ -162,14 +162,13 @@ def test_a_model_is_held_against_plain_operations_at_load(
     monkeypatch.setattr(kernel_of_layout, "on_metal", lambda: True)
     config = CONFIGS["deepseek_v3"] | {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
     loaded = prepare(build_from(config), config)
-    kernel, layers = packed_rows(loaded.layout, loaded.forward)
+    kernel = packed_rows(loaded.layout, loaded.forward)
     assert kernel is function
-    assert [layer.latents for layer in layers.values()] == [True]
     norms = head_norms(loaded.model)
     assert deferred_norms(loaded.layout, loaded.forward, kernel, norms) is not None
     broken = latent_attention.ATTEND_LATENTS.replace("product *= scale;", "")
     monkeypatch.setattr(latent_attention, "ATTEND_LATENTS", broken)
-    assert packed_rows(loaded.layout, loaded.forward)[0] is None
+    assert packed_rows(loaded.layout, loaded.forward) is None
     assert "the kernel is off" in caplog.text
 
 

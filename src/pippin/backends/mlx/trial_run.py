@@ -7,7 +7,7 @@ at the same position. A graph that cannot be built says so now, not in a user's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -16,8 +16,7 @@ import numpy as np
 from pippin.backends.mlx.agreement import agrees, off_by
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
-from pippin.backends.mlx.attention.plain_attention import held_against_plain
-from pippin.backends.mlx.gpu.attention_times import AttentionLayer
+from pippin.backends.mlx.attention.plain_attention import held_against_plain, of_long_rows
 from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
@@ -28,8 +27,6 @@ from pippin.errors import UnsupportedLayout
 OTHER_TOKENS = 0.25  # of a state, if padding were taken for tokens; rounding changes less
 
 logger = logging.getLogger(__name__)
-
-Layers = Mapping[str, AttentionLayer]
 
 
 def runnable_layout(layout: Layout, forward: Forward) -> Layout:
@@ -73,29 +70,31 @@ def _compiles(layout: Layout, forward: Forward) -> bool:
     return True
 
 
-def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, Layers]:
-    """The kernel for packed rows, where there is one for this device and it runs this model; and
-    how the model's layers attend, by kind.
+def packed_rows(layout: Layout, forward: Forward) -> AttendPacked | None:
+    """The kernel for packed rows, where there is one for this device and it runs this model.
 
-    Every layer's attention is held against plain operations on the very same numbers.
+    Every layer's attention is held against plain operations on the very same numbers, and each kind
+    of layer's over long rows. (What a device cannot run for want of registers is silent.)
     """
-    layers: dict[str, AttentionLayer] = {}
     kernel = kernel_of(layout)
     if kernel is None:
-        return None, layers
+        return None
     errors: list[mx.array] = []
     attend = held_against_plain(kernel, errors)
+    kinds: set[object] = set()
 
-    def noted(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
-        layer = AttentionLayer.of(call)
-        layers[layer.kind] = layer
+    def attend_both(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        kind = call.q.shape, *(side.shape for side in call.tail), call.sinks is None
+        if kind not in kinds:
+            kinds.add(kind)
+            attend(of_long_rows(call))
         return attend(call)
 
     def run() -> list[mx.array]:
-        _logits(layout, forward, AttentionPaths(noted))
+        _logits(layout, forward, AttentionPaths(attend_both))
         return errors
 
-    return (kernel if agrees("no kernel attends to decode rows", run) else None), layers
+    return kernel if agrees("no kernel attends to decode rows", run) else None
 
 
 def deferred_norms(

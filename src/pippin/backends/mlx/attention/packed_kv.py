@@ -7,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.decode_step import DecodeStep
-from pippin.backends.mlx.attention.paths import PackedCall, Path
-from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.attention.paths import PackedCall
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.layout import LayerCache
 
@@ -34,8 +33,7 @@ class PackedRowKV(RowKV):
         assert shape is not None
         assert shape.paths.kernel is not None
         call = self._call(queries, scale, sinks, shape.longest[self._class])
-        joins = shape.paths.of_packed(call) is Path.JOINED
-        out, *self.tail = (attend_joined if joins else shape.paths.kernel)(call)
+        out, *self.tail = shape.paths.kernel(call)
         return out
 
     def _call(
