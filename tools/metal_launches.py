@@ -91,7 +91,8 @@ from pippin.backends.mlx.gpu.experts import expert_layers  # noqa: E402
 from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of  # noqa: E402
 from pippin.backends.mlx.load import LoadedModel  # noqa: E402
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState  # noqa: E402
-from pippin.backends.mlx.recurrent.state_taps import StateTaps  # noqa: E402
+from pippin.backends.mlx.recurrent.state_taps import states_after  # noqa: E402
+from pippin.backends.mlx.recurrent.taps import tap_states  # noqa: E402
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward  # noqa: E402
 from pippin.backends.mlx.rows.decode_rows import DecodeRows  # noqa: E402
 from pippin.backends.mlx.step.future_map import FutureMap  # noqa: E402
@@ -287,13 +288,13 @@ def chunk(loaded: LoadedModel, *, taps: bool) -> Counter[str]:
     batch = ChunkBatch(
         loaded.layout, [np.zeros(TOKENS, dtype=np.int32)], [state := prompt(loaded, PREFIX)]
     )
-    with fast_operations_as_nodes(), StateTaps(loaded.layout, [TOKENS // 2]) as tapped:
+    with fast_operations_as_nodes(), tap_states([TOKENS // 2]) as tapped:
         loaded.head.positions = mx.array(batch.last_positions[:, None])
         logits = loaded.forward(batch.tokens, batch.caches)
         loaded.head.positions = None
         batch.advance()
-        tapped_states = tapped.states_after(TOKENS // 2) if taps else {}
-    more = [array for entries in tapped_states.values() for array in entries]
+    found = states_after(tapped, loaded.layout, TOKENS // 2)[0] if taps else {}
+    more = [array for entries in found.values() for array in entries]
     return launches([logits, *state.arrays(), *more])
 
 

@@ -17,7 +17,7 @@ from pippin.backends.mlx.gpu import delta_layer
 from pippin.backends.mlx.gpu.delta_layer import KernelDeltaNet, num_simd_groups, use_delta_kernel
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, use_replay
-from pippin.backends.mlx.recurrent.taps import tap_block_states
+from pippin.backends.mlx.recurrent.taps import tap_states
 
 pytestmark = [needs_clang, pytest.mark.slow]
 
@@ -121,7 +121,7 @@ def test_chunks_and_tapped_states_are_mlx_lm_s(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(KernelDeltaNet, "_between", lambda *_: pytest.fail("the kernel was asked"))
     wide, entries = drawn(layer, 1, F32)
     step(layer, mx.repeat(wide, 2, axis=1), entries)
-    with tap_block_states():
+    with tap_states():
         step(layer, wide, entries)
 
 

@@ -18,7 +18,7 @@ from pippin.backends.mlx.recurrent.gated_delta import (
     gated_delta_update,
     normalize_qk,
 )
-from pippin.backends.mlx.recurrent.taps import tap_block_states
+from pippin.backends.mlx.recurrent.taps import tap_states
 from pippin.backends.mlx.recurrent.triangular import unit_lower_inverse
 
 
@@ -264,15 +264,15 @@ def test_half_precision_inputs_keep_their_dtype_and_a_float32_state(
 
 def test_a_tap_sees_each_layer_in_order_and_leaves_nothing_behind() -> None:
     first, second = make_layer_call(130), make_layer_call(1)
-    with tap_block_states() as layers:
+    with tap_states() as taps:
         _, first_state = gated_delta_update(*first)
         _, second_state = gated_delta_update(*second)
     gated_delta_update(*first)
-    assert [len(states) for states in layers] == [3, 1]
-    assert_close(layers[0][-1], np.array(first_state))
-    assert_close(layers[1][-1], np.array(second_state))
+    assert [len(states) for states in taps.states] == [3, 1]
+    assert_close(taps.states[0][-1], np.array(first_state))
+    assert_close(taps.states[1][-1], np.array(second_state))
     prefix = [x[:, :64] for x in first[:5]] + first[5:]
-    assert_close(layers[0][0], np.array(gated_delta_update(*prefix)[1]))
+    assert_close(taps.states[0][0], np.array(gated_delta_update(*prefix)[1]))
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache
 from pippin.backends.mlx.agreement import agrees, off_by
 from pippin.backends.mlx.gpu.kernels import Kernel, constants, metal_kernel
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
-from pippin.backends.mlx.recurrent.taps import block_states_are_tapped, conv_inputs_are_tapped
+from pippin.backends.mlx.recurrent.taps import active_taps
 
 MOST_SIMD_GROUPS = 16  # of a threadgroup; each takes as many of a head's values
 MOST_STATE = 64  # numbers of the state that a lane keeps: 32 for heads of 128
@@ -188,8 +188,7 @@ def _takes(cache: Any) -> bool:
     """A decode step, of which no capture wants more than its last state."""
     if type(cache) is not ArraysCache or any(entry is None for entry in cache.cache):
         return False
-    watched = block_states_are_tapped() or conv_inputs_are_tapped()
-    return cache.lengths is None and cache.left_padding is None and not watched
+    return cache.lengths is None and cache.left_padding is None and active_taps() is None
 
 
 def use_delta_kernel(model: Module) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
+from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from pippin.backends.mlx.recurrent.blocks import (
     decay_matrix,
@@ -31,6 +31,7 @@ from pippin.backends.mlx.recurrent.blocks import (
     join_blocks,
     split_blocks,
 )
+from pippin.backends.mlx.recurrent.mlx_lm_kernels import has_kernel, run_in_slices
 from pippin.backends.mlx.recurrent.taps import ColumnMajor, record_block_states
 from pippin.backends.mlx.recurrent.triangular import stack_lower, unit_lower_inverse
 
@@ -50,19 +51,31 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Drop-in for `mlx_lm.models.gated_delta.gated_delta_update`; `use_kernel` has no say here.
+    """Drop-in for `mlx_lm.models.gated_delta.gated_delta_update`, which runs where it has a kernel.
 
     Masked tokens leave the state alone; their outputs are finite and mean nothing.
     """
+    if use_kernel and has_kernel(k.shape[-1]):
+
+        def run_kernel(tokens: slice, state: mx.array | None) -> tuple[mx.array, mx.array]:
+            y, state = mlx_lm_gated_delta.gated_delta_update(
+                *(array[:, tokens] for array in (q, k, v, a, b)),
+                *(A_log, dt_bias, state, None if mask is None else mask[:, tokens]),
+                lower_bound=lower_bound,
+                allow_neg_eigval=allow_neg_eigval,
+            )
+            return y, state
+
+        return run_in_slices(run_kernel, q.shape[1], state)
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[-2:], q.shape[-1]), dtype=mx.float32)
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
         beta = beta * 2.0
     if lower_bound is None:
-        g = compute_g(A_log, a, dt_bias)
+        g = mlx_lm_gated_delta.compute_g(A_log, a, dt_bias)
     else:
-        g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
+        g = mlx_lm_gated_delta.compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
     if q.shape[1] == 1:
         y, state = gated_delta_step(q, k, v, g, beta, state, mask)
         record_block_states([state])

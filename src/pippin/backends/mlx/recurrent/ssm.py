@@ -15,9 +15,10 @@ every row's state is right wherever the row ends.
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_lm.models.ssm import compute_dt
+from mlx_lm.models import ssm as mlx_lm_ssm
 
 from pippin.backends.mlx.recurrent.blocks import decay_matrix, drop_faint, join_blocks, split_blocks
+from pippin.backends.mlx.recurrent.mlx_lm_kernels import has_kernel
 from pippin.backends.mlx.recurrent.taps import record_block_states
 
 
@@ -33,11 +34,21 @@ def ssm_update(
     time_step_limit: tuple[float, float] = (0.001, 100.0),
     mask: mx.array | None = None,  # [B, T]
     lengths: mx.array | None = None,  # [B]; at or below zero: the row has already ended
+    *,
+    use_kernel: bool = True,
 ) -> tuple[mx.array, mx.array]:
-    """Drop-in for `mlx_lm.models.ssm.ssm_update`; outputs of masked tokens mean nothing."""
+    """Drop-in for `mlx_lm.models.ssm.ssm_update`, whose kernel takes one token and no padding.
+
+    Outputs of masked tokens mean nothing.
+    """
     x = hidden_states
     batch, num_tokens, num_heads, head_dim = x.shape
-    dt = compute_dt(dt, dt_bias, time_step_limit)
+    is_ragged = mask is not None or lengths is not None
+    if use_kernel and num_tokens == 1 and not is_ragged and has_kernel(B.shape[-1]):
+        y, state = mlx_lm_ssm.ssm_update(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit)
+        record_block_states([state])
+        return y, state
+    dt = mlx_lm_ssm.compute_dt(dt, dt_bias, time_step_limit)
     if mask is not None:
         dt = mx.where(mask[..., None], dt, 0.0)
     if lengths is not None:
