@@ -34,9 +34,13 @@ class Recurrence:
     state: np.ndarray  # [B, Hv, Dv, Dk]
     mask: np.ndarray | None = None  # [B, T]
 
-    def arrays(self) -> list[mx.array | None]:
-        fields = (self.q, self.k, self.v, self.g, self.beta, self.state, self.mask)
-        return [None if field is None else mx.array(field) for field in fields]
+    def arrays(self) -> list[mx.array]:
+        """With gates of masked tokens open, and nothing that they write."""
+        mask = np.ones(self.q.shape[:2], bool) if self.mask is None else self.mask
+        keep = mask.reshape(*mask.shape, *[1] * (self.g.ndim - 2))
+        g = np.where(keep, self.g, np.float32(1.0))
+        beta = np.where(mask[..., None], self.beta, np.float32(0.0))
+        return [mx.array(x) for x in (self.q, self.k, self.v, g, beta, self.state)]
 
 
 def make_recurrence(
@@ -189,7 +193,7 @@ def test_one_step_agrees_with_the_recurrence(
 
 def test_a_prompt_in_pieces_ends_in_the_same_state() -> None:
     r = make_recurrence(num_tokens=150)
-    q, k, v, g, beta, state, _ = r.arrays()
+    q, k, v, g, beta, state = r.arrays()
     whole_y, whole_state, _ = gated_delta_chunked(q, k, v, g, beta, state)
     ys = []
     for start, end in ((0, 64), (64, 65), (65, 100), (100, 150)):

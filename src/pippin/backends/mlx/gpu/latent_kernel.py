@@ -48,7 +48,7 @@ ATTEND_LATENTS = """
     for (int c = me; c < R; c += Threads)
       fresh[(D + c) / Vec].at[c % Vec] = static_cast<T>(
           rotated<T, R, Rotated, Traditional, false>(
-              r + row * r_strides[0], r_strides[3], c, numbers[2], position, angles, angles));
+              r + row * r_strides[0], r_strides[3], c, numbers[4], position, angles, angles));
 
     // A lane's channels: Vec of them side by side, then as many after those of the other lanes.
     T query[Queries][PER_LANE];
@@ -68,7 +68,7 @@ ATTEND_LATENTS = """
       _Pragma("unroll")
       for (int i = 0; i < PER_LANE_R; ++i)
         rotated_query[n][i] = rotated<T, R, Rotated, Traditional, false>(
-            beside, p_strides[3], i * 32 + lane, numbers[1], position, angles, angles);
+            beside, p_strides[3], i * 32 + lane, numbers[3], position, angles, angles);
       top[n] = LEAST;
       total[n] = 0.0f;
     }
