@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention.decode_step import RowMask
 from pippin.backends.mlx.attention.head_ropes import what_is_left
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV
 from pippin.backends.mlx.attention.row_kv import RowKV
@@ -37,8 +36,10 @@ class LatentKV(RowKV):
         latents = self._joined(0)
         both = mx.concatenate([queries * scale, mask.astype(queries.dtype)], axis=-1)
         keys = mx.concatenate([latents, self._joined(1)], axis=-1)
-        own = RowMask(self.layer_cache.window, self.step)
-        return self._attend(both, keys, latents, 1.0, own, sinks)
+        visible = self.step.mask(self.layer_cache, self.layer_cache.window)
+        return mx.fast.scaled_dot_product_attention(
+            both, keys, latents, scale=1.0, mask=visible, sinks=sinks
+        )
 
 
 class PackedLatentKV(PackedRowKV):
