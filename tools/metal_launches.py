@@ -85,10 +85,9 @@ from pippin.backends.mlx.cpu.operations import drop_ins  # noqa: E402
 from pippin.backends.mlx.attention.head_ropes import head_norms  # noqa: E402
 from pippin.backends.mlx.attention.plain_attention import attend_joined  # noqa: E402
 from pippin.backends.mlx.layout import Layout  # noqa: E402
-from pippin.backends.mlx.trial_run import adds_later, deferred_norms  # noqa: E402
+from pippin.backends.mlx.trial_run import adds_later, deferred_norms, kernel_of  # noqa: E402
 from pippin.backends.mlx.gpu import added_norms, delta_layer  # noqa: E402
 from pippin.backends.mlx.gpu.experts import expert_layers  # noqa: E402
-from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of  # noqa: E402
 from pippin.backends.mlx.load import LoadedModel  # noqa: E402
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState  # noqa: E402
 from pippin.backends.mlx.recurrent.state_taps import states_after  # noqa: E402

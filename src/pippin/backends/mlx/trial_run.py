@@ -17,7 +17,8 @@ from pippin.backends.mlx.agreement import agrees, off_by
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.attention.plain_attention import held_against_plain, of_long_rows
-from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of
+from pippin.backends.mlx.device import on_metal
+from pippin.backends.mlx.gpu import latent_attention, packed_attention
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward
@@ -68,6 +69,16 @@ def _compiles(layout: Layout, forward: Forward) -> bool:
         logger.info("decode steps are not compiled: %s", error)
         return False
     return True
+
+
+def kernel_of(layout: Layout) -> AttendPacked | None:
+    """Over packed rows, on Metal; None elsewhere, and where there is none for each layer."""
+    if not on_metal() or not layout.packs_rows:
+        return None
+    caches = [layout.caches[index] for index in layout.kv_indices]
+    if layout.has_latents:
+        return latent_attention.attend_latents if all(map(latent_attention.takes, caches)) else None
+    return packed_attention.attend_packed if all(map(packed_attention.takes, caches)) else None
 
 
 def packed_rows(layout: Layout, forward: Forward) -> AttendPacked | None:

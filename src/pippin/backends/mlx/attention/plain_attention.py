@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 
 from pippin.backends.mlx.agreement import off_by
 from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
@@ -127,14 +129,11 @@ def of_long_rows(call: PackedCall) -> PackedCall:
 
 
 def _in_float32(call: PackedCall) -> PackedCall:
-    q, k, v = (array.astype(mx.float32) for array in (call.q, call.k, call.v))
-    tail, *mains = (
-        (keys.astype(mx.float32), values.astype(mx.float32))
-        for keys, values in (call.tail, *call.mains)
-    )
-    sinks = None if call.sinks is None else call.sinks.astype(mx.float32)
-    rotated = None if call.rotated is None else call.rotated.astype(mx.float32)
-    return replace(call, q=q, k=k, v=v, tail=tail, mains=mains, sinks=sinks, rotated=rotated)
+    def widened(part: Any) -> Any:
+        is_float = isinstance(part, mx.array) and mx.issubdtype(part.dtype, mx.floating)
+        return part.astype(mx.float32) if is_float else part
+
+    return PackedCall(**tree_map(widened, vars(call)))
 
 
 def with_columns(tail: KV, k: mx.array, v: mx.array, cursor: mx.array) -> KV:

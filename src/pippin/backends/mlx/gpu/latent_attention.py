@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.paths import PackedCall
-from pippin.backends.mlx.device import gpu_cores
 from pippin.backends.mlx.gpu.latent_kernel import ATTEND_LATENTS
-from pippin.backends.mlx.gpu.packed_attention import MOST_STATE, SHORTEST_STRETCH, run_stretches
+from pippin.backends.mlx.gpu.packed_attention import MOST_STATE, num_stretches, run_stretches
 from pippin.backends.mlx.layout import LayerCache
 
 MOST_WARPS = 8  # SIMD groups of a block; not measured on Apple GPUs
@@ -58,12 +57,6 @@ def takes(cache: LayerCache) -> bool:
     return whole and small and len(set(cache.dtypes)) == 1
 
 
-def num_stretches(num_blocks: int, num_columns: int) -> int:
-    """Of each row. `num_blocks`: of all rows."""
-    most = num_columns // SHORTEST_STRETCH
-    return max(1, min(most, BLOCKS_PER_CORE * gpu_cores() // num_blocks))
-
-
 def attend_latents(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     assert call.rotated is not None, "rows of latents have rotated keys"
     assert call.sinks is None, "latents have no sinks"
@@ -84,6 +77,6 @@ def attend_latents(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
             "Ahead": AHEAD,
         },
         blocks=form.blocks,
-        num_splits=num_stretches(num_rows * form.blocks, call.num_columns),
+        num_splits=num_stretches(num_rows * form.blocks, call.num_columns, BLOCKS_PER_CORE),
         threads=32 * form.warps,
     )

@@ -125,9 +125,12 @@ def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
     """
     if num_columns <= ROUNDS_OF_ONE_STRETCH * form.most_threads // form.lanes:
         return 1, form.most_threads
+    return num_stretches(num_blocks, num_columns, BLOCKS_PER_CORE), FEWEST_THREADS
+
+
+def num_stretches(num_blocks: int, num_columns: int, blocks_per_core: int) -> int:
     most = num_columns // SHORTEST_STRETCH
-    wanted = BLOCKS_PER_CORE * gpu_cores()
-    return max(1, min(most, wanted // num_blocks)), FEWEST_THREADS
+    return max(1, min(most, blocks_per_core * gpu_cores() // num_blocks))
 
 
 def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:

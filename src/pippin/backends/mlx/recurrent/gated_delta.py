@@ -135,7 +135,7 @@ def gated_delta_step(
         delta = delta - held @ (key * g.reshape(*heads, -1, 1))
         delta = delta * beta.reshape(*heads, 1, 1)
     # Nothing else reads what has decayed, so that addmm may write into it.
-    decayed = (state * g.reshape(*state.shape[:2], 1, -1)).reshape(held.shape)
+    decayed = held * g.reshape(*heads, 1, -1)
     # reshape, not swapaxes: a row that counts as transposed takes a slower product.
     new = mx.addmm(decayed, delta, key.reshape(*key.shape[:-2], 1, k_dim))
     return (new @ query).reshape(v.shape).astype(q.dtype), new.reshape(state.shape)
