@@ -85,13 +85,13 @@ from pippin.backends.mlx.cpu.operations import drop_ins  # noqa: E402
 from pippin.backends.mlx.attention.head_ropes import head_norms  # noqa: E402
 from pippin.backends.mlx.attention.plain_attention import attend_joined  # noqa: E402
 from pippin.backends.mlx.layout import Layout  # noqa: E402
-from pippin.backends.mlx.trial_run import adds_later, deferred_norms  # noqa: E402
+from pippin.backends.mlx.trial_run import adds_later, deferred_norms, kernel_of  # noqa: E402
 from pippin.backends.mlx.gpu import added_norms, delta_layer  # noqa: E402
 from pippin.backends.mlx.gpu.experts import expert_layers  # noqa: E402
-from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of  # noqa: E402
 from pippin.backends.mlx.load import LoadedModel  # noqa: E402
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState  # noqa: E402
-from pippin.backends.mlx.recurrent.state_taps import StateTaps  # noqa: E402
+from pippin.backends.mlx.recurrent.state_taps import states_after  # noqa: E402
+from pippin.backends.mlx.recurrent.taps import tap_states  # noqa: E402
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward  # noqa: E402
 from pippin.backends.mlx.rows.decode_rows import DecodeRows  # noqa: E402
 from pippin.backends.mlx.step.future_map import FutureMap  # noqa: E402
@@ -150,12 +150,10 @@ def build(family: Family, num_periods: int) -> LoadedModel:
     load._choose_attention = _choose_attention
     for module in (delta_layer, expert_layers):  # nothing is computed here
         module.agrees = lambda *_: True
-    return load.prepare(build_from(config), config, deterministic=True)
+    return load.prepare(build_from(config), config)
 
 
-def _choose_attention(
-    model: Any, layout: Layout, forward: Forward, **_: Any
-) -> AttentionPaths:
+def _choose_attention(model: Any, layout: Layout, forward: Forward) -> AttentionPaths:
     """As at load, but for numbers: plain operations stand for the kernel while it is tried."""
     kernel = kernel_of(layout)
     if kernel is None:
@@ -289,13 +287,13 @@ def chunk(loaded: LoadedModel, *, taps: bool) -> Counter[str]:
     batch = ChunkBatch(
         loaded.layout, [np.zeros(TOKENS, dtype=np.int32)], [state := prompt(loaded, PREFIX)]
     )
-    with fast_operations_as_nodes(), StateTaps(loaded.layout, [TOKENS // 2]) as tapped:
+    with fast_operations_as_nodes(), tap_states([TOKENS // 2]) as tapped:
         loaded.head.positions = mx.array(batch.last_positions[:, None])
         logits = loaded.forward(batch.tokens, batch.caches)
         loaded.head.positions = None
         batch.advance()
-        tapped_states = tapped.states_after(TOKENS // 2) if taps else {}
-    more = [array for entries in tapped_states.values() for array in entries]
+    found = states_after(tapped, loaded.layout, TOKENS // 2)[0] if taps else {}
+    more = [array for entries in found.values() for array in entries]
     return launches([logits, *state.arrays(), *more])
 
 

@@ -26,9 +26,6 @@ def test_a_model_that_attends_in_its_own_way_is_said_to_be_slower() -> None:
     assert attention(layout(PLAIN, STATE)) == (
         "1 layer through mlx-lm's function: KV is not copied"
     )
-    assert attention(layout(PLAIN), timed=True) == (
-        "1 layer through mlx-lm's function: the faster way by times"
-    )
     assert attention(layout(PLAIN, STATE), gathers=True) == (
         "1 layer through mlx-lm's function: plain operations copy KV in each step, slower"
     )

@@ -17,7 +17,7 @@ from pippin.backends.mlx.gpu import delta_layer
 from pippin.backends.mlx.gpu.delta_layer import KernelDeltaNet, num_simd_groups, use_delta_kernel
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, use_replay
-from pippin.backends.mlx.recurrent.taps import tap_block_states
+from pippin.backends.mlx.recurrent.taps import tap_states
 
 pytestmark = [needs_clang, pytest.mark.slow]
 
@@ -95,12 +95,21 @@ def test_a_step_is_what_mlx_lm_computes(
 
 
 def test_it_does_not_depend_on_the_order_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EmulatedKernel, "orders", (FORWARD, BACKWARD))
+    made: list[EmulatedKernel] = []
+
+    class Noted(EmulatedKernel):
+        orders = (FORWARD, BACKWARD)
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", Noted)
     layer = layer_of(*SMALL)
     use_delta_kernel(layer)
     assert type(layer) is KernelDeltaNet
     step(layer, *drawn(layer, 2, F32))
-    assert delta_layer._kernel().threadgroup_bytes == 4 * (2 * 64 + 2 * 32)  # type: ignore[attr-defined]
+    assert [each.threadgroup_bytes for each in made] == [4 * (2 * 64 + 2 * 32)]
 
 
 def test_a_layer_whose_kernel_is_off_stays_as_it_is(
@@ -121,7 +130,7 @@ def test_chunks_and_tapped_states_are_mlx_lm_s(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(KernelDeltaNet, "_between", lambda *_: pytest.fail("the kernel was asked"))
     wide, entries = drawn(layer, 1, F32)
     step(layer, mx.repeat(wide, 2, axis=1), entries)
-    with tap_block_states():
+    with tap_states():
         step(layer, wide, entries)
 
 

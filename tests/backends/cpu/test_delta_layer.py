@@ -12,7 +12,7 @@ from delta_layers import HIDDEN, K_HEADS, TAPS, V_HEADS, layer_of
 from pippin.backends.mlx.cpu.operations.delta_layer import OneOperationDeltaNet, use_one_operation
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
 from pippin.backends.mlx.recurrent.replay import use_replay
-from pippin.backends.mlx.recurrent.taps import tap_block_states, tap_conv_inputs
+from pippin.backends.mlx.recurrent.taps import tap_states
 
 K_DIM, V_DIM = 24, 40
 CONV_DIM = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
@@ -70,13 +70,13 @@ def test_a_prompt_in_pieces_ends_in_the_same_state() -> None:
 
 def test_states_inside_a_chunk_are_those_of_shorter_chunks() -> None:
     layer, x = made_over(), mx.random.normal((2, 150, HIDDEN), key=mx.random.key(2))
-    with tap_block_states() as blocks, tap_conv_inputs() as inputs:
+    with tap_states() as taps:
         layer(x, None, cache_of(2))
     for number, n in enumerate((64, 128, 150)):
         cache = cache_of(2)
         layer(x[:, :n], None, cache)
-        np.testing.assert_allclose(np.array(blocks[0][number]), np.array(cache[1]), atol=1e-6)
-        kept = inputs[0][:, n : n + TAPS - 1]
+        np.testing.assert_allclose(np.array(taps.states[0][number]), np.array(cache[1]), atol=1e-6)
+        kept = taps.conv_inputs[0][:, n : n + TAPS - 1]
         np.testing.assert_allclose(np.array(kept), np.array(cache[0]), atol=1e-6)
 
 
@@ -84,13 +84,13 @@ def test_a_short_row_keeps_its_last_state_beside_a_long_one() -> None:
     layer, x = made_over(), mx.random.normal((3, 150, HIDDEN), key=mx.random.key(2))
     cache = cache_of(3)
     cache.lengths = mx.array([150, 3, 70])
-    with tap_block_states() as blocks:
+    with tap_states() as taps:
         layer(x, cache.make_mask(150), cache)
     for row, ends in enumerate(((64, 128, 150), (3, 3, 3), (64, 70, 70))):
         for number, n in enumerate(ends):
             alone = cache_of(3)
             layer(x[:, :n], None, alone)
-            got, want = np.array(blocks[0][number][row]), np.array(alone[1][row])
+            got, want = np.array(taps.states[0][number][row]), np.array(alone[1][row])
             np.testing.assert_allclose(got, want, atol=1e-6)
 
 

@@ -15,15 +15,16 @@ from metal.emulator import BACKWARD, FORWARD, EmulatedKernel, use_emulator
 from metal.faults import KernelFault
 from metal.latent_rows import LatentRows
 from metal.packed_rows import CURSOR
+from pippin.backends.mlx import trial_run
 from pippin.backends.mlx.attention.head_ropes import Rope, head_norms
 from pippin.backends.mlx.attention.paths import AttendPacked
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.gpu import kernel_of_layout, latent_attention
-from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of
-from pippin.backends.mlx.gpu.latent_attention import LatentForm, attend_latents, num_stretches
+from pippin.backends.mlx.gpu import latent_attention
+from pippin.backends.mlx.gpu.latent_attention import BLOCKS_PER_CORE, LatentForm, attend_latents
+from pippin.backends.mlx.gpu.packed_attention import num_stretches
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.load import prepare
-from pippin.backends.mlx.trial_run import deferred_norms, packed_rows
+from pippin.backends.mlx.trial_run import deferred_norms, kernel_of, packed_rows
 from pippin.types import Component
 from small_models import build_from
 
@@ -159,22 +160,21 @@ def test_a_model_is_held_against_plain_operations_at_load(
 ) -> None:
     """Its rotations are left to the kernel; where that is off, it is not used."""
     monkeypatch.setattr(EmulatedKernel, "orders", (FORWARD,))
-    monkeypatch.setattr(kernel_of_layout, "on_metal", lambda: True)
+    monkeypatch.setattr(trial_run, "on_metal", lambda: True)
     config = CONFIGS["deepseek_v3"] | {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
     loaded = prepare(build_from(config), config)
-    kernel, layers = packed_rows(loaded.layout, loaded.forward)
+    kernel = packed_rows(loaded.layout, loaded.forward)
     assert kernel is function
-    assert [layer.latents for layer in layers.values()] == [True]
     norms = head_norms(loaded.model)
     assert deferred_norms(loaded.layout, loaded.forward, kernel, norms) is not None
     broken = latent_attention.ATTEND_LATENTS.replace("product *= scale;", "")
     monkeypatch.setattr(latent_attention, "ATTEND_LATENTS", broken)
-    assert packed_rows(loaded.layout, loaded.forward)[0] is None
+    assert packed_rows(loaded.layout, loaded.forward) is None
     assert "the kernel is off" in caplog.text
 
 
 def test_other_layers_have_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_of_layout, "on_metal", lambda: True)
+    monkeypatch.setattr(trial_run, "on_metal", lambda: True)
     for dims, taken in (((512, 64), True), ((512, 16), False), ((1024, 64), False)):
         sides, types = ((1, dims[0]), (1, dims[1])), (F16, F16)
         cache = LayerCache(0, Component.ATTENTION, None, sides, types, Reads.LATENT)
@@ -201,11 +201,11 @@ def test_long_rows_fill_a_gpu(
     architecture: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx, "device_info", lambda _: {"architecture": architecture})
-    assert num_stretches(1, 100) == 1
-    assert num_stretches(1, 512) == 8  # of 64 columns at least
-    assert num_stretches(1, 100_000) == most
-    assert num_stretches(8, 100_000) == most // 8
-    assert num_stretches(1000, 100_000) == 1
+    assert num_stretches(1, 100, BLOCKS_PER_CORE) == 1
+    assert num_stretches(1, 512, BLOCKS_PER_CORE) == 8  # of 64 columns at least
+    assert num_stretches(1, 100_000, BLOCKS_PER_CORE) == most
+    assert num_stretches(8, 100_000, BLOCKS_PER_CORE) == most // 8
+    assert num_stretches(1000, 100_000, BLOCKS_PER_CORE) == 1
 
 
 @pytest.mark.parametrize(

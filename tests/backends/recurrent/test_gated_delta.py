@@ -18,7 +18,7 @@ from pippin.backends.mlx.recurrent.gated_delta import (
     gated_delta_update,
     normalize_qk,
 )
-from pippin.backends.mlx.recurrent.taps import tap_block_states
+from pippin.backends.mlx.recurrent.taps import tap_states
 from pippin.backends.mlx.recurrent.triangular import unit_lower_inverse
 
 
@@ -34,9 +34,13 @@ class Recurrence:
     state: np.ndarray  # [B, Hv, Dv, Dk]
     mask: np.ndarray | None = None  # [B, T]
 
-    def arrays(self) -> list[mx.array | None]:
-        fields = (self.q, self.k, self.v, self.g, self.beta, self.state, self.mask)
-        return [None if field is None else mx.array(field) for field in fields]
+    def arrays(self) -> list[mx.array]:
+        """With gates of masked tokens open, and nothing that they write."""
+        mask = np.ones(self.q.shape[:2], bool) if self.mask is None else self.mask
+        keep = mask.reshape(*mask.shape, *[1] * (self.g.ndim - 2))
+        g = np.where(keep, self.g, np.float32(1.0))
+        beta = np.where(mask[..., None], self.beta, np.float32(0.0))
+        return [mx.array(x) for x in (self.q, self.k, self.v, g, beta, self.state)]
 
 
 def make_recurrence(
@@ -189,7 +193,7 @@ def test_one_step_agrees_with_the_recurrence(
 
 def test_a_prompt_in_pieces_ends_in_the_same_state() -> None:
     r = make_recurrence(num_tokens=150)
-    q, k, v, g, beta, state, _ = r.arrays()
+    q, k, v, g, beta, state = r.arrays()
     whole_y, whole_state, _ = gated_delta_chunked(q, k, v, g, beta, state)
     ys = []
     for start, end in ((0, 64), (64, 65), (65, 100), (100, 150)):
@@ -264,15 +268,15 @@ def test_half_precision_inputs_keep_their_dtype_and_a_float32_state(
 
 def test_a_tap_sees_each_layer_in_order_and_leaves_nothing_behind() -> None:
     first, second = make_layer_call(130), make_layer_call(1)
-    with tap_block_states() as layers:
+    with tap_states() as taps:
         _, first_state = gated_delta_update(*first)
         _, second_state = gated_delta_update(*second)
     gated_delta_update(*first)
-    assert [len(states) for states in layers] == [3, 1]
-    assert_close(layers[0][-1], np.array(first_state))
-    assert_close(layers[1][-1], np.array(second_state))
+    assert [len(states) for states in taps.states] == [3, 1]
+    assert_close(taps.states[0][-1], np.array(first_state))
+    assert_close(taps.states[1][-1], np.array(second_state))
     prefix = [x[:, :64] for x in first[:5]] + first[5:]
-    assert_close(layers[0][0], np.array(gated_delta_update(*prefix)[1]))
+    assert_close(taps.states[0][0], np.array(gated_delta_update(*prefix)[1]))
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])

@@ -8,44 +8,75 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import gated_delta, ssm
 from mlx_lm.models.cache import make_prompt_cache
 
 from families import build
-from pippin.backends.mlx import load, substitutions
+from pippin.backends.mlx import load
 from pippin.backends.mlx.cpu.operations.bindings import without_operations
 from pippin.backends.mlx.recurrent import mlx_lm_kernels
-from pippin.backends.mlx.recurrent.mlx_lm_kernels import Call, run_in_slices
-from pippin.backends.mlx.recurrent.taps import LayerStates, tap_block_states
+from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
+from pippin.backends.mlx.recurrent.ssm import ssm_update
+from pippin.backends.mlx.recurrent.taps import BlockStates, tap_states
+
+FAMILIES = ["qwen3_5", "mamba2", "nemotron_h"]
 
 
-def gated_delta_call(num_tokens: int = 1, key_dim: int = 64, **more: Any) -> Call:
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which functions of mlx-lm were asked, in order, on what counts as Metal."""
+    asked: list[str] = []
+    for family in FAMILIES:
+        build(family)  # its module has the functions as they are by then
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **options: Any) -> Any:
+            asked.append(name)
+            return original(*args, **options)
+
+        return note
+
+    for module, name in ((gated_delta, "gated_delta_update"), (ssm, "ssm_update")):
+        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+    monkeypatch.setattr(mlx_lm_kernels, "on_metal", lambda: True)
+    return asked
+
+
+def run_gated_delta(num_tokens: int = 1, key_dim: int = 64, **more: Any) -> None:
     def per_token(*shape: int) -> mx.array:
         return mx.zeros((1, num_tokens, *shape))
 
     args = (per_token(2, key_dim), per_token(2, key_dim), per_token(4, 16), per_token(4))
-    return Call.of("gated_delta_update", (*args, per_token(4), mx.zeros(4), mx.zeros(4)), more)
+    gated_delta_update(*args, per_token(4), mx.zeros(4), mx.zeros(4), **more)
 
 
-def ssm_call(num_tokens: int = 1, state_dim: int = 128, **more: Any) -> Call:
+def run_ssm(num_tokens: int = 1, state_dim: int = 128, **more: Any) -> None:
     heads, groups = mx.zeros((1, num_tokens, 4, 8)), mx.zeros((1, num_tokens, 2, state_dim))
     steps = mx.zeros((1, num_tokens, 4))
     args = (heads, mx.zeros(4), groups, groups, mx.zeros(4), steps, mx.zeros(4))
-    return Call.of("ssm_update", args, more)
+    ssm_update(*args, **more)
 
 
-def test_a_gated_delta_kernel_takes_any_tokens_and_keys_of_whole_simd_groups() -> None:
-    assert gated_delta_call().has_kernel
-    assert gated_delta_call(num_tokens=9, mask=mx.ones((1, 9))).has_kernel
-    assert not gated_delta_call(key_dim=48).has_kernel
-    assert not gated_delta_call(use_kernel=False).has_kernel
+def test_a_gated_delta_kernel_takes_any_tokens_and_keys_of_whole_simd_groups(
+    theirs: list[str],
+) -> None:
+    run_gated_delta()
+    run_gated_delta(num_tokens=9, mask=mx.ones((1, 9)))
+    assert len(theirs) == 2
+    run_gated_delta(key_dim=48)
+    run_gated_delta(use_kernel=False)
+    assert len(theirs) == 2
 
 
-def test_mamba_s_kernel_takes_one_token_of_each_row_and_no_padding() -> None:
-    assert ssm_call().has_kernel
-    assert not ssm_call(num_tokens=2).has_kernel
-    assert not ssm_call(state_dim=16).has_kernel
-    assert not ssm_call(mask=mx.ones((1, 1))).has_kernel
-    assert not ssm_call(lengths=mx.ones(1)).has_kernel
+def test_mamba_s_kernel_takes_one_token_of_each_row_and_no_padding(theirs: list[str]) -> None:
+    run_ssm()
+    assert len(theirs) == 1
+    run_ssm(num_tokens=2)
+    run_ssm(state_dim=16)
+    run_ssm(mask=mx.ones((1, 1)))
+    run_ssm(lengths=mx.ones(1))
+    run_ssm(use_kernel=False)
+    assert len(theirs) == 1
 
 
 @pytest.fixture
@@ -55,25 +86,20 @@ def no_operations() -> Iterator[None]:
         yield
 
 
-def states_recorded(loaded: load.LoadedModel, tokens: mx.array) -> LayerStates:
-    with tap_block_states() as layers:
+def states_recorded(loaded: load.LoadedModel, tokens: mx.array) -> list[BlockStates]:
+    with tap_states() as taps:
         loaded.forward(tokens, make_prompt_cache(loaded.model))
-    return layers
+    return taps.states
 
 
 @pytest.mark.usefixtures("no_operations")
-@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "nemotron_h"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_states_are_the_same_whoever_computes_them(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, theirs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every 64 tokens, in prefill and decode."""
-    theirs: list[str] = []
-
-    def note(function: Callable[..., Any], call: Call) -> Any:
-        theirs.append(call.function)
-        return run_in_slices(function, call)
-
-    monkeypatch.setattr(substitutions, "run_in_slices", note)
+    monkeypatch.setattr(mlx_lm_kernels, "SIMD_WIDTH", 1)
+    of_chunks = family == "qwen3_5"  # the other kernel takes one token
     tokens = mx.array(np.random.default_rng(0).integers(0, 256, (1, 150)), dtype=mx.int32)
     model, _ = build(family)
     logits = model(tokens, cache=make_prompt_cache(model))
@@ -82,11 +108,10 @@ def test_states_are_the_same_whoever_computes_them(
     recorded = []
     for metal in (False, True):
         monkeypatch.setattr(mlx_lm_kernels, "on_metal", lambda metal=metal: metal)
-        monkeypatch.setattr(Call, "has_kernel", True)
         for num_tokens in (150, 1):
             theirs.clear()
             layers = states_recorded(loaded, tokens[:, :num_tokens])
-            assert bool(theirs) is metal
+            assert bool(theirs) is (metal and (of_chunks or num_tokens == 1))
             assert {len(states) for states in layers} == {3 if num_tokens == 150 else 1}
             recorded.append(layers)
         ours = loaded.forward(tokens, make_prompt_cache(loaded.model))
@@ -98,9 +123,13 @@ def test_states_are_the_same_whoever_computes_them(
 
 
 @pytest.mark.usefixtures("no_operations")
-def test_safe_has_none_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load.prepare(*build("qwen3_5"), safe=True)
-    monkeypatch.setattr(mlx_lm_kernels, "on_metal", lambda: True)
-    monkeypatch.setattr(Call, "has_kernel", True)
-    monkeypatch.setattr(substitutions, "run_in_slices", lambda *_: pytest.fail("theirs"))
-    loaded.forward(mx.zeros((1, 3), mx.int32), make_prompt_cache(loaded.model))
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_safe_has_none_of_their_kernels(
+    family: str, theirs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_lm_kernels, "SIMD_WIDTH", 1)
+    for safe in (True, False):
+        loaded = load.prepare(*build(family), safe=safe)
+        theirs.clear()
+        loaded.forward(mx.zeros((1, 1), mx.int32), make_prompt_cache(loaded.model))
+        assert bool(theirs) is not safe

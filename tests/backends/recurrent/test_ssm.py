@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import ssm as mlx_lm_ssm
 
 from pippin.backends.mlx.recurrent.ssm import ssm_update
-from pippin.backends.mlx.recurrent.taps import tap_block_states
+from pippin.backends.mlx.recurrent.taps import tap_states
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def float64_recurrence(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_matches_recurrence(layer: Layer) -> None:
-    with tap_block_states() as layers:
+    with tap_states() as taps:
         y, state = ssm_update(*layer.arrays())
     want_y, want_states = float64_recurrence(layer)
     real = layer.real[..., None, None]
@@ -103,8 +103,8 @@ def assert_matches_recurrence(layer: Layer) -> None:
     assert_close(state, want_states[:, -1])
     num_tokens = want_y.shape[1]
     ends = [min(end, num_tokens) for end in range(64, num_tokens + 64, 64)]
-    assert len(layers) == 1
-    for got, end in zip(layers[0], ends, strict=True):
+    assert len(taps.states) == 1
+    for got, end in zip(taps.states[0], ends, strict=True):
         assert_close(got, want_states[:, end - 1])
 
 

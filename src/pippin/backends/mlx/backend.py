@@ -166,14 +166,7 @@ class MLXBackend:
         one. `draft`: the checkpoint of a draft model."""
         if wired and not on_metal():
             raise LoadError(f"wired: only Metal wires memory, this is {device_info().kind}")
-        loaded = load(
-            path,
-            dtype=dtype,
-            deterministic=deterministic,
-            safe=safe,
-            mtp=mtp,
-            progress=progress,
-        )
+        loaded = load(path, dtype=dtype, safe=safe, mtp=mtp, progress=progress)
         if draft is not None and max_depth and not deterministic:
             progress("loading the draft model")
             loaded = replace(loaded, draft=load_draft_model(draft, dtype, safe=safe))

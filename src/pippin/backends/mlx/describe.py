@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.table_kv import table_operations
 from pippin.backends.mlx.device import on_metal
-from pippin.backends.mlx.gpu.attention_times import SUBJECT as ATTENTION
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
-from pippin.backends.mlx.timing import times_file
 
 
 def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
@@ -18,14 +15,12 @@ def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     with loaded.operating():
         by_table = table_operations(loaded.layout) is not None
     gathers = loaded.attention.kernel is None and not by_table
-    timed = bool(loaded.attention.times)
-    yield "attention", attention(loaded.layout, timed=timed, gathers=gathers)
-    yield from attention_paths(loaded.attention)
+    yield "attention", attention(loaded.layout, gathers=gathers)
     if loaded.layout.state_indices:
         yield "recurrence", recurrence(safe=loaded.safe)
 
 
-def attention(layout: Layout, *, timed: bool = False, gathers: bool = False) -> str:
+def attention(layout: Layout, *, gathers: bool = False) -> str:
     caches = [cache for cache in layout.caches if not cache.is_state]
     own = sum(not cache.splits for cache in caches)
     if not caches:
@@ -33,23 +28,10 @@ def attention(layout: Layout, *, timed: bool = False, gathers: bool = False) -> 
     if own == 0:
         latent = any(cache.reads is Reads.LATENT for cache in caches)
         layers = f"{_count(len(caches), 'layer')}{' over latents' if latent else ''}"
-        how = "the faster way by times" if timed else "KV is not copied"
-        how = "plain operations copy KV in each step, slower" if gathers else how
+        how = "plain operations copy KV in each step, slower" if gathers else "KV is not copied"
         return f"{layers} through mlx-lm's function: {how}"
     attend = "layer attends in its" if len(caches) == 1 else "layers attend in their"
     return f"{own} of {len(caches)} {attend} own way: concatenated KV each step, slower"
-
-
-def attention_paths(paths: AttentionPaths) -> Iterator[tuple[str, str]]:
-    """What each way took, the fastest first."""
-    for kind, times in paths.times.items():
-        for size, ways in sorted(times.items()):
-            name = f"attention, {_count(size.num_rows, 'row')} of {size.num_columns:,}"
-            fastest_first = sorted(ways, key=lambda way: ways[way])
-            took = ", ".join(f"{way} {ways[way]:.3f} ms" for way in fastest_first)
-            yield name, f"{took} ({kind})"
-    if any(paths.times.values()):
-        yield "attention times", remembered_in(ATTENTION)
 
 
 def recurrence(*, safe: bool) -> str:
@@ -58,10 +40,6 @@ def recurrence(*, safe: bool) -> str:
     if on_metal():
         return "mlx-lm's kernels for the shapes that they take, else ours"
     return "ours: mlx-lm has no kernels here"
-
-
-def remembered_in(subject: str) -> str:
-    return f"in {times_file(subject)}; delete it to time again"
 
 
 def _count(number: int, noun: str) -> str:

@@ -27,7 +27,6 @@ from pippin.backends.mlx.device import on_cpu, on_metal
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, load_mtp_head
 from pippin.backends.mlx.families import refusals
 from pippin.backends.mlx.gpu.added_norms import use_pending_sums
-from pippin.backends.mlx.gpu.attention_times import choose_attention
 from pippin.backends.mlx.gpu.stacked_linear import stack_linear_layers
 from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.backends.mlx.layout import Layout, discover
@@ -102,13 +101,12 @@ def load(
     path: Path,
     *,
     dtype: str = "auto",
-    deterministic: bool = False,
     safe: bool = False,
     mtp: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
-    """`deterministic`: nothing is chosen by timing. `safe`: plain operations of mlx alone. `mtp`:
-    with the checkpoint's head for drafts, where it has one."""
+    """`safe`: plain operations of mlx alone. `mtp`: with the checkpoint's head for drafts, where it
+    has one."""
     compile_without_fusing()
     if on_cpu():
         keep_large_buffers()
@@ -137,7 +135,6 @@ def load(
             config,
             dtype=dtype,
             name=path.name,
-            deterministic=deterministic,
             safe=safe,
             mtp_head=mtp_head,
             progress=progress,
@@ -150,7 +147,6 @@ def prepare(
     *,
     dtype: str = "auto",
     name: str = "model",
-    deterministic: bool = False,
     safe: bool = False,
     mtp_head: MTPHead | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -195,27 +191,20 @@ def prepare(
         name=name,
         state_taps=can_tap(layout, forward),
         hidden_bytes=hidden_bytes,
-        attention=AttentionPaths()
-        if safe
-        else _choose_attention(model, layout, forward, deterministic=deterministic),
+        attention=AttentionPaths() if safe else _choose_attention(model, layout, forward),
         safe=safe,
         mtp_head=mtp_head if hidden_bytes else None,
     )
 
 
-def _choose_attention(
-    model: Module, layout: Layout, forward: Forward, *, deterministic: bool
-) -> AttentionPaths:
+def _choose_attention(model: Module, layout: Layout, forward: Forward) -> AttentionPaths:
     """On GPUs, where launches count."""
     if on_cpu() or not layout.packs_rows:
         return AttentionPaths()
-    kernel, layers = packed_rows(layout, forward)
+    kernel = packed_rows(layout, forward)
     if kernel is None:
         return AttentionPaths()
-    paths = AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
-    if paths.kernel is None:
-        return paths
-    paths = replace(paths, norms=deferred_norms(layout, forward, paths.kernel, head_norms(model)))
+    paths = AttentionPaths(kernel, deferred_norms(layout, forward, kernel, head_norms(model)))
     if not on_metal():
         return paths
     use_pending_sums(model)

@@ -2,7 +2,7 @@
 
     scaled_dot_product_attention   over our row views (attention/row_kv.py); in prefill
                                    by blocks of queries where scores are many (query_blocks.py)
-    gated_delta_update             the chunked recurrence, where mlx-lm has no kernel for the call
+    gated_delta_update             the chunked recurrence, where mlx-lm has no kernel for it
     ssm_update                     likewise, for Mamba-2 layers
     normalize_qk (GPU)             scales as the norms' weights
     Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
@@ -60,7 +60,6 @@ from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update, normalize_qk
-from pippin.backends.mlx.recurrent.mlx_lm_kernels import call_of_kernel, run_in_slices
 from pippin.backends.mlx.recurrent.replay import use_replay
 from pippin.backends.mlx.recurrent.ssm import ssm_update
 
@@ -152,10 +151,8 @@ def _dispatcher(name: str) -> Callable[..., Any]:
         is_plain = _forward_is_plain.get()
         if is_plain is None:
             return original(*args, **kwargs)
-        if name in RECURRENCES and not is_plain:
-            call = call_of_kernel(name, args, kwargs)
-            if call is not None:
-                return run_in_slices(original, call)
+        if name in RECURRENCES and is_plain:
+            kwargs["use_kernel"] = False
         return replacement(*args, **kwargs)
 
     dispatch.__name__ = name

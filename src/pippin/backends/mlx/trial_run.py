@@ -7,7 +7,7 @@ at the same position. A graph that cannot be built says so now, not in a user's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -16,9 +16,9 @@ import numpy as np
 from pippin.backends.mlx.agreement import agrees, off_by
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
-from pippin.backends.mlx.attention.plain_attention import held_against_plain
-from pippin.backends.mlx.gpu.attention_times import AttentionLayer
-from pippin.backends.mlx.gpu.kernel_of_layout import kernel_of
+from pippin.backends.mlx.attention.plain_attention import held_against_plain, of_long_rows
+from pippin.backends.mlx.device import on_metal
+from pippin.backends.mlx.gpu import latent_attention, packed_attention
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward
@@ -28,8 +28,6 @@ from pippin.errors import UnsupportedLayout
 OTHER_TOKENS = 0.25  # of a state, if padding were taken for tokens; rounding changes less
 
 logger = logging.getLogger(__name__)
-
-Layers = Mapping[str, AttentionLayer]
 
 
 def runnable_layout(layout: Layout, forward: Forward) -> Layout:
@@ -73,29 +71,41 @@ def _compiles(layout: Layout, forward: Forward) -> bool:
     return True
 
 
-def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, Layers]:
-    """The kernel for packed rows, where there is one for this device and it runs this model; and
-    how the model's layers attend, by kind.
+def kernel_of(layout: Layout) -> AttendPacked | None:
+    """Over packed rows, on Metal; None elsewhere, and where there is none for each layer."""
+    if not on_metal() or not layout.packs_rows:
+        return None
+    caches = [layout.caches[index] for index in layout.kv_indices]
+    if layout.has_latents:
+        return latent_attention.attend_latents if all(map(latent_attention.takes, caches)) else None
+    return packed_attention.attend_packed if all(map(packed_attention.takes, caches)) else None
 
-    Every layer's attention is held against plain operations on the very same numbers.
+
+def packed_rows(layout: Layout, forward: Forward) -> AttendPacked | None:
+    """The kernel for packed rows, where there is one for this device and it runs this model.
+
+    Every layer's attention is held against plain operations on the very same numbers, and each kind
+    of layer's over long rows. (What a device cannot run for want of registers is silent.)
     """
-    layers: dict[str, AttentionLayer] = {}
     kernel = kernel_of(layout)
     if kernel is None:
-        return None, layers
+        return None
     errors: list[mx.array] = []
     attend = held_against_plain(kernel, errors)
+    kinds: set[object] = set()
 
-    def noted(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
-        layer = AttentionLayer.of(call)
-        layers[layer.kind] = layer
+    def attend_both(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        kind = call.q.shape, *(side.shape for side in call.tail), call.sinks is None
+        if kind not in kinds:
+            kinds.add(kind)
+            attend(of_long_rows(call))
         return attend(call)
 
     def run() -> list[mx.array]:
-        _logits(layout, forward, AttentionPaths(noted))
+        _logits(layout, forward, AttentionPaths(attend_both))
         return errors
 
-    return (kernel if agrees("no kernel attends to decode rows", run) else None), layers
+    return kernel if agrees("no kernel attends to decode rows", run) else None
 
 
 def deferred_norms(

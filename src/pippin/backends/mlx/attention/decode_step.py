@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
-from pippin.backends.mlx.attention.head_ropes import DeferredRopes
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import columns_of_rows
 from pippin.backends.mlx.layout import LayerCache, Layout
@@ -93,7 +92,6 @@ class DecodeStep:
         self.layout = layout
         self.shape = shape
         self.tree = tree
-        self.ropes: DeferredRopes | None = None  # where attention computes them
         self.lenders: WeakValueDictionary[int, Lender] = WeakValueDictionary()  # by id of keys
         self.given: list[mx.array] = []  # masks that models were given
         self._columns: dict[int, tuple[mx.array, mx.array]] = {}  # by window class

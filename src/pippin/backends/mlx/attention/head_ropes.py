@@ -1,9 +1,9 @@
 """Norms and rotations of queries and keys that a decode step leaves to its attention kernel.
 
 A model calls `mx.fast.rms_norm` and `mx.fast.rope` on its queries and on its keys: four launches a
-layer. In a step whose kernel computes these itself, both calls give back what they were given, and
-the kernel does what is left. Whether a model passes it on untouched is tried at load
-(trial_run.py); a step in which it does not is an error. Knows no kernel and no rows.
+layer. In a step whose kernel computes these itself, the norm gives back what it was given and the
+rotation a stand-in, and the kernel does what is left. Whether a model passes these on untouched is
+tried at load (trial_run.py); a step in which it does not is an error. Knows no kernel and no rows.
 """
 
 from __future__ import annotations
@@ -68,14 +68,19 @@ class Rope:
 
 @dataclass(frozen=True, eq=False)
 class Unrotated:
-    """Stands for queries or keys beside latents, which are yet to be rotated.
+    """Stands for queries or keys that are yet to be normed and rotated.
 
-    A model does no more with them than to scale the queries and to multiply by the keys, for which
-    its cache has given it something else (latent_kv.py); anything else on it is an error.
+    A model does no more with them than to scale them, and beside latents to multiply queries by
+    keys, for which its cache has given it something else (latent_kv.py); anything else on it is an
+    error.
     """
 
     x: mx.array
     rope: Rope
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
 
     def __mul__(self, scale: object) -> Unrotated:
         if not isinstance(scale, float):  # one for each row
@@ -86,16 +91,28 @@ class Unrotated:
         return self
 
 
-class DeferredRopes:
-    """Of one step. `latents`: what is rotated lies beside latents."""
+def what_is_left(queries: Any, keys: Any) -> tuple[mx.array, mx.array, tuple[Rope, Rope] | None]:
+    """The arrays, and what is left to be done to them: both or neither were rotated."""
+    if not isinstance(queries, Unrotated) and not isinstance(keys, Unrotated):
+        return queries, keys, None
+    both = isinstance(queries, Unrotated) and isinstance(keys, Unrotated)
+    if not both or _rotation(queries.rope) != _rotation(keys.rope):
+        raise TypeError(CHANGED)
+    return queries.x, keys.x, (queries.rope, keys.rope)
 
-    def __init__(self, positions: mx.array, norms: HeadNorms, *, latents: bool = False) -> None:
-        self._latents = latents
+
+def _rotation(rope: Rope) -> object:
+    has_norm = rope.norm is not None
+    return rope.dims, rope.traditional, rope.base, rope.scale, id(rope.freqs), has_norm
+
+
+class DeferredRopes:
+    """Of one step."""
+
+    def __init__(self, positions: mx.array, norms: HeadNorms) -> None:
         self._positions = positions  # the very array that caches have as their offset
         self._norm_weights = norms
         self._norms: deque[tuple[mx.array, Norm]] = deque()  # whose results rope is yet to be given
-        self._ropes: dict[int, tuple[mx.array, Rope]] = {}  # by id of what rope returned
-        self._read: set[int] = set()
 
     def takes_norm(self, x: mx.array, weight: mx.array | None, eps: float) -> bool:
         if id(weight) not in self._norm_weights or x.ndim != 4:
@@ -103,40 +120,21 @@ class DeferredRopes:
         self._norms.append((x, Norm(self._norm_weights[id(weight)], eps)))
         return True
 
-    def rope(self, x: mx.array, dims: int, offset: Any, **options: Any) -> Any:
+    def rope(self, x: mx.array, dims: int, offset: Any, **options: Any) -> Unrotated | None:
         """What the model is given in place of what it asked for; None if it must be computed."""
         if offset is not self._positions or x.ndim != 4 or x.shape[2] != 1:
             return None
-        if self._latents:
-            return Unrotated(x, Rope(dims, norm=None, **options))
         norm = None
         if self._norms:  # of queries, then of keys, as they are rotated; or of one after the other
             normed, norm = self._norms.popleft()
             rows, heads, _, dim = x.shape
             if normed.shape not in (x.shape, (rows, 1, heads, dim)):
                 raise TypeError(CHANGED)
-        self._ropes[id(x)] = x, Rope(dims, norm=norm, **options)
-        return x
+        return Unrotated(x, Rope(dims, norm=norm, **options))
 
-    def of(self, queries: mx.array, keys: mx.array) -> tuple[Rope, Rope] | None:
-        """What is left to be done to these; both or neither were rotated."""
-        ropes = [self._ropes[id(x)][1] for x in (queries, keys) if id(x) in self._ropes]
-        self._read |= {id(queries), id(keys)}
-        if not ropes:
-            return None
-        if len(ropes) != 2 or _rotation(ropes[0]) != _rotation(ropes[1]):
+    def check_all_are_rotated(self) -> None:
+        if self._norms:
             raise TypeError(CHANGED)
-        return ropes[0], ropes[1]
-
-    def check_all_are_read(self) -> None:
-        if self._norms or self._ropes.keys() - self._read:
-            raise TypeError(CHANGED)
-
-
-def _rotation(rope: Rope) -> object:
-    has_norm = rope.norm is not None
-    given = rope.dims, rope.traditional, rope.base, rope.scale, rope.gain
-    return *given, id(rope.freqs), has_norm
 
 
 _deferred: ContextVar[DeferredRopes | None] = ContextVar("pippin_deferred_ropes", default=None)
@@ -148,7 +146,7 @@ def deferring(ropes: DeferredRopes | None) -> Iterator[None]:
     try:
         yield
         if ropes is not None:
-            ropes.check_all_are_read()
+            ropes.check_all_are_rotated()
     finally:
         _deferred.reset(token)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention.decode_step import RowMask
-from pippin.backends.mlx.attention.head_ropes import CHANGED, Rope, Unrotated
+from pippin.backends.mlx.attention.head_ropes import what_is_left
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV
-from pippin.backends.mlx.attention.paths import PackedCall
 from pippin.backends.mlx.attention.row_kv import RowKV
 
 
@@ -39,20 +36,18 @@ class LatentKV(RowKV):
         latents = self._joined(0)
         both = mx.concatenate([queries * scale, mask.astype(queries.dtype)], axis=-1)
         keys = mx.concatenate([latents, self._joined(1)], axis=-1)
-        own = RowMask(self.layer_cache.window, self.step)
-        return self._attend(both, keys, latents, 1.0, own, sinks)
+        visible = self.step.mask(self.layer_cache, self.layer_cache.window)
+        return mx.fast.scaled_dot_product_attention(
+            both, keys, latents, scale=1.0, mask=visible, sinks=sinks
+        )
 
 
 class PackedLatentKV(PackedRowKV):
     """The same over packed rows, for one kernel."""
 
-    def update_and_fetch(self, keys: mx.array, values: Any) -> tuple[mx.array, mx.array]:
-        """`values`: rotated keys, or keys that are yet to be rotated."""
-        left = isinstance(values, Unrotated)
-        self._rope: Rope | None = values.rope if left else None
-        array: mx.array = values.x if left else values
-        self._handed_out(keys, array)
-        return keys, _identity(array.shape[-1], array.dtype)
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._handed_out(keys, values)
+        return keys, _identity(values.shape[-1], keys.dtype)
 
     def make_mask(self, *_: Any, **__: Any) -> None:
         return None
@@ -60,16 +55,10 @@ class PackedLatentKV(PackedRowKV):
     def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        if isinstance(mask, Unrotated) != (self._rope is not None):
-            raise TypeError(CHANGED)
-        self._asked = mask
-        return self._by_kernel(queries, scale, sinks)
-
-    def _call(self, *given: Any) -> PackedCall:
-        call, asked = super()._call(*given), self._asked
-        if self._rope is None:
-            return replace(call, rotated=asked.astype(call.q.dtype))
-        return replace(call, rotated=asked.x, ropes=(asked.rope, self._rope))
+        assert self._new is not None
+        rotated, v, ropes = what_is_left(mask, self._new[1])
+        rotated = rotated.astype(queries.dtype)
+        return self._by_kernel(queries, self._new[0], v, scale, sinks, ropes, rotated)
 
 
 @cache

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.decode_step import DecodeStep
-from pippin.backends.mlx.attention.paths import PackedCall, Path
-from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.attention.head_ropes import Rope, what_is_left
+from pippin.backends.mlx.attention.paths import PackedCall
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.layout import LayerCache
 
@@ -27,32 +27,37 @@ class PackedRowKV(RowKV):
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         assert mask.window == self.layer_cache.window, "a kernel sees what its layer keeps"
-        return self._by_kernel(queries, scale, sinks)
+        assert self._new is not None
+        q, k, ropes = what_is_left(queries, self._new[0])
+        return self._by_kernel(q, k, self._new[1], scale, sinks, ropes)
 
-    def _by_kernel(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+    def _by_kernel(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+        ropes: tuple[Rope, Rope] | None,
+        rotated: mx.array | None = None,
+    ) -> mx.array:
         shape = self.step.shape.mains
         assert shape is not None
         assert shape.paths.kernel is not None
-        call = self._call(queries, scale, sinks, shape.longest[self._class])
-        joins = shape.paths.of_packed(call) is Path.JOINED
-        out, *self.tail = (attend_joined if joins else shape.paths.kernel)(call)
-        return out
-
-    def _call(
-        self, queries: mx.array, scale: float, sinks: mx.array | None, num_columns: int
-    ) -> PackedCall:
-        assert self._new is not None
-        ropes = self.step.ropes
-        return PackedCall(
-            queries,
-            *self._new,
+        call = PackedCall(
+            q,
+            k,
+            v,
             (self.tail[0], self.tail[1]),
             self._segments,
             *self.step.packed(self._class),
             self.step.tree["cursor"],
             scale,
             sinks,
-            num_columns,
+            shape.longest[self._class],
             self.offset,
-            None if ropes is None else ropes.of(queries, self._new[0]),
+            ropes,
+            rotated,
         )
+        out, *self.tail = shape.paths.kernel(call)
+        return out

@@ -1,20 +1,25 @@
 """Attention over mains in segments in plain operations: each row's columns are gathered first.
 
-What a kernel is checked against (gpu/packed_attention.py), what runs instead of it where that is
-faster, and where there is none. A column that a row does not see weighs nothing, and nothing times
-infinity is not a number: so a row reads columns of its own in place of others'.
+What a kernel is checked against (gpu/packed_attention.py). A column that a row does not see weighs
+nothing, and nothing times infinity is not a number: so a row reads columns of its own in place of
+others'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
 
 from pippin.backends.mlx.agreement import off_by
 from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
 from pippin.backends.mlx.payloads.packing import KV
+
+LONG = 2048  # columns
 
 
 def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
@@ -110,15 +115,25 @@ def held_against_plain(kernel: AttendPacked, errors: list[mx.array]) -> AttendPa
     return attend_and_compare
 
 
-def _in_float32(call: PackedCall) -> PackedCall:
-    q, k, v = (array.astype(mx.float32) for array in (call.q, call.k, call.v))
-    tail, *mains = (
-        (keys.astype(mx.float32), values.astype(mx.float32))
-        for keys, values in (call.tail, *call.mains)
+def of_long_rows(call: PackedCall) -> PackedCall:
+    """The same asked of rows so long that a kernel cuts them into stretches, of drawn numbers."""
+    num_rows = len(call.q)
+    keys, values = (
+        mx.random.normal((heads, num_rows * LONG, dim), side.dtype, key=mx.random.key(dim))
+        for side in call.tail
+        for heads, dim in [(side.shape[1], side.shape[3])]
     )
-    sinks = None if call.sinks is None else call.sinks.astype(mx.float32)
-    rotated = None if call.rotated is None else call.rotated.astype(mx.float32)
-    return replace(call, q=q, k=k, v=v, tail=tail, mains=mains, sinks=sinks, rotated=rotated)
+    places = np.zeros(call.places.shape, np.int32)
+    places[:, 0] = [(row * LONG, LONG) for row in range(num_rows)]
+    return replace(call, mains=[(keys, values)], places=mx.array(places), num_columns=LONG)
+
+
+def _in_float32(call: PackedCall) -> PackedCall:
+    def widened(part: Any) -> Any:
+        is_float = isinstance(part, mx.array) and mx.issubdtype(part.dtype, mx.floating)
+        return part.astype(mx.float32) if is_float else part
+
+    return PackedCall(**tree_map(widened, vars(call)))
 
 
 def with_columns(tail: KV, k: mx.array, v: mx.array, cursor: mx.array) -> KV:

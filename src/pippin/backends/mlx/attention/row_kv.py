@@ -77,24 +77,13 @@ class RowKV:
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         """`mask`: that some layer's view has made."""
-        keys, values = self._joined(0), self._joined(1)
-        return self._attend(queries, keys, values, scale, mask, sinks)
-
-    def _attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-    ) -> mx.array:
         if isinstance(mask, RowMask):
             mask = self.step.mask(self.layer_cache, mask.window)
         elif not any(mask is given for given in self.step.given):
             raise TypeError(WITHOUT_ITS_MASK)
         if mask.ndim == 5:  # made for layers that group heads
             mask = mask[:, 0]
+        keys, values = self._joined(0), self._joined(1)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )

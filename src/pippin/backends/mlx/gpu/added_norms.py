@@ -20,7 +20,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import gemma3_text
 
 from pippin.backends.mlx.attention import head_ropes
-from pippin.backends.mlx.gpu.kernels import constants, metal_kernel
+from pippin.backends.mlx.gpu.kernels import constants, run_kernel
 
 FEW_THREADS, MANY_THREADS = 256, 1024  # of a row; not measured on Apple GPUs
 CHANNELS_OF_FEW = 4096  # that are a row at the most, where it has few threads
@@ -69,14 +69,13 @@ def add_and_norm(
     """x + y, and its norm: arrays [..., n] of one type."""
     size = x.shape[-1]
     threads = FEW_THREADS if size <= CHANNELS_OF_FEW else MANY_THREADS
-    inputs, outputs = ("x", "y", "weight", "eps"), ("sum", "normed")
-    total, normed = metal_kernel("pippin_add_and_norm", inputs, outputs, SOURCE)(
-        inputs=[x, y, weight, constants(eps)],
-        template=[("T", x.dtype), ("Size", size), ("Threads", threads)],
+    total, normed = run_kernel(
+        *("pippin_add_and_norm", SOURCE),
+        {"x": x, "y": y, "weight": weight, "eps": constants(eps)},
+        {"sum": (x.shape, x.dtype), "normed": (x.shape, x.dtype)},
+        {"T": x.dtype, "Size": size, "Threads": threads},
         grid=(threads, x.size // size, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[x.shape, x.shape],
-        output_dtypes=[x.dtype, x.dtype],
+        threads=threads,
     )
     return total, normed
 

@@ -15,9 +15,9 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.agreement import agrees, off_by
-from pippin.backends.mlx.gpu.kernels import Kernel, constants, metal_kernel
+from pippin.backends.mlx.gpu.kernels import constants, run_kernel
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
-from pippin.backends.mlx.recurrent.taps import block_states_are_tapped, conv_inputs_are_tapped
+from pippin.backends.mlx.recurrent.taps import active_taps
 
 MOST_SIMD_GROUPS = 16  # of a threadgroup; each takes as many of a head's values
 MOST_STATE = 64  # numbers of the state that a lane keeps: 32 for heads of 128
@@ -125,14 +125,6 @@ SOURCE = """
 """
 
 
-INPUTS = ("qkv", "z", "b", "a", "inputs", "state", "taps", "A_log", "dt_bias", "weight", "eps")
-
-
-def _kernel() -> Kernel:
-    outputs = ("out", "new_inputs", "new_state")
-    return metal_kernel("pippin_delta_layer", INPUTS, outputs, SOURCE, strided=True)
-
-
 def num_simd_groups(key_dim: int, value_dim: int) -> int | None:
     """Of a threadgroup; None where lanes cannot share a head's state among them."""
     if key_dim % 32:
@@ -151,36 +143,48 @@ class KernelDeltaNet(ReplayedDeltaNet):
         if mask is not None or inputs.shape[1] != 1 or not _takes(cache):
             y = super().__call__(inputs, mask, cache)
             return y
-        products = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-        out, cache[0], cache[1] = self._between(*(each(inputs) for each in products), *cache.cache)
+        out, cache[0], cache[1] = self._between(inputs, *cache.cache)
         cache.advance(1)
         y = self.out_proj(out)
         return y
 
-    def _between(
-        self,
-        qkv: mx.array,
-        z: mx.array,
-        b: mx.array,
-        a: mx.array,
-        inputs: mx.array,
-        state: mx.array,
-    ) -> list[mx.array]:
-        num_rows, simds = qkv.shape[0], num_simd_groups(self.head_k_dim, self.head_v_dim)
+    def _between(self, x: mx.array, inputs: mx.array, state: mx.array) -> list[mx.array]:
+        num_rows, simds = len(x), num_simd_groups(self.head_k_dim, self.head_v_dim)
         assert simds is not None, "such layers stay as they are"
-        weights = (self.conv1d._taps, self.A_log, self.dt_bias, self.norm.weight, self._eps)
-        return _kernel()(
-            inputs=[qkv, z, b, a, inputs, state, *weights],
-            template=[
-                *(("T", qkv.dtype), ("S", state.dtype), ("Simds", simds)),
-                *(("Hk", self.num_k_heads), ("Hv", self.num_v_heads)),
-                *(("Dk", self.head_k_dim), ("Dv", self.head_v_dim)),
-                ("Taps", self.conv_kernel_size),
-            ],
+        qkv = self.in_proj_qkv(x)
+        return run_kernel(
+            *("pippin_delta_layer", SOURCE),
+            {
+                "qkv": qkv,
+                "z": self.in_proj_z(x),
+                "b": self.in_proj_b(x),
+                "a": self.in_proj_a(x),
+                "inputs": inputs,
+                "state": state,
+                "taps": self.conv1d._taps,
+                "A_log": self.A_log,
+                "dt_bias": self.dt_bias,
+                "weight": self.norm.weight,
+                "eps": self._eps,
+            },
+            {
+                "out": ((num_rows, 1, self.value_dim), qkv.dtype),
+                "new_inputs": (inputs.shape, qkv.dtype),
+                "new_state": (state.shape, state.dtype),
+            },
+            {
+                "T": qkv.dtype,
+                "S": state.dtype,
+                "Simds": simds,
+                "Hk": self.num_k_heads,
+                "Hv": self.num_v_heads,
+                "Dk": self.head_k_dim,
+                "Dv": self.head_v_dim,
+                "Taps": self.conv_kernel_size,
+            },
             grid=(32 * simds, self.num_v_heads, num_rows),
-            threadgroup=(32 * simds, 1, 1),
-            output_shapes=[(num_rows, 1, self.value_dim), inputs.shape, state.shape],
-            output_dtypes=[qkv.dtype, qkv.dtype, state.dtype],
+            threads=32 * simds,
+            strided=True,
         )
 
 
@@ -188,8 +192,7 @@ def _takes(cache: Any) -> bool:
     """A decode step, of which no capture wants more than its last state."""
     if type(cache) is not ArraysCache or any(entry is None for entry in cache.cache):
         return False
-    watched = block_states_are_tapped() or conv_inputs_are_tapped()
-    return cache.lengths is None and cache.left_padding is None and not watched
+    return cache.lengths is None and cache.left_padding is None and active_taps() is None
 
 
 def use_delta_kernel(model: Module) -> None:

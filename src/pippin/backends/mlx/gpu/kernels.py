@@ -1,27 +1,41 @@
-"""Metal kernels of ours, each made once, and the numbers that they are given. Knows no kernel."""
+"""Runs Metal kernels, each made once, and the numbers that they are given. Knows no kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
-Kernel = Callable[..., list[mx.array]]
+Constants = Mapping[str, int | bool | mx.Dtype]
 
 
-def metal_kernel(
+def run_kernel(
     name: str,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
     source: str,
+    inputs: Mapping[str, mx.array | None],  # None: it reads none, by its constants
+    outputs: Mapping[str, tuple[Sequence[int], mx.Dtype]],  # shapes and types
+    template: Constants,
     *,
+    grid: tuple[int, int, int],
+    threads: int,  # of a threadgroup, side by side
     header: str = "",
     strided: bool = False,
-) -> Kernel:
+) -> list[mx.array]:
     """`strided`: it reads strides. Slices of a wide product, say, are not copied for it."""
-    return _made(mx.fast.metal_kernel, name, inputs, outputs, source, header, strided)
+    kernel = _made(
+        mx.fast.metal_kernel, name, tuple(inputs), tuple(outputs), source, header, strided
+    )
+    found: list[mx.array] = kernel(
+        inputs=[_nothing() if array is None else array for array in inputs.values()],
+        template=[*template.items()],
+        grid=grid,
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape for shape, _ in outputs.values()],
+        output_dtypes=[dtype for _, dtype in outputs.values()],
+    )
+    return found
 
 
 @cache
@@ -33,8 +47,8 @@ def _made(
     source: str,
     header: str,
     strided: bool,
-) -> Kernel:
-    kernel: Kernel = make(
+) -> Any:
+    return make(
         name=name,
         input_names=[*inputs],
         output_names=[*outputs],
@@ -42,7 +56,11 @@ def _made(
         header=header,
         ensure_row_contiguous=not strided,
     )
-    return kernel
+
+
+def _nothing() -> mx.array:
+    """Eight numbers at the least: Metal has fewer in another address space."""
+    return constants(*[0.0] * 8)
 
 
 @cache

@@ -21,7 +21,6 @@ ATTEND_LATENTS = """
     // Heads of queries: a SIMD group has its own ones; the last of a row may have none.
     const int first_query = (threadgroup_position_in_grid.y * (Threads / 32) + me / 32) * Queries;
     const bool has_queries = first_query < Heads;
-    const int num_tail = Tail;
 
     // This row's columns in each segment: counted through all of them, one ends where the next
     // begins; `from`: what is added to such a number to find the column in its segment.
@@ -30,12 +29,12 @@ ATTEND_LATENTS = """
     const int from1 = own[2] - end0, end1 = end0 + own[3];
     const int from2 = own[4] - end1, end2 = end1 + own[5];
     const int from3 = own[6] - end2, num_main = end2 + own[7];
-    const int num_columns = num_main + num_tail;
+    const int num_columns = num_main + Tail;
     const int per_split = (num_columns + num_splits - 1) / num_splits;
     const int begin = split * per_split;
     const int end = begin + per_split < num_columns ? begin + per_split : num_columns;
     const int now = cursor[0];
-    const size_t tail_at = static_cast<size_t>(row) * num_tail;
+    const size_t tail_at = static_cast<size_t>(row) * Tail;
 
     // This step's column, and those that all SIMD groups read next.
     threadgroup Chunk fresh[CHUNKS];
@@ -48,7 +47,7 @@ ATTEND_LATENTS = """
     for (int c = me; c < R; c += Threads)
       fresh[(D + c) / Vec].at[c % Vec] = static_cast<T>(
           rotated<T, R, Rotated, Traditional, false>(
-              r + row * r_strides[0], r_strides[3], c, numbers[2], position, angles, angles));
+              r + row * r_strides[0], r_strides[3], c, numbers[4], position, angles, angles));
 
     // A lane's channels: Vec of them side by side, then as many after those of the other lanes.
     T query[Queries][PER_LANE];
@@ -68,7 +67,7 @@ ATTEND_LATENTS = """
       _Pragma("unroll")
       for (int i = 0; i < PER_LANE_R; ++i)
         rotated_query[n][i] = rotated<T, R, Rotated, Traditional, false>(
-            beside, p_strides[3], i * 32 + lane, numbers[1], position, angles, angles);
+            beside, p_strides[3], i * 32 + lane, numbers[3], position, angles, angles);
       top[n] = LEAST;
       total[n] = 0.0f;
     }
@@ -171,7 +170,7 @@ ATTEND_LATENTS = """
 
     // The row's new tail: the first that has the last stretch.
     if (split == num_splits - 1 && threadgroup_position_in_grid.y == 0) {
-      for (int i = me; i < num_tail * CHUNKS; i += Threads) {
+      for (int i = me; i < Tail * CHUNKS; i += Threads) {
         const int column = i / CHUNKS;
         const int c = i % CHUNKS * Vec;
         const size_t at = c < D ? (tail_at + column) * D + c : (tail_at + column) * R + (c - D);

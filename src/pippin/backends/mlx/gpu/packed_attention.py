@@ -13,17 +13,16 @@ Drafts that are verified are tokens of a row too, each with what it sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.head_ropes import Rope
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, PackedCall
 from pippin.backends.mlx.device import gpu_cores
-from pippin.backends.mlx.gpu.kernels import Kernel, constants, metal_kernel
+from pippin.backends.mlx.gpu.kernels import Constants, run_kernel
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, HEADER
 from pippin.backends.mlx.layout import LayerCache
 
@@ -41,11 +40,6 @@ MOST_REMEMBERED = 1024  # layers, of all models
 AHEAD = 2  # columns that a lane fetches before it looks at the first
 
 MAINS = tuple(f"main_{side}{n}" for n in range(MOST_SEGMENTS) for side in "kv")
-INPUTS = (
-    *("q", "k", "v", "tail_k", "tail_v", *MAINS),
-    *("sizes", "places", "visible_tail", "cursor", "positions", "numbers", "sinks"),
-)
-OUTPUTS = ("out", "weights", "new_tail_k", "new_tail_v")
 
 
 @dataclass(frozen=True)
@@ -83,44 +77,31 @@ def takes(cache: LayerCache) -> bool:
     return whole and len(set(cache.dtypes)) == 1
 
 
-def _numbers(scale: float, ropes: tuple[Rope, Rope] | None) -> mx.array:
-    """Scale, epsilons, gain, angles and weights of norms."""
-    parts = [] if ropes is None else [rope.norm for rope in ropes]
-    arrays = [norm.weight for norm in parts if norm is not None]
-    if ropes is not None and ropes[0].freqs is not None:
-        arrays.append(ropes[0].freqs)
-    gain = 1.0 if ropes is None else ropes[0].gain
-    rotation = None if ropes is None else (ropes[0].dims, ropes[0].base, ropes[0].scale, gain)
-
-    def make() -> list[mx.array]:
-        eps = [0.0 if norm is None else norm.eps for norm in parts] or [0.0, 0.0]
-        made = [mx.array([scale, *eps, gain, *[0.0] * 4])]
-        made += [] if ropes is None else [ropes[0].angles()]
-        return made + [norm.weight.astype(mx.float32) for norm in parts if norm is not None]
-
-    return remembered_numbers(
-        (scale, rotation, *(norm and norm.eps for norm in parts)), arrays, make
-    )
-
-
-def remembered_numbers(
-    key: tuple[object, ...], arrays: list[mx.array], make: Callable[[], list[mx.array]]
-) -> mx.array:
-    """What a kernel is given beside rows, made once for each layer: a compiled step would make it
-    again. `arrays`: that it is made of. Eight numbers at the least: Metal has fewer in another
-    address space."""
-    whole_key = key, tuple(map(id, arrays))
-    if whole_key not in _made:
-        numbers = mx.concatenate(make())
-        mx.eval(numbers)
-        if len(_made) >= MOST_REMEMBERED:
-            _made.clear()
-        _made[whole_key] = numbers, arrays
-    return _made[whole_key][0]
-
-
 # With the arrays whose ids are in the key, so that no others get these.
-_made: dict[object, tuple[mx.array, list[mx.array]]] = {}
+_numbers: dict[object, tuple[mx.array, list[mx.array]]] = {}
+
+
+def _numbers_of(scale: float, ropes: tuple[Rope, ...]) -> mx.array:
+    """What a kernel is given beside rows, made once for each layer: a compiled step would make it
+    again. Scale, epsilons and gains of queries and of keys, angles, weights of norms. Eight at the
+    least: Metal has fewer in another address space."""
+    norms = [rope.norm for rope in ropes if rope.norm is not None]
+    eps = [norm.eps for norm in norms] or [0.0, 0.0]
+    gains = [rope.gain for rope in ropes] or [1.0, 1.0]
+    arrays = [norm.weight for norm in norms]
+    arrays += [rope.freqs for rope in ropes if rope.freqs is not None]
+    rotations = ((rope.dims, rope.base, rope.scale) for rope in ropes)
+    key = scale, *eps, *gains, *rotations, *map(id, arrays)
+    if key not in _numbers:
+        parts = [mx.array([scale, *eps, *gains, 0.0, 0.0, 0.0])]
+        parts += [rope.angles() for rope in ropes[1:]]  # the same for both
+        parts += [norm.weight.astype(mx.float32) for norm in norms]
+        numbers = mx.concatenate(parts)
+        mx.eval(numbers)
+        if len(_numbers) >= MOST_REMEMBERED:
+            _numbers.clear()
+        _numbers[key] = numbers, arrays
+    return _numbers[key][0]
 
 
 @cache
@@ -129,20 +110,11 @@ def _sizes(columns: tuple[int, ...]) -> mx.array:
     return mx.array(columns, dtype=mx.int32)
 
 
-@cache
-def _no_columns(num_heads: int, dims: tuple[int, int], dtype: mx.Dtype) -> list[mx.array]:
-    """Stand for a segment that there is not."""
-    columns = [mx.zeros((num_heads, 1, dim), dtype) for dim in dims]
-    mx.eval(columns)  # or every compiled step would make them again
-    return columns
-
-
-def all_mains(call: PackedCall) -> list[mx.array]:
-    """Keys and values of as many segments as the kernels have."""
-    keys, values = call.tail
-    none = _no_columns(keys.shape[1], (keys.shape[3], values.shape[3]), call.q.dtype)
-    mains = [side for pair in call.mains for side in pair]
-    return mains + none * (MOST_SEGMENTS - len(call.mains))
+def _all_mains(call: PackedCall) -> list[mx.array]:
+    """Keys and values of as many segments as the kernels have; tails stand for those that there are
+    not, of which no row has columns."""
+    mains = [*call.mains, *[call.tail] * (MOST_SEGMENTS - len(call.mains))]
+    return [side for pair in mains for side in pair]
 
 
 def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
@@ -153,93 +125,110 @@ def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
     """
     if num_columns <= ROUNDS_OF_ONE_STRETCH * form.most_threads // form.lanes:
         return 1, form.most_threads
+    return num_stretches(num_blocks, num_columns, BLOCKS_PER_CORE), FEWEST_THREADS
+
+
+def num_stretches(num_blocks: int, num_columns: int, blocks_per_core: int) -> int:
     most = num_columns // SHORTEST_STRETCH
-    wanted = BLOCKS_PER_CORE * gpu_cores()
-    return max(1, min(most, wanted // num_blocks)), FEWEST_THREADS
+    return max(1, min(most, blocks_per_core * gpu_cores() // num_blocks))
 
 
 def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
-    q, tail, sinks = call.q, call.tail, call.sinks
-    num_rows, num_query_heads, num_tokens, dim = q.shape
+    num_rows, num_query_heads, num_tokens, dim = call.q.shape
     num_heads, v_dim = call.v.shape[1], call.v.shape[3]
-    form = Form.of(num_query_heads, num_heads, (dim, v_dim), q.dtype.size)
+    form = Form.of(num_query_heads, num_heads, (dim, v_dim), call.q.dtype.size)
     blocks = num_heads * form.shares
     num_splits, threads = cut(num_rows * num_tokens * blocks, call.num_columns, form)
-    rope = None if call.ropes is None else call.ropes[0]
-    positions = call.cursor if call.positions is None else call.positions
-    numbers = _numbers(call.scale, call.ropes)
-    mains = all_mains(call)
-    sizes = _sizes(tuple(keys.shape[1] for keys in mains[::2]))
+    columns = tuple(keys.shape[1] for keys, _ in call.mains)
     return run_stretches(
-        metal_kernel("pippin_attend_packed", INPUTS, OUTPUTS, ATTEND, header=HEADER, strided=True),
-        call,
-        inputs=[
-            *(q, call.k, call.v, *tail, *mains, sizes, call.places, call.visible_tail),
-            *(call.cursor, positions, numbers, constants(0.0) if sinks is None else sinks),
-        ],
-        template=[
-            *(("D", dim), ("Dv", v_dim), ("Sinks", sinks is not None)),
-            *(("Queries", form.queries), ("Shares", form.shares), ("Lanes", form.lanes)),
-            *(("Vec", form.vec), ("Ahead", AHEAD), *rotation(rope)),
-            ("Normed", rope is not None and rope.norm is not None),
-            *(("Tokens", num_tokens), ("Cursors", call.cursor.size > 1)),
-        ],
+        *("pippin_attend_packed", ATTEND, call),
+        {
+            "v": call.v,
+            "sizes": _sizes(columns + (1,) * (MOST_SEGMENTS - len(columns))),
+            "sinks": call.sinks,
+        },
+        {
+            "D": dim,
+            "Dv": v_dim,
+            "Sinks": call.sinks is not None,
+            "Queries": form.queries,
+            "Shares": form.shares,
+            "Lanes": form.lanes,
+            "Vec": form.vec,
+            "Ahead": AHEAD,
+            "Normed": call.ropes is not None and call.ropes[0].norm is not None,
+            "Tokens": num_tokens,
+            "Cursors": call.cursor.size > 1,
+        },
         blocks=blocks,
         num_splits=num_splits,
         threads=threads,
     )
 
 
-def rotation(rope: Rope | None) -> list[tuple[str, int]]:
-    """The constants of how queries and keys are rotated."""
-    if rope is None:
-        return [("Rotated", 0), ("Traditional", False)]
-    return [("Rotated", rope.dims), ("Traditional", rope.traditional)]
-
-
 def run_stretches(
-    attend: Kernel,
+    name: str,
+    source: str,
     call: PackedCall,
-    inputs: list[mx.array],
-    template: list[tuple[str, Any]],
+    inputs: Mapping[str, mx.array | None],
+    template: Constants,
     *,
     blocks: int,  # of threads, for a token
     num_splits: int,
     threads: int,  # of a block
 ) -> tuple[mx.array, mx.array, mx.array]:
     """What the queries read, and the rows' new tails: each row in so many stretches, which a second
-    kernel adds up."""
-    q, sinks = call.q, call.sinks
+    kernel adds up. `inputs`, `template`: beside those of both kernels."""
+    q, parts = call.q, call.q.shape[:3]
     v_dim = (call.v if call.rotated is None else q).shape[-1]  # latents are values, too
     whole = num_splits == 1
-    parts = q.shape[:3]
     out_type = q.dtype if whole else mx.float32
-    out, weights, *new_tail = attend(
-        inputs=inputs,
-        template=[
-            *(("T", q.dtype), ("O", out_type), ("Threads", threads), ("Whole", whole)),
-            *(("Tail", call.visible_tail.shape[-1]), *template),
-        ],
+    rope = None if call.ropes is None else call.ropes[1]  # queries are rotated as keys are
+    tail_k, tail_v = call.tail
+    out, weights, *new_tail = run_kernel(
+        *(name, source),
+        {
+            "q": q,
+            "k": call.k,
+            "tail_k": tail_k,
+            "tail_v": tail_v,
+            **dict(zip(MAINS, _all_mains(call), strict=True)),
+            "places": call.places,
+            "visible_tail": call.visible_tail,
+            "cursor": call.cursor,
+            "positions": call.positions,
+            "numbers": _numbers_of(call.scale, call.ropes or ()),
+            **inputs,
+        },
+        {
+            "out": ((*parts, v_dim) if whole else (*parts, num_splits, v_dim), out_type),
+            "weights": ((1,) if whole else (*parts, num_splits, 2), mx.float32),
+            "new_tail_k": (tail_k.shape, q.dtype),
+            "new_tail_v": (tail_v.shape, q.dtype),
+        },
+        {
+            "T": q.dtype,
+            "O": out_type,
+            "Threads": threads,
+            "Whole": whole,
+            "Tail": call.visible_tail.shape[-1],
+            "Rotated": 0 if rope is None else rope.dims,
+            "Traditional": rope is not None and rope.traditional,
+            **template,
+        },
         grid=(threads * num_splits, blocks, parts[0] * parts[2]),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[
-            (*parts, v_dim) if whole else (*parts, num_splits, v_dim),
-            (1,) if whole else (*parts, num_splits, 2),
-            *(side.shape for side in call.tail),
-        ],
-        output_dtypes=[out_type, mx.float32, q.dtype, q.dtype],
+        threads=threads,
+        header=HEADER,
+        strided=True,
     )
     if not whole:
-        names = ("parts", "weights", "sinks")
-        (out,) = metal_kernel("pippin_add_up_stretches", names, ("out",), ADD_UP)(
-            inputs=[out, weights, constants(0.0) if sinks is None else sinks],
-            template=[
-                *(("T", q.dtype), ("Dv", v_dim), ("Sinks", sinks is not None)),
-                ("Threads", FEWEST_THREADS),
-            ],
+        has_sinks = call.sinks is not None
+        (out,) = run_kernel(
+            *("pippin_add_up_stretches", ADD_UP),
+            {"parts": out, "weights": weights, "sinks": call.sinks},
+            {"out": ((*parts, v_dim), q.dtype)},
+            {"T": q.dtype, "Dv": v_dim, "Sinks": has_sinks, "Threads": FEWEST_THREADS},
             grid=(FEWEST_THREADS * math.prod(parts), 1, 1),
-            threadgroup=(FEWEST_THREADS, 1, 1),
-            output_shapes=[(*parts, v_dim)],
-            output_dtypes=[q.dtype],
+            threads=FEWEST_THREADS,
         )
     return out, new_tail[0], new_tail[1]

@@ -66,7 +66,7 @@ ATTEND = """
     // This step's key, if it is one.
     const device T* key_in = k + row * k_strides[0] + head * k_strides[1];
     threadgroup Chunk new_key[D / Vec];
-    float key_size = numbers[3];
+    float key_size = numbers[4];
     if (Normed) {
       float squares = 0.0f;
       for (int c = me % 32; c < D; c += 32) {

@@ -11,7 +11,8 @@ from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV, Packer
 from pippin.backends.mlx.payloads.payload import StatePayload
 from pippin.backends.mlx.prefill.batch import PromptState
-from pippin.backends.mlx.recurrent.state_taps import StateTaps
+from pippin.backends.mlx.recurrent.state_taps import states_after
+from pippin.backends.mlx.recurrent.taps import StateTaps
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.types import Component, Payload
 
@@ -57,8 +58,7 @@ class Captures:
                 states[at] = self._packer.state_payload(prompt.states, 0)
                 continue
             assert tapped is not None
-            held = tapped.states_after(at - chunk.start)
-            column_major = tapped.column_major
+            held, column_major = states_after(tapped, self._layout, at - chunk.start)
             states[at] = self._packer.state_payload(held, row, column_major=column_major)
         last = None
         if hidden is not None and chunk.samples:

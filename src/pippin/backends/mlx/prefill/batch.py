@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -38,40 +39,84 @@ class PromptState:
         return flat + [array for entries in self.states.values() for array in entries]
 
 
-@dataclass(frozen=True)
-class PrefixLens:
-    """How many tokens each row has before its chunk, in the layers of one window class."""
+class Prefixes:
+    """What rows have before their chunks in the layers of one window class, and what the chunks'
+    queries see. Masks are made once for all layers that agree.
 
-    place: int  # of the class in the layout
-    starts: np.ndarray  # int32 [rows]: positions of the chunks' first tokens
-    lens: np.ndarray  # int32 [rows]
-    columns: int  # that prefixes are padded to
-    even: bool  # nothing is padded
+    Views hold this and not their batch: a batch that its views refer back to would keep its keys
+    and values until Python's cycle collector comes by.
+    """
+
+    def __init__(
+        self,
+        starts: np.ndarray,  # int32 [rows]: positions of the chunks' first tokens
+        lens: np.ndarray,  # int32 [rows]: tokens before them
+        *,
+        columns: int,  # that prefixes are padded to
+        width: int,  # that chunks are padded to
+        groups_heads: bool,
+    ) -> None:
+        self._starts = starts
+        self.lens = lens
+        self.columns = columns
+        self._width = width
+        self._groups_heads = groups_heads
+        self.even = bool((lens == columns).all())  # nothing is padded
+        self._masks: dict[object, mx.array | str | None] = {}
+
+    def mask(
+        self, window: int | None, return_array: bool, *, chunked: bool
+    ) -> mx.array | str | None:
+        """What each query may see; shared by all layers with the same window."""
+        key = (window, return_array, chunked)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(window, return_array, chunked=chunked)
+        return self._masks[key]
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Of each column, int32 [rows, columns]; -1 where a prefix is padded."""
+        column = np.arange(self.columns)[None]
+        first = (self._starts - self.lens)[:, None]
+        prefix = np.where(column < self.lens[:, None], first + column, -1)
+        return np.concatenate([prefix, self._own], axis=1).astype(np.int32)
+
+    @property
+    def _own(self) -> np.ndarray:
+        """Of each new token, int32 [rows, width]"""
+        return self._starts[:, None] + np.arange(self._width, dtype=np.int32)
+
+    def _build_mask(
+        self, window: int | None, return_array: bool, *, chunked: bool
+    ) -> mx.array | str | None:
+        seen_len = int(self._starts.max()) if chunked else self.columns
+        windowed = window is not None and seen_len + self._width > window
+        if self.even and not windowed and not return_array:
+            return "causal" if self._width > 1 else None
+        position, own = self.positions[:, None], self._own[..., None]
+        visible = (position >= 0) & (position <= own)
+        if window is not None:
+            visible &= position >= (own // window * window if chunked else own - window + 1)
+        return mx.array(visible[:, None, None] if self._groups_heads else visible[:, None])
 
 
 class ChunkKV:
     """The cache view of one attention layer during a prefill forward."""
 
     def __init__(
-        self,
-        cache: LayerCache,
-        offset: int | mx.array,
-        masks: ChunkMasks,
-        prefix: KV | None,
-        prefix_lens: PrefixLens,
+        self, cache: LayerCache, offset: int | mx.array, prefix: KV | None, prefixes: Prefixes
     ) -> None:
         self.offset = offset
         self.window = cache.window
         self._layer_cache = cache
-        self._masks = masks
-        self.prefix = prefix
-        self._prefix_lens = prefix_lens
+        self._prefix = prefix
+        self._prefixes = prefixes
         self.joined: KV | None = None  # with its prefix
         self.new: KV | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.new = self._layer_cache.kept(keys, values)
-        self.joined = self.new if self.prefix is None else _concatenate(self.prefix, self.new)
+        self.joined = self.new if self._prefix is None else _concatenate(self._prefix, self.new)
         self.keys, self.values = self.joined  # mlx-lm's names: a model may read and replace them
         return self.joined
 
@@ -82,7 +127,7 @@ class ChunkKV:
 
     def num_before(self, row: int) -> int:
         """Tokens of the row's prefix that this layer has."""
-        return int(self._prefix_lens.lens[row])
+        return int(self._prefixes.lens[row])
 
     def make_mask(
         self,
@@ -90,65 +135,12 @@ class ChunkKV:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | str | None:
-        window = window_size or self.window
         chunked = self._layer_cache.chunked
-        return self._masks.mask(self._prefix_lens, window, return_array, chunked=chunked)
+        return self._prefixes.mask(window_size or self.window, return_array, chunked=chunked)
 
     def positions(self) -> mx.array:
         """Of each column, int32 [rows, columns]; -1 where it is padding."""
-        before = self._prefix_lens
-        column = np.arange(before.columns)[None]
-        first = (before.starts - before.lens)[:, None]
-        prefix = np.where(column < before.lens[:, None], first + column, -1)
-        new = before.starts[:, None] + np.arange(self._masks.width)[None]
-        return mx.array(np.concatenate([prefix, new], axis=1).astype(np.int32))
-
-
-class ChunkMasks:
-    """What the queries of one forward may see, made once for all layers that agree.
-
-    Views hold this and not their batch: a batch that its views refer back to would keep its keys
-    and values until Python's cycle collector comes by.
-    """
-
-    def __init__(self, width: int, *, groups_heads: bool) -> None:
-        self.width = width
-        self._groups_heads = groups_heads
-        self._masks: dict[object, mx.array | str | None] = {}
-
-    def mask(
-        self, prefix_lens: PrefixLens, window: int | None, return_array: bool, *, chunked: bool
-    ) -> mx.array | str | None:
-        """What each query may see; shared by all layers with the same prefix and window."""
-        key = (prefix_lens.place, window, return_array, chunked)
-        if key not in self._masks:
-            self._masks[key] = self._build_mask(prefix_lens, window, return_array, chunked=chunked)
-        return self._masks[key]
-
-    def _build_mask(
-        self, prefix_lens: PrefixLens, window: int | None, return_array: bool, *, chunked: bool
-    ) -> mx.array | str | None:
-        lens, longest, width = prefix_lens.lens, prefix_lens.columns, self.width
-        seen_len = int(prefix_lens.starts.max()) if chunked else longest
-        windowed = window is not None and seen_len + width > window
-        if prefix_lens.even and not windowed and not return_array:
-            return "causal" if width > 1 else None
-        query = np.arange(width)[None, :, None]
-        # Positions relative to each row's chunk start; a prefix of n tokens ends just before 0.
-        column = np.arange(longest)[None, None, :]
-        prefix = column - lens[:, None, None]
-        prefix_ok = np.broadcast_to(prefix < 0, (lens.shape[0], width, longest))
-        new = np.arange(width)[None, None, :]
-        new_ok = np.broadcast_to(new <= query, (lens.shape[0], width, width))
-        if window is not None:
-            oldest = query - window + 1
-            if chunked:
-                start = prefix_lens.starts[:, None, None]
-                oldest = (start + query) // window * window - start
-            prefix_ok = prefix_ok & (prefix >= oldest)
-            new_ok = new_ok & (new >= oldest)
-        visible = np.concatenate([prefix_ok, new_ok], axis=2)[:, None]
-        return mx.array(visible[:, None] if self._groups_heads else visible)
+        return mx.array(self._prefixes.positions)
 
 
 class ChunkBatch:
@@ -177,8 +169,7 @@ class ChunkBatch:
             tokens[row, : len(chunk)] = chunk
         self.tokens = mx.array(tokens)
         self._prefix_shape = shapes.prefix
-        self._masks = ChunkMasks(self.width, groups_heads=layout.groups_heads)
-        self.prefix_lens = [self._lens_before(window) for window in layout.window_classes]
+        self._prefixes = {window: self._before(window) for window in layout.window_classes}
         self.views: list[Any] = [self._view(i, cache) for i, cache in enumerate(layout.caches)]
         self.caches = layout.nest(self.views)
 
@@ -230,18 +221,19 @@ class ChunkBatch:
             if self.ragged:
                 view.lengths = mx.array(self.lens)
             return view
-        pairs = [state.kv.get(index) for state in self._all_states]
-        lens = self.prefix_lens[self._layout.window_classes.index(cache.window)]
-        return ChunkKV(cache, self.offset, self._masks, self._prefix(cache, pairs, lens), lens)
+        prefixes = self._prefixes[cache.window]
+        return ChunkKV(cache, self.offset, self._prefix(index, cache, prefixes), prefixes)
 
-    def _lens_before(self, window: int | None) -> PrefixLens:
-        classes = self._layout.window_classes
+    def _before(self, window: int | None) -> Prefixes:
         cache = next(i for i in self._layout.kv_indices if self._layout.caches[i].window == window)
         pairs = (state.kv.get(cache) for state in self._all_states)
         lens = np.array([0 if p is None else p[0].shape[2] for p in pairs], dtype=np.int32)
-        columns = self._prefix_shape(int(lens.max()))
-        even = bool((lens == columns).all())
-        return PrefixLens(classes.index(window), self._starts, lens, columns, even)
+        return Prefixes(
+            *(self._starts, lens),
+            columns=self._prefix_shape(int(lens.max())),
+            width=self.width,
+            groups_heads=self._layout.groups_heads,
+        )
 
     def _state_entries(self, index: int, cache: LayerCache) -> list[mx.array | None]:
         rows = [state.states.get(index) for state in self._all_states]
@@ -253,25 +245,23 @@ class ChunkBatch:
         filled = [fresh if row is None else row for row in rows]
         return [mx.concatenate(list(column), axis=0) for column in zip(*filled, strict=True)]
 
-    def _prefix(self, cache: LayerCache, pairs: list[KV | None], before: PrefixLens) -> KV | None:
-        longest, prefix_lens = before.columns, before.lens
-        if longest == 0:
+    def _prefix(self, index: int, cache: LayerCache, prefixes: Prefixes) -> KV | None:
+        if prefixes.columns == 0:
             return None
-        if len(pairs) == 1 and before.even:
+        pairs = [state.kv.get(index) for state in self._all_states]
+        if len(pairs) == 1 and prefixes.even:
             return pairs[0]
         sides = []
         for side, (heads, dim) in enumerate(cache.shapes):
-            padded = []
-            for pair, n in zip(pairs, prefix_lens.tolist(), strict=True):
-                blank = mx.zeros((1, heads, longest - n, dim), cache.dtypes[side])
-                if pair is None:
-                    padded.append(blank)
-                elif n == longest:
-                    padded.append(pair[side])
-                else:
-                    padded.append(mx.concatenate([pair[side], blank], axis=2))
-            sides.append(mx.concatenate(padded, axis=0))
+            none = mx.zeros((1, heads, 0, dim), cache.dtypes[side])
+            held = [none if pair is None else pair[side] for pair in pairs]
+            sides.append(mx.concatenate([_padded(one, prefixes.columns) for one in held], axis=0))
         return sides[0], sides[1]
+
+
+def _padded(held: mx.array, columns: int) -> mx.array:
+    """[1, heads, columns, dim]"""
+    return mx.pad(held, [(0, 0), (0, 0), (0, columns - held.shape[2]), (0, 0)])
 
 
 def _concatenate(a: KV, b: KV) -> KV:

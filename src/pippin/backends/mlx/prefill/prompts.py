@@ -19,7 +19,7 @@ from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.prompt_scores import PromptScores
-from pippin.backends.mlx.recurrent.state_taps import StateTaps
+from pippin.backends.mlx.recurrent.taps import tap_states
 from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
@@ -113,7 +113,7 @@ class Prompts:
             at - chunk.start for chunk in chunks for at in chunk.checkpoints if at != chunk.end
         )
         taps = sorted(set(inside))
-        with StateTaps(self._loaded.layout, taps) if taps else nullcontext() as tapped:
+        with tap_states(taps) if taps else nullcontext() as tapped:
             at = np.arange(batch.width)[None] if whole else batch.last_positions[:, None]
             logits, hidden = self._run(batch, at)
         if whole:

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 from mlx.nn.layers.convolution import Conv1d
 
 from pippin.backends.mlx.recurrent.taps import record_conv_input
 
 
-def depthwise_conv1d(
-    x: mx.array, taps: Sequence[mx.array], bias: mx.array | None = None
-) -> mx.array:
-    """x [B, T + K - 1, C], K taps [C], bias [C] -> [B, T, C]."""
-    num_out = x.shape[1] - len(taps) + 1
-    shifted = [x[:, start : start + num_out] for start in range(len(taps))]
-    y = _weighted_sum(shifted, list(taps))
-    return y if bias is None else y + bias
-
-
-@mx.compile
-def _weighted_sum(arrays: list[mx.array], weights: list[mx.array]) -> mx.array:
-    """In one pass over memory."""
-    y = arrays[0] * weights[0]
-    for array, weight in zip(arrays[1:], weights[1:], strict=True):
-        y = y + array * weight
-    return y
-
-
 class ShiftConv1d(Conv1d):
     """Any tokens on CPUs, where mlx's own is slow; one token on GPUs, to be fused with the rest."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        """[B, T + K - 1, C] -> [B, T, C]"""
         record_conv_input(x)
-        one_token = x.shape[1] == len(self._each_tap)
-        if one_token or self._on_cpu:
-            return depthwise_conv1d(x, self._each_tap, self.get("bias"))
-        y: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
-        return y
+        num_out = x.shape[1] - len(self._each_tap) + 1
+        y: mx.array
+        if num_out > 1 and not self._on_cpu:
+            y = super().__call__(x)  # type: ignore[no-untyped-call]
+            return y
+        shifted = [x[:, at : at + num_out] * tap for at, tap in enumerate(self._each_tap)]
+        y = sum(shifted[1:], shifted[0])
+        return y + self.bias if "bias" in self else y
 
 
 def is_depthwise(conv: Conv1d) -> bool:

@@ -12,18 +12,20 @@ of the gates s+1..t, and T = (I + tril(b G (K K^T), -1))^-1 b:
     S' = g_end S + U^T (G_end K) = S A + B,   A = g_end - (T g1 K)^T (G_end K)
 
 All but the last line is done for every block and head at once; S' is one product per block.
+Without b nothing of what the state holds is replaced (U = V, A = g_end): Mamba-2, in ssm.py.
 Decays are running products of gates (`blocks.decay_matrix`): no logarithm for a gate of zero to
 send to infinity, no difference of large sums.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
+from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from pippin.backends.mlx.recurrent.blocks import (
     decay_matrix,
@@ -31,6 +33,7 @@ from pippin.backends.mlx.recurrent.blocks import (
     join_blocks,
     split_blocks,
 )
+from pippin.backends.mlx.recurrent.mlx_lm_kernels import has_kernel, run_in_slices
 from pippin.backends.mlx.recurrent.taps import ColumnMajor, record_block_states
 from pippin.backends.mlx.recurrent.triangular import stack_lower, unit_lower_inverse
 
@@ -50,24 +53,43 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Drop-in for `mlx_lm.models.gated_delta.gated_delta_update`; `use_kernel` has no say here.
+    """Drop-in for `mlx_lm.models.gated_delta.gated_delta_update`, which runs where it has a kernel.
 
     Masked tokens leave the state alone; their outputs are finite and mean nothing.
     """
+    if use_kernel and has_kernel(k.shape[-1]):
+        update: Callable[..., tuple[mx.array, mx.array]] = partial(
+            mlx_lm_gated_delta.gated_delta_update,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=lower_bound,
+            allow_neg_eigval=allow_neg_eigval,
+        )
+
+        def run(tokens: slice, state: mx.array | None) -> tuple[mx.array, mx.array]:
+            given = (array[:, tokens] for array in (q, k, v, a, b))
+            return update(*given, state=state, mask=None if mask is None else mask[:, tokens])
+
+        return run_in_slices(run, q.shape[1], state)
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[-2:], q.shape[-1]), dtype=mx.float32)
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
         beta = beta * 2.0
     if lower_bound is None:
-        g = compute_g(A_log, a, dt_bias)
+        g = mlx_lm_gated_delta.compute_g(A_log, a, dt_bias)
     else:
-        g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
+        g = mlx_lm_gated_delta.compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
+    if mask is not None:
+        # A masked token forgets nothing and writes nothing.
+        keep = mask.reshape(*mask.shape, 1)
+        g = mx.where(keep if g.ndim == 3 else keep[..., None], g, 1.0)
+        beta = mx.where(keep, beta, 0.0)
     if q.shape[1] == 1:
-        y, state = gated_delta_step(q, k, v, g, beta, state, mask)
+        y, state = gated_delta_step(q, k, v, g, beta, state)
         record_block_states([state])
         return y, state
-    y, state, block_states = gated_delta_chunked(q, k, v, g, beta, state, mask)
+    y, state, block_states = gated_delta_chunked(q, k, v, g, beta, state)
     record_block_states(ColumnMajor(block_states))
     return y, state
 
@@ -96,25 +118,24 @@ def gated_delta_step(
     k: mx.array,  # [B, 1, Hk, Dk]
     v: mx.array,  # [B, 1, Hv, Dv]
     g: mx.array,  # [B, 1, Hv] or [B, 1, Hv, Dk]
-    beta: mx.array,  # [B, 1, Hv]
+    beta: mx.array | None,  # [B, 1, Hv]
     state: mx.array,  # [B, Hv, Dv, Dk]
-    mask: mx.array | None = None,  # [B, 1]
 ) -> tuple[mx.array, mx.array]:
     """One token, in as few operations as it takes: each costs more than its arithmetic."""
     batch, _, num_k_heads, k_dim = k.shape
     num_v_heads, v_dim = v.shape[2:]
-    if mask is not None:
-        g, beta = _close_masked(g, beta, mask)
     # An axis for the value heads that share a key, only where they do: an axis costs time too.
     shared = () if num_k_heads == num_v_heads else (num_v_heads // num_k_heads,)
     heads = (batch, num_k_heads, *shared)
     key = k.astype(mx.float32).reshape(batch, num_k_heads, *(1 for _ in shared), k_dim, 1)
     query = q.astype(mx.float32).reshape(key.shape)
     held = state.reshape(*heads, v_dim, k_dim)
-    delta = v.reshape(*heads, v_dim, 1) - held @ (key * g.reshape(*heads, -1, 1))
-    delta = delta * beta.reshape(*heads, 1, 1)
+    delta = v.reshape(*heads, v_dim, 1)
+    if beta is not None:
+        delta = delta - held @ (key * g.reshape(*heads, -1, 1))
+        delta = delta * beta.reshape(*heads, 1, 1)
     # Nothing else reads what has decayed, so that addmm may write into it.
-    decayed = (state * g.reshape(*state.shape[:2], 1, -1)).reshape(held.shape)
+    decayed = held * g.reshape(*heads, 1, -1)
     # reshape, not swapaxes: a row that counts as transposed takes a slower product.
     new = mx.addmm(decayed, delta, key.reshape(*key.shape[:-2], 1, k_dim))
     return (new @ query).reshape(v.shape).astype(q.dtype), new.reshape(state.shape)
@@ -125,33 +146,40 @@ def gated_delta_chunked(
     k: mx.array,  # [B, T, Hk, Dk]
     v: mx.array,  # [B, T, Hv, Dv]
     g: mx.array,  # [B, T, Hv] or [B, T, Hv, Dk], within 0..1
-    beta: mx.array,  # [B, T, Hv]
+    beta: mx.array | None,  # [B, T, Hv]
     state: mx.array,  # [B, Hv, Dv, Dk]
-    mask: mx.array | None = None,  # [B, T]
 ) -> tuple[mx.array, mx.array, list[mx.array]]:
     """Many tokens: (y, final state, the state after each block of 64)."""
     batch, num_tokens, num_k_heads, k_dim = k.shape
     v_dim = v.shape[-1]
-    if mask is not None:
-        g, beta = _close_masked(g, beta, mask)
-    q_, k_, v_, beta_ = (split_blocks(x, num_k_heads) for x in (q, k, v, beta))
+    q_, k_, v_ = (split_blocks(x, num_k_heads) for x in (q, k, v))
     g_ = split_blocks(g, num_k_heads, fill=1.0)
-    inner = (_scalar_gated if g.ndim == 3 else _vector_gated)(q_, k_, g_, beta_)
+    inner = (_scalar_gated if g.ndim == 3 else _vector_gated)(q_, k_, g_)
+    decay = inner.from_start[..., -1:, :]  # [.., 1, 1 or Dk]: all gates of the block
 
-    solve = unit_lower_inverse(inner.coupling) * beta_[..., None, :]
-    writes, reads = solve @ v_, solve @ inner.k_in
     # States are passed on transposed, [Dk, Dv]: products with a transposed right side are slower.
-    k_out_t = inner.k_out.swapaxes(-1, -2)
-    carry = mx.addmm(inner.decay * _eye(k_dim), k_out_t, reads, alpha=-1.0)
-    gain = k_out_t @ writes
     first = state.astype(mx.float32).reshape(batch, num_k_heads, -1, v_dim, k_dim)
     states = [first.swapaxes(-1, -2)]
-    for n in range(carry.shape[1]):
-        states.append(mx.addmm(gain[:, n], carry[:, n], states[-1]))
-
-    starts = mx.stack(states[:-1], axis=1)
-    deltas = mx.addmm(writes, reads, starts, alpha=-1.0)
-    y = mx.addmm(inner.q_in @ starts, inner.attention, deltas)
+    if beta is None:
+        assert g.ndim == 3, "decays scale values here, of which all channels decay alike"
+        gain = k_.swapaxes(-1, -2) @ (v_ * inner.to_end)
+        for n in range(gain.shape[1]):
+            states.append(gain[:, n] + decay[:, n] * states[-1])
+        starts, deltas = mx.stack(states[:-1], axis=1), v_
+        held = (q_ @ starts) * inner.from_start
+    else:
+        beta_ = split_blocks(beta, num_k_heads)
+        solve = unit_lower_inverse(inner.coupling * -beta_[..., None]) * beta_[..., None, :]
+        writes, reads = solve @ v_, solve @ (k_ * inner.from_start)
+        k_out_t = (k_ * inner.to_end).swapaxes(-1, -2)
+        carry = mx.addmm(decay * _eye(k_dim), k_out_t, reads, alpha=-1.0)
+        gain = k_out_t @ writes
+        for n in range(carry.shape[1]):
+            states.append(mx.addmm(gain[:, n], carry[:, n], states[-1]))
+        starts = mx.stack(states[:-1], axis=1)
+        deltas = mx.addmm(writes, reads, starts, alpha=-1.0)
+        held = (q_ * inner.from_start) @ starts
+    y = mx.addmm(held, inner.attention, deltas)
     block_states = [s.swapaxes(-1, -2).reshape(state.shape) for s in states[1:]]
     return join_blocks(y.astype(q.dtype), num_tokens), block_states[-1], block_states
 
@@ -159,29 +187,24 @@ def gated_delta_chunked(
 class _Inner(NamedTuple):
     """What a block's tokens are to each other; leading axes [B, N, Hk, Hv / Hk]."""
 
-    coupling: mx.array  # [.., C, C]  -b G (K K^T); only below the diagonal it counts
+    coupling: mx.array  # [.., C, C]  G (K K^T); only below the diagonal it counts
     attention: mx.array  # [.., C, C]  tril(G (Q K^T))
-    k_in: mx.array  # [.., C, Dk] keys decayed from the block's start
-    q_in: mx.array  # [.., C, Dk] queries decayed from the block's start
-    k_out: mx.array  # [.., C, Dk] keys decayed to the block's end
-    decay: mx.array  # [.., 1, 1 or Dk] all gates of the block
+    from_start: mx.array  # [.., C, 1 or Dk]  gates from the block's start
+    to_end: mx.array  # [.., C, 1 or Dk]  gates behind the token, to the block's end
 
 
-def _scalar_gated(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Inner:
+def _scalar_gated(q: mx.array, k: mx.array, g: mx.array) -> _Inner:
     decay = decay_matrix(g)
-    from_start = drop_faint(mx.cumprod(g, axis=-1))[..., None]
     keys_t = k.swapaxes(-1, -2)
     return _Inner(
-        coupling=(k @ keys_t) * (decay * -beta[..., None]),
+        coupling=(k @ keys_t) * decay,
         attention=(q @ keys_t) * decay,
-        k_in=k * from_start,
-        q_in=q * from_start,
-        k_out=k * decay[..., -1, :, None],
-        decay=from_start[..., -1:, :],
+        from_start=drop_faint(mx.cumprod(g, axis=-1))[..., None],
+        to_end=decay[..., -1, :, None],
     )
 
 
-def _vector_gated(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Inner:
+def _vector_gated(q: mx.array, k: mx.array, g: mx.array) -> _Inner:
     """A gate per key channel. Token t sees s through gates s+1..t; at the level where the two lie
     in the two halves of one block these factor at the middle, each factor a product of gates."""
     num_tokens = k.shape[-2]
@@ -206,23 +229,12 @@ def _vector_gated(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Inn
             for x, rows in ((coupling, rows_k), (attention, rows_q))
         )
         size *= 2
-    from_start = drop_faint(mx.cumprod(g, axis=-2))
-    to_end = drop_faint(mx.cumprod(g, axis=-2, reverse=True, inclusive=False))
     return _Inner(
-        coupling=coupling[..., 0, :, :] * -beta[..., None],
+        coupling=coupling[..., 0, :, :],
         attention=attention[..., 0, :, :],
-        k_in=k * from_start,
-        q_in=q * from_start,
-        k_out=k * to_end,
-        decay=from_start[..., -1:, :],
+        from_start=drop_faint(mx.cumprod(g, axis=-2)),
+        to_end=drop_faint(mx.cumprod(g, axis=-2, reverse=True, inclusive=False)),
     )
-
-
-def _close_masked(g: mx.array, beta: mx.array, mask: mx.array) -> tuple[mx.array, mx.array]:
-    """A masked token forgets nothing and writes nothing."""
-    keep = mask.reshape(*mask.shape, 1)
-    gates_keep = keep if g.ndim == 3 else keep[..., None]
-    return mx.where(gates_keep, g, 1.0), mx.where(keep, beta, 0.0)
 
 
 @cache

@@ -16,13 +16,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
-from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models import qwen3_5
 
-from pippin.backends.mlx.device import on_metal
-from pippin.backends.mlx.recurrent import gated_delta
 from pippin.backends.mlx.recurrent.draft_states import DraftStates
-from pippin.backends.mlx.recurrent.mlx_lm_kernels import SIMD_WIDTH
+from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
 
 
 class ReplayedDeltaNet(qwen3_5.GatedDeltaNet):
@@ -86,12 +83,7 @@ class ReplayedDeltaNet(qwen3_5.GatedDeltaNet):
     ) -> tuple[mx.array, mx.array]:
         """What tokens that are not masked read, and the state after them."""
         q, k, v, b, a = tokens
-        has_kernel = on_metal() and self.head_k_dim % SIMD_WIDTH == 0
-        update = (mlx_lm_gated_delta if has_kernel else gated_delta).gated_delta_update
-        out: tuple[mx.array, mx.array] = update(
-            q, k, v, a, b, self.A_log, self.dt_bias, state, mask
-        )
-        return out
+        return gated_delta_update(q, k, v, a, b, self.A_log, self.dt_bias, state, mask)
 
 
 def use_replay(model: Module) -> None:

@@ -7,72 +7,35 @@ are of this form is found out at load, and if they are not, chunks end where che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.layout import Layout, ProbeKV
-from pippin.backends.mlx.recurrent.taps import (
-    ColumnMajor,
-    LayerStates,
-    tap_block_states,
-    tap_conv_inputs,
-)
-from pippin.types import GRID, Component
+from pippin.backends.mlx.recurrent.taps import ColumnMajor, StateTaps, tap_states
+from pippin.types import GRID
 
 
-class StateTaps:
-    """Around one forward: `with StateTaps(layout) as taps`, then ask it for states.
-
-    `wanted`: after how many tokens it will be asked for them; None: any on the grid.
-    """
-
-    def __init__(self, layout: Layout, wanted: Sequence[int] | None = None) -> None:
-        self._layout = layout
-        self._wanted = wanted
-        self._stack = ExitStack()
-        self._blocks: LayerStates = []
-        self._convs: list[mx.array] = []
-        self.column_major = False  # how the states of recurrences lie in memory
-
-    def __enter__(self) -> StateTaps:
-        self._blocks = self._stack.enter_context(tap_block_states(self._wanted))
-        self._convs = self._stack.enter_context(tap_conv_inputs())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
-
-    def states_after(self, num_tokens: int) -> dict[int, list[mx.array]]:
-        """What every recurrent cache holds `num_tokens` into the forward, a multiple of GRID."""
-        assert num_tokens % GRID == 0, "states are tapped on the grid only"
-        blocks, convs = iter(self._blocks), iter(self._convs)
-        states: dict[int, list[mx.array]] = {}
-        for index in self._layout.indices(Component.STATE):
-            shapes = self._layout.caches[index].shapes
-            entries = []
-            for kept, _ in shapes[: num_convs(shapes)]:
-                # A copy: a view would keep the input of the whole forward alive.
-                entries.append(mx.contiguous(next(convs)[:, num_tokens : num_tokens + kept]))
-            if len(entries) < len(shapes):
-                layer = next(blocks)
-                entries.append(layer[num_tokens // GRID - 1])
-                self.column_major = isinstance(layer, ColumnMajor)
-            states[index] = entries
-        return states
-
-    @property
-    def num_recorded(self) -> tuple[int, int]:
-        return len(self._convs), len(self._blocks)
+def states_after(
+    taps: StateTaps, layout: Layout, num_tokens: int
+) -> tuple[dict[int, list[mx.array]], bool]:
+    """What every recurrent cache holds `num_tokens` into the forward, a multiple of GRID; and
+    whether states of recurrences lie transposed in memory."""
+    assert num_tokens % GRID == 0, "states are tapped on the grid only"
+    blocks, conv_inputs = iter(taps.states), iter(taps.conv_inputs)
+    states: dict[int, list[mx.array]] = {}
+    for index in layout.state_indices:
+        shapes = layout.caches[index].shapes
+        # A copy: a view would keep the input of the whole forward alive.
+        states[index] = [
+            mx.contiguous(next(conv_inputs)[:, num_tokens : num_tokens + kept])
+            for kept, _ in shapes[: num_convs(shapes)]
+        ]
+        if num_convs(shapes) < len(shapes):
+            states[index].append(next(blocks)[num_tokens // GRID - 1])
+    return states, any(isinstance(layer, ColumnMajor) for layer in taps.states)
 
 
 def num_convs(shapes: tuple[tuple[int, ...], ...]) -> int:
@@ -82,23 +45,22 @@ def num_convs(shapes: tuple[tuple[int, ...], ...]) -> int:
 
 def can_tap(layout: Layout, forward: Callable[[mx.array, list[Any]], mx.array]) -> bool:
     """Try it: one forward of two blocks, built but never evaluated, must record every entry."""
-    indices = layout.indices(Component.STATE)
-    if not indices:
+    shapes = {index: layout.caches[index].shapes for index in layout.state_indices}
+    if not shapes:
         return False
     views: list[Any] = [
         ArraysCache(size=len(cache.shapes)) if cache.is_state else ProbeKV()
         for cache in layout.caches
     ]
-    with StateTaps(layout) as taps:
+    with tap_states() as taps:
         forward(mx.zeros((1, 2 * GRID), dtype=mx.int32), layout.nest(views))
-    shapes = [layout.caches[index].shapes for index in indices]
-    convs = sum(num_convs(entries) for entries in shapes)
-    blocks = sum(1 for entries in shapes if num_convs(entries) < len(entries))
-    if taps.num_recorded != (convs, blocks):
+    num_blocks = sum(num_convs(entries) < len(entries) for entries in shapes.values())
+    if len(taps.conv_inputs) != sum(map(num_convs, shapes.values())):
         return False
-    tapped = taps.states_after(GRID)
+    if len(taps.states) != num_blocks:
+        return False
+    tapped, _ = states_after(taps, layout, GRID)
     return all(
-        tuple(entry.shape[1:]) == shape
-        for index in indices
-        for entry, shape in zip(tapped[index], layout.caches[index].shapes, strict=True)
+        tuple(tuple(entry.shape[1:]) for entry in tapped[index]) == entries
+        for index, entries in shapes.items()
     )

@@ -75,14 +75,13 @@ class DecodeForward:
         ]
         of_kind = {False: iter(kv), True: iter(states)}
         caches = layout.nest([next(of_kind[cache.is_state]) for cache in layout.caches])
-        hidden, adds_later = None, False
+        hidden, ropes, adds_later = None, None, False
         if shape.mains is not None and shape.drafts is None:
             adds_later = shape.mains.paths.adds_later
             norms = shape.mains.paths.norms
             if norms is not None:
-                latents = layout.has_latents
-                step.ropes = DeferredRopes(tree["offset"], norms, latents=latents)
-        with deferring(step.ropes), adding_later(active=adds_later):
+                ropes = DeferredRopes(tree["offset"], norms)
+        with deferring(ropes), adding_later(active=adds_later):
             if shape.drafts is not None and self._with_hidden is not None:
                 logits, hidden = self._with_hidden(tree["tokens"], caches)
             else:

@@ -18,8 +18,7 @@ from pippin.backends.mlx.recurrent.blocks import BLOCK_TOKENS
 from pippin.backends.mlx.recurrent.draft_states import DraftStates
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
 from pippin.backends.mlx.recurrent.taps import (
-    block_states_are_tapped,
-    conv_inputs_are_tapped,
+    active_taps,
     record_block_states,
     record_conv_input,
 )
@@ -46,9 +45,9 @@ class OneOperationDeltaNet(ReplayedDeltaNet):
             conv_state = mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim))
         if state is None:
             state = mx.zeros((batch, self.num_v_heads, self.head_v_dim, self.head_k_dim))
-        if conv_inputs_are_tapped():
+        tapped = active_taps() is not None
+        if tapped:
             record_conv_input(mx.concatenate([conv_state, qkv], axis=1))
-        tapped = block_states_are_tapped()
         ragged = () if lengths is None else (lengths,)
         out, cache[0], states = ours.delta_layer(
             (qkv, z, b, a, conv_state, state, *self._weights, *ragged),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from pippin.backends.mlx.gpu.kernels import constants, metal_kernel
+from pippin.backends.mlx.gpu.kernels import constants, run_kernel
 
 MOST_EXPERTS = 32 * 32  # a lane keeps one in 32 of the scores
 
@@ -147,27 +147,29 @@ class ExpertChoice:
         another one follows, behind all of them, of weight 1 or of a sigmoid of [..., 1]."""
         *shape, num_experts = gates.shape
         shape.append(self.num_chosen + (shared is not False))
-        gate = shared.reshape(-1, 1) if isinstance(shared, mx.array) else constants(0.0)
+        gate = shared.reshape(-1, 1) if isinstance(shared, mx.array) else None
         weight_type = mx.float32 if self.sigmoid else gates.dtype
-        kernel = metal_kernel(
-            *("pippin_choose_experts", ("gates", "bias", "factor", "shared")),
-            *(("experts", "weights"), SOURCE),
-            strided=True,
-        )
-        experts, weights = kernel(
-            inputs=[
-                *(gates.reshape(-1, num_experts), constants(0.0) if bias is None else bias),
-                *(constants(self.factor), gate),
-            ],
-            template=[
-                *(("W", weight_type), ("Experts", num_experts), ("Chosen", self.num_chosen)),
-                *(("Groups", self.num_groups), ("Dropped", self.num_groups - self.num_kept)),
-                *(("Sigmoid", self.sigmoid), ("Normed", self.normed)),
-                ("Shared", 2 if isinstance(shared, mx.array) else int(shared)),
-            ],
+        experts, weights = run_kernel(
+            *("pippin_choose_experts", SOURCE),
+            {
+                "gates": gates.reshape(-1, num_experts),
+                "bias": bias,
+                "factor": constants(self.factor),
+                "shared": gate,
+            },
+            {"experts": (shape, mx.uint32), "weights": (shape, weight_type)},
+            {
+                "W": weight_type,
+                "Experts": num_experts,
+                "Chosen": self.num_chosen,
+                "Groups": self.num_groups,
+                "Dropped": self.num_groups - self.num_kept,
+                "Sigmoid": self.sigmoid,
+                "Normed": self.normed,
+                "Shared": int(bool(shared)) if gate is None else 2,
+            },
             grid=(32, gates.size // num_experts, 1),
-            threadgroup=(32, 1, 1),
-            output_shapes=[shape] * 2,
-            output_dtypes=[mx.uint32, weight_type],
+            threads=32,
+            strided=True,
         )
         return experts, weights

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.activations import swiglu_oai
 
 from pippin.backends.mlx.agreement import off_by
-from pippin.backends.mlx.gpu.kernels import constants, metal_kernel
+from pippin.backends.mlx.gpu.kernels import constants, run_kernel
 
 THREADS = 256
 
@@ -56,22 +56,25 @@ def added_up(
     """results [..., chosen, n], weights [..., chosen] -> [..., n]; with the bias [experts, n] of
     each expert and what is `beside` them [..., n], if there is any."""
     *shape, num_chosen, size = results.shape
-    none = constants(*[0.0] * 8)
-    inputs = ("results", "weights", "bias", "experts", "beside")
-    (out,) = metal_kernel("pippin_add_up_experts", inputs, ("out",), ADD_UP)(
-        inputs=[
-            *(results, weights),
-            *((none, weights) if bias is None else (bias, experts)),
-            none if beside is None else beside,
-        ],
-        template=[
-            *(("T", results.dtype), ("Chosen", num_chosen), ("Size", size)),
-            *(("Biased", bias is not None), ("Beside", beside is not None)),
-        ],
+    (out,) = run_kernel(
+        *("pippin_add_up_experts", ADD_UP),
+        {
+            "results": results,
+            "weights": weights,
+            "bias": bias,
+            "experts": experts,
+            "beside": beside,
+        },
+        {"out": ((*shape, size), results.dtype)},
+        {
+            "T": results.dtype,
+            "Chosen": num_chosen,
+            "Size": size,
+            "Biased": bias is not None,
+            "Beside": beside is not None,
+        },
         grid=(size, math.prod(shape), 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(*shape, size)],
-        output_dtypes=[results.dtype],
+        threads=THREADS,
     )
     return out
 
@@ -82,14 +85,13 @@ def biased_swiglu(
     """gpt-oss's: both [..., chosen, 1, 2n] and bias [experts, 2n], what is linear and then the
     gate; experts [..., chosen] -> [..., chosen, 1, n]"""
     *shape, double = both.shape
-    inputs = ("both", "bias", "experts", "limits")
-    (out,) = metal_kernel("pippin_swiglu_of_experts", inputs, ("out",), ACTIVATE)(
-        inputs=[both, bias, experts, constants(alpha, limit)],
-        template=[("T", both.dtype), ("Size", double // 2)],
+    (out,) = run_kernel(
+        *("pippin_swiglu_of_experts", ACTIVATE),
+        {"both": both, "bias": bias, "experts": experts, "limits": constants(alpha, limit)},
+        {"out": ((*shape, double // 2), both.dtype)},
+        {"T": both.dtype, "Size": double // 2},
         grid=(double // 2, experts.size, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(*shape, double // 2)],
-        output_dtypes=[both.dtype],
+        threads=THREADS,
     )
     return out
 
