@@ -182,7 +182,7 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
             *(("Queries", form.queries), ("Shares", form.shares), ("Lanes", form.lanes)),
             *(("Vec", form.vec), ("Ahead", AHEAD), *rotation(rope)),
             ("Normed", rope is not None and rope.norm is not None),
-            *(("Tokens", num_tokens), ("Cursors", call.cursor.size > 1)),
+            ("Tokens", num_tokens),
         ],
         blocks=blocks,
         num_splits=num_splits,

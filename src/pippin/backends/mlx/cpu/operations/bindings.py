@@ -29,7 +29,6 @@ _ARGUMENTS = {
     "pippin_attention": (Address, Address, Count, Number, Count),
     "pippin_kv_table": (Address, Address, Count, Address),
     "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
-    "pippin_tail_write": (Address, Address),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
     "pippin_draft_layer": (Address, Count, Address, Count, Count, Number),
     "pippin_draft_head": (Address, Address, Count, Count, Number, Number),
@@ -151,33 +150,26 @@ class Operations:
         self,
         queries: mx.array,  # [W, Hq, n, D]
         tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
-        # bool [W, T]: which of these tokens are the row's, for one query; or int32 [W]: how many of
-        # the first are, and the queries' own follow them.
-        written: mx.array,
+        columns: tuple[mx.array, mx.array],  # [W, Hkv, n, D], [W, Hkv, n, Dv]: of the same tokens
+        cursor: mx.array,  # int32 [W]: where these go in the tail, behind those that the row has
         kv_table: mx.array,
         scale: float,
         *,
         place: int,  # of the layer in the KV table
         window: int | None = None,  # tokens, the row's own one among them
         sinks: mx.array | None = None,  # [Hq]
-    ) -> mx.array:
-        """A token of each row and drafts behind it, over its tail and what the KV table has."""
-        arrays = [queries, *tail, written, kv_table, *([] if sinks is None else [sinks])]
-        ins = _addresses(arrays)
-        function = self._library.pippin_row_attention
-        return _made(function, ins, len(arrays), scale, place, window or 0)
-
-    def tail_write(
-        self,
-        tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
-        columns: tuple[mx.array, mx.array],  # [W, Hkv, n, D], [W, Hkv, n, Dv]
-        cursor: mx.array,  # int32 [1], or of each row [W]: the number of the first
     ) -> list[mx.array]:
-        """The tails with the columns, in the same memory: for columns that no step reads which is
-        in flight. What is no column of the tail is not written."""
-        outs = [_blank(), _blank()]
-        ins = _addresses((*tail, *columns, cursor))
-        _check(self._library.pippin_tail_write(_addresses(outs), ins))
+        """A token of each row and drafts behind it, over its tail and what the KV table has: the
+        tails with the columns, in the same memory, and what is read. For columns that no step
+        reads which is in flight."""
+        arrays = [*tail, *columns, cursor, queries, kv_table, *([] if sinks is None else [sinks])]
+        outs = [_blank() for _ in range(3)]
+        numbers = (scale, place, window or 0)
+        _check(
+            self._library.pippin_row_attention(
+                _addresses(outs), _addresses(arrays), len(arrays), *numbers
+            )
+        )
         return outs
 
     def delta_layer(

@@ -92,23 +92,14 @@ int pippin_kv_table(void* out, void* const* in, int num_in, const int* numbers) 
   return guarded([&] { list_rows(out, arrays_in(in, num_in), numbers); });
 }
 
-// in: as run_row_attention has them.
-int pippin_row_attention(void* out, void* const* in, int num_in, float scale, int place, int window) {
+// in: RowInput lists them; out: as run_row_attention has them.
+int pippin_row_attention(void* const* out, void* const* in, int num_in, float scale, int place, int window) {
   return guarded([&] {
     std::vector<mx::array> inputs = arrays_in(in, num_in);
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[2].shape(-1);
-    make("AttentionOfRows", std::move(inputs), {shape}, &out,
-         [=](const Inputs& i, const Outputs& o) { run_row_attention(i, o, {place, window, scale}); });
-  });
-}
-
-// in: as run_tail_write has them; out: the tails, where they were.
-int pippin_tail_write(void* const* out, void* const* in) {
-  return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, 5);
-    std::vector<mx::Shape> shapes{inputs[0].shape(), inputs[1].shape()};
-    make("WriteTails", std::move(inputs), std::move(shapes), out, run_tail_write, mx::float32, 2);
+    std::vector<mx::Shape> shapes{inputs[TAIL_KEYS].shape(), inputs[TAIL_VALUES].shape(), inputs[ROW_QUERIES].shape()};
+    shapes[2].back() = inputs[TAIL_VALUES].shape(-1);
+    make("AttentionOfRows", std::move(inputs), std::move(shapes), out,
+         [=](const Inputs& i, const Outputs& o) { run_row_attention(i, o, {place, window, scale}); }, mx::float32, 2);
   });
 }
 

@@ -14,48 +14,31 @@ struct RowAttention {
   float scale;
 };
 
-// The newest `window` tokens of a tail, as pieces of those that lie together. Returns how many there are.
-inline long pieces_of_tail(const KeyPiece& tail, const char* written, long window, std::vector<KeyPiece>& pieces) {
-  long seen = 0, end = tail.count;
-  const auto add = [&](long from, long to) {
-    if (from < to) {
-      pieces.push_back({to - from, tail.keys + from * tail.key_step, tail.key_step,
-                        tail.values + from * tail.value_step, tail.value_step});
-    }
-  };
-  for (long i = tail.count - 1; i >= 0; i--) {
-    if (written[i] && seen < window) {
-      seen++;
-    } else {
-      add(i + 1, end);
-      end = i;
-    }
-  }
-  add(0, end);
-  return seen;
-}
+enum RowInput {
+  TAIL_KEYS,    // [width, heads, tokens, dim]
+  TAIL_VALUES,
+  NEW_KEYS,     // [width, heads, count, dim]
+  NEW_VALUES,
+  CURSOR,       // int32 [width]: the column of the tail where a row's new ones begin
+  ROW_QUERIES,  // [width, query heads, count, dim]
+  TABLE,
+  SINKS,        // [query heads]; there may be none
+};
 
-// Columns of the tails of rows, where they lie. mlx writes in place only what has one holder, and with two
+// New columns of one side of the tails, where they lie. mlx writes in place only what has one holder, and with two
 // steps in flight it would copy all of a tail. A holder of an older version reads other columns: one that it
 // reads is not written again, and tails that are begun anew have memory of their own (rows/arrays.py).
-//
-// in: keys and values [width, heads, tokens, dim]; those of the columns [width, heads, count, dim]; the number of
-// the first, one for all rows or one for each (int32). What is no column of the tail is not written.
-inline void run_tail_write(const Inputs& in, const Outputs& out) {
+// What is no column of the tail is not written.
+inline void write_tail(const View& tail, const View& columns, const int* cursor, float* out) {
   std::vector<float> room;
-  const int* first = in[4].data<int>();
-  const bool each = in[4].size() > 1;
-  for (int side = 0; side < 2; side++) {
-    const View &tail = in[side], &columns = in[2 + side];
-    const float* before = tail.all(room);
-    if (out[side] != before) std::copy(before, before + tail.size(), out[side]);
-    const long heads = tail.dim(1), tokens = tail.dim(2), dim = tail.dim(3), count = columns.dim(2);
-    for (long line = 0; line < columns.lines(); line++) {
-      const long head = line / count, at = first[each ? head / heads : 0] + line % count;
-      if (at < 0 || at >= tokens) continue;
-      const float* from = columns.line(line, room);
-      std::copy(from, from + dim, out[side] + (head * tokens + at) * dim);
-    }
+  const float* before = tail.all(room);
+  if (out != before) std::copy(before, before + tail.size(), out);
+  const long heads = tail.dim(1), tokens = tail.dim(2), dim = tail.dim(3), count = columns.dim(2);
+  for (long line = 0; line < columns.lines(); line++) {
+    const long head = line / count, at = cursor[head / heads] + line % count;
+    if (at >= tokens) continue;
+    const float* from = columns.line(line, room);
+    std::copy(from, from + dim, out + (head * tokens + at) * dim);
   }
 }
 
@@ -80,19 +63,9 @@ inline long total(const std::vector<KeyPiece>& pieces) {
   return count;
 }
 
-// Its one token sees all of its main and tail that its window has.
-inline Visible visible_to_one(const std::vector<KeyPiece>& main, const KeyPiece& tail, const char* written, long window) {
-  Visible found;
-  const long seen = pieces_of_tail(tail, written, window, found.pieces);
-  found.add_behind(main, std::max(total(main) + seen - window, 0L));
-  found.of_token.push_back({0, total(found.pieces)});
-  return found;
-}
-
 // The first of `tokens` sees the main, `before` of the tail's columns and its own, which is the next one; each
 // after it one more.
-inline Visible visible_to_drafts(const std::vector<KeyPiece>& main, KeyPiece tail, long before, int tokens,
-                                 long window) {
+inline Visible visible_to(const std::vector<KeyPiece>& main, KeyPiece tail, long before, int tokens, long window) {
   Visible found;
   const long stored = total(main);
   tail.count = std::clamp(before + tokens, 0L, tail.count);
@@ -109,23 +82,20 @@ inline Visible visible_to_drafts(const std::vector<KeyPiece>& main, KeyPiece tai
   return found;
 }
 
-// in: queries [width, heads, count, dim]; the tail's keys and values; which of its tokens are a row's own
-// [width, tokens], for one query, or (int32) how many were before this step's [width]; a KV table; maybe sinks
-// [heads].
+// out: the tails with the new columns, and what the queries read.
 inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAttention& how) {
-  std::vector<float> rooms[3], sink_room;
-  std::vector<char> written_room;
-  std::vector<int> before_room;
-  const float *queries = in[0].all(rooms[0]), *keys = in[1].all(rooms[1]), *values = in[2].all(rooms[2]);
-  const bool drafts = in[3].dtype() == mx::int32;
-  const char* written = drafts ? nullptr : in[3].all(written_room);
-  const int* before = drafts ? in[3].all(before_room) : nullptr;
-  const KVTable& kv_table = **in[4].data<const KVTable*>();
-  const float* sinks = in.size() > 5 ? in[5].all(sink_room) : nullptr;
-  const int width = in[0].dim(0), groups = in[1].dim(1), shared = in[0].dim(1) / groups, tokens = in[0].dim(2);
-  const int dim = in[0].dim(3), value_dim = in[2].dim(3);
+  std::vector<float> room, sink_room;
+  std::vector<int> cursor_room;
+  const int* cursor = in[CURSOR].all(cursor_room);
+  write_tail(in[TAIL_KEYS], in[NEW_KEYS], cursor, out[0]);
+  write_tail(in[TAIL_VALUES], in[NEW_VALUES], cursor, out[1]);
+  const float *queries = in[ROW_QUERIES].all(room), *keys = out[0], *values = out[1];
+  const KVTable& kv_table = **in[TABLE].data<const KVTable*>();
+  const float* sinks = in.size() > SINKS ? in[SINKS].all(sink_room) : nullptr;
+  const int width = in[ROW_QUERIES].dim(0), tokens = in[ROW_QUERIES].dim(2), dim = in[ROW_QUERIES].dim(3);
+  const int groups = in[TAIL_KEYS].dim(1), shared = in[ROW_QUERIES].dim(1) / groups, value_dim = in[TAIL_VALUES].dim(3);
   const int of_row = shared * tokens;  // queries of a row that read the same key head: head by head
-  const long tail = in[1].dim(2), window = how.window ? how.window : NO_WINDOW;
+  const long tail = in[TAIL_KEYS].dim(2), window = how.window ? how.window : NO_WINDOW;
   const LayerKV& layer = kv_table.layers[how.place];
   const WindowClass& lies = *layer.lies;
 
@@ -168,8 +138,7 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
         main.push_back({span.count, side_keys.at(group, span.start), dim, side_values.at(group, span.start), value_dim});
       }
       const auto& among = row < int(lies.among.size()) ? lies.among[row] : AMONG_NONE;
-      const Visible visible = drafts ? visible_to_drafts(main, own_tail, before[row], tokens, window)
-                                     : visible_to_one(main, own_tail, written + row * tail, window);
+      const Visible visible = visible_to(main, own_tail, cursor[row], tokens, window);
       Read* own = &reads[i * of_row];
       const auto seen = [&](int query) { return visible.of_token[query % tokens]; };
       attend_pieces(visible.pieces, queries + i * of_row * dim, of_row, dim, value_dim, how.scale, seen, own);
@@ -181,7 +150,7 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
           all.push_back(reads[first[number] + group * count + place * of_row + query]);
         }
         const float sink = sinks ? sinks[group * shared + query / tokens] : -INFINITY;
-        put_together(all, sink, value_dim, out[0] + (i * of_row + query) * value_dim);
+        put_together(all, sink, value_dim, out[2] + (i * of_row + query) * value_dim);
       }
     }
   });
