@@ -13,13 +13,10 @@ from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.layout import Layout
 
-# Rows have a KV table for all of these or for none.
-TABLE_OPERATIONS = ("kv_table", "row_attention")
-
 
 def table_operations(layout: Layout) -> Operations | None:
     """None where the operation does not take what layers keep, or there is none."""
-    return operations(*TABLE_OPERATIONS) if layout.fits_table else None
+    return operations("row_attention") if layout.fits_table else None
 
 
 class TableRowKV(RowKV):
@@ -31,7 +28,7 @@ class TableRowKV(RowKV):
     def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        ours = operations(*TABLE_OPERATIONS)
+        ours = operations("row_attention")
         assert ours is not None, "only our own operations read a KV table"
         assert self._new is not None
         keys, values = self._new

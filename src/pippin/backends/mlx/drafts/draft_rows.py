@@ -30,7 +30,6 @@ from pippin.backends.mlx.attention.decode_step import (
     Tree,
 )
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.table_kv import TABLE_OPERATIONS
 from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.drafts.acceptance import NONE, Proposals
 from pippin.backends.mlx.layout import Layout
@@ -40,7 +39,7 @@ from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.step.future_map import FutureMap
 
-DRAFT_OPERATIONS = (*TABLE_OPERATIONS, "delta_layer", "draft_layer")
+DRAFT_OPERATIONS = ("row_attention", "delta_layer")
 
 
 @dataclass(eq=False)

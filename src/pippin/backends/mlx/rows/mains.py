@@ -300,4 +300,3 @@ def _side_by_side(tail: mx.array) -> mx.array:
     """[width, heads, TAIL, dim] -> [heads, width * TAIL, dim]"""
     _, heads, length, dim = tail.shape
     return tail.swapaxes(0, 1).reshape(heads, len(tail) * length, dim)
-

@@ -187,18 +187,3 @@ inline mx::array& array_in(void* object) {
   char* const place = start + *reinterpret_cast<int32_t*>(start + HEAD);
   return bits & DIRECT ? *reinterpret_cast<mx::array*>(place) : **reinterpret_cast<mx::array**>(place);
 }
-
-// Put one node in the place of blank arrays.
-inline void make(const char* name, std::vector<mx::array> inputs, std::vector<mx::Shape> shapes,
-                 void* const* blanks, Kernel kernel, std::vector<mx::Dtype> dtypes, size_t in_place = 0) {
-  auto node = std::make_shared<Operation>(name, std::move(kernel), in_place);
-  std::vector<mx::array> made = mx::array::make_arrays(std::move(shapes), dtypes, node, inputs);
-  for (size_t i = 0; i < made.size(); i++) array_in(blanks[i]) = made[i];
-}
-
-// All of one type.
-inline void make(const char* name, std::vector<mx::array> inputs, std::vector<mx::Shape> shapes,
-                 void* const* blanks, Kernel kernel, mx::Dtype dtype = mx::float32, size_t in_place = 0) {
-  std::vector<mx::Dtype> dtypes(shapes.size(), dtype);
-  make(name, std::move(inputs), std::move(shapes), blanks, std::move(kernel), std::move(dtypes), in_place);
-}

@@ -57,28 +57,23 @@ T& of_row(std::vector<T>& by_row, int row) {
 // As `make_kv_table` in rows/kv_table.py writes them.
 inline Contents read_contents(const int* numbers) {
   const auto next = [&] { return *numbers++; };
-  const auto span = [&] {
-    const int segment = next(), start = next(), count = next();
-    return Span{segment, start, count};
-  };
   Contents contents;
   contents.classes.resize(next());
   for (WindowClass& lies : contents.classes) {
     lies.num_segments = next();
-    lies.together.resize(next());
-    for (int number = 0; number < int(lies.together.size()); number++) {
-      SharedSpan& shared = lies.together[number];
-      shared.span = span();
-      shared.rows.resize(next());
-      for (int place = 0; place < int(shared.rows.size()); place++) {
-        shared.rows[place] = next();
-        of_row(lies.among, shared.rows[place]).push_back({number, place});
-      }
-    }
     for (int left = next(); left > 0; left--) {
-      std::vector<Span>& own = of_row(lies.own, next());
-      own.resize(next());
-      for (Span& one : own) one = span();
+      const int segment = next(), start = next(), count = next();
+      const Span span{segment, start, count};
+      std::vector<int> rows(next());
+      for (int& row : rows) row = next();
+      if (rows.size() == 1) {
+        of_row(lies.own, rows[0]).push_back(span);
+        continue;
+      }
+      for (int place = 0; place < int(rows.size()); place++) {
+        of_row(lies.among, rows[place]).push_back({int(lies.together.size()), place});
+      }
+      lies.together.push_back({span, std::move(rows)});
     }
   }
   contents.class_of_layer.resize(next());
@@ -128,8 +123,3 @@ class MakeKVTable : public mx::Primitive {
  private:
   Contents contents_;
 };
-
-inline void list_rows(void* blank, std::vector<mx::array> inputs, const int* numbers) {
-  auto node = std::make_shared<MakeKVTable>(read_contents(numbers));
-  array_in(blank) = mx::array(mx::Shape{1}, mx::uint64, node, std::move(inputs));
-}
