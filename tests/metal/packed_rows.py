@@ -13,8 +13,7 @@ import numpy as np
 from pippin.backends.mlx.attention.head_ropes import Rope
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
 
-TAIL = 64
-CURSOR = TAIL - 1  # what is behind a row's cursor is nothing
+TAIL, CURSOR = 64, 17
 
 
 class Rows:

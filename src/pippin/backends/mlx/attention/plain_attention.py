@@ -123,14 +123,13 @@ def _in_float32(call: PackedCall) -> PackedCall:
 
 def with_columns(tail: KV, k: mx.array, v: mx.array, cursor: mx.array) -> KV:
     """The tails with new columns, each row's from its cursor on; those that have no place in the
-    tail are left out. Behind them are zeros: what a row left there that had the line before weighs
-    nothing, but nothing times infinity is not a number."""
+    tail are left out."""
     tail_len, last = tail[0].shape[2], k.shape[2] - 1
     age = mx.arange(tail_len)[None] - cursor[:, None]
-    age = age[:, None, :, None]
-    at = mx.clip(age, 0, last)
+    is_new, at = (age >= 0) & (age <= last), mx.clip(age, 0, last)
+    is_new, at = (array[:, None, :, None] for array in (is_new, at))
     keys, values = (
-        mx.where(age < 0, old, mx.where(age <= last, mx.take_along_axis(new, at, axis=2), 0))
+        mx.where(is_new, mx.take_along_axis(new, at, axis=2), old)
         for old, new in zip(tail, (k, v), strict=True)
     )
     return keys, values

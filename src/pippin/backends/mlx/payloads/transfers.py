@@ -3,7 +3,8 @@
 KV is laid out token by token, so that any run of tokens is one piece of memory and several entries
 become one payload with one copy:
 
-    keys, and values, of layers of one shape    [tokens, layers, heads, dim]
+    layers of one shape, keys like values   [tokens, layers, keys or values, heads, dim]
+    otherwise keys and values by themselves [tokens, layers, heads, dim]
 
 Blocks of the prefix cache lie otherwise: the step that spills or loads them transposes them, in the
 order of all that steps do, and only the thread that writes waits for it.
@@ -17,13 +18,11 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Load, Spill
-from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import Packer
 from pippin.backends.mlx.payloads.payload import StatePayload, spans_of
 from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import Component, Payload
-
-SIDES = ("keys", "values")
 
 
 class MLXSpilled:
@@ -72,9 +71,15 @@ class Transfers:
         for group in self._packer.groups[component]:
             cache = self._layout.caches[group[0]]
             layers = ",".join(map(self._cache_name, group))
-            for side, shape, dtype in zip(SIDES, cache.shapes, cache.dtypes, strict=True):
-                whole = (num_tokens, len(group), *shape)
-                yield ArraySpec(f"{layers}.{side}", _name(dtype), whole, token_axis=0)
+            (keys, values), (keys_type, values_type) = cache.shapes, cache.dtypes
+            lead = (num_tokens, len(group))
+            if _is_even(cache):
+                yield ArraySpec(f"{layers}.kv", _name(keys_type), (*lead, 2, *keys), token_axis=0)
+            else:
+                yield ArraySpec(f"{layers}.keys", _name(keys_type), (*lead, *keys), token_axis=0)
+                yield ArraySpec(
+                    f"{layers}.values", _name(values_type), (*lead, *values), token_axis=0
+                )
 
     def _cache_name(self, index: int) -> str:
         """The layer's number, with its cache's where it keeps several."""
@@ -94,8 +99,17 @@ class Transfers:
 
     def _turned_out(self, spill: Spill) -> Iterator[mx.array]:
         spans = [span for payload in spill.payloads for span in spans_of(payload)]
-        for parts in zip(*(span.arrays() for span in spans), strict=True):
-            yield mx.concatenate([part.transpose(2, 0, 1, 3) for part in parts])
+        columns = list(zip(*(span.arrays() for span in spans), strict=True))
+        for number, group in enumerate(self._packer.groups[spill.component]):
+            cache = self._layout.caches[group[0]]
+            sides = [
+                mx.concatenate([part.transpose(2, 0, 1, 3) for part in columns[2 * number + side]])
+                for side in (0, 1)
+            ]
+            if _is_even(cache):
+                yield mx.stack(sides, axis=2)
+            else:
+                yield from sides
 
     # ---- and back --------------------------------------------------------------------------
 
@@ -108,12 +122,28 @@ class Transfers:
             return self._packer.buffers.counted(StatePayload(tuple(arrays)))
         if load.component is Component.HIDDEN:
             return self._packer.buffers.counted(StatePayload((arrays[0][None, None],)))
-        sides = [side.transpose(1, 2, 0, 3) for side in arrays]
+        sides = [side.transpose(1, 2, 0, 3) for side in self._sides(load.component, arrays)]
         return self._packer.in_blocks(
             0,
             load.num_tokens,
             lambda at, end: [mx.contiguous(side[:, :, at:end]) for side in sides],
         )
+
+    def _sides(self, component: Component, arrays: Sequence[mx.array]) -> Iterator[mx.array]:
+        """Keys and values of each group, [tokens, layers, heads, dim]."""
+        rest = iter(arrays)
+        for group in self._packer.groups[component]:
+            cache = self._layout.caches[group[0]]
+            if _is_even(cache):
+                both = next(rest)
+                yield from (both[:, :, 0], both[:, :, 1])
+            else:
+                yield from (next(rest), next(rest))
+
+
+def _is_even(cache: LayerCache) -> bool:
+    """Keys look like values."""
+    return len(set(cache.shapes)) == len(set(cache.dtypes)) == 1
 
 
 def _bytes(array: mx.array) -> mx.array:

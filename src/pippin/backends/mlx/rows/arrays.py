@@ -46,6 +46,14 @@ class RowArrays:
             for cache, entries in self.states.items()
         }
 
+    def clear(self, lines: Sequence[int]) -> None:
+        """For new rows, where masked columns of tails are read: one has weight 0, but 0 times inf
+        is NaN."""
+        for sides in self.tails.values():
+            for side in sides:
+                for line in lines:
+                    side[line : line + 1] = 0
+
     def begin_tails(self) -> None:
         """Empty, in memory of their own: the move of the old ones may not have read them yet, and
         on CPUs a column is written in place."""

@@ -72,7 +72,6 @@ class Mains:
         self._operations = table_operations
         self._kv_table: mx.array | None = None  # of the rows as they are
         self._rows: list[Row] = []
-        self._settled: list[Row] = []  # which others may share with
         self._most_segments = MOST_SEGMENTS if paths.kernel is not None else 1
         if table_operations is not None:
             self._most_segments = MOST_IN_TABLE
@@ -96,7 +95,6 @@ class Mains:
     def leave(self, row: Row) -> None:
         self._kv_table = None
         self._rows = [other for other in self._rows if other is not row]
-        self._settled = [other for other in self._settled if other is not row]
         for own in self._classes:
             own.leave(row.index)
             own.forget_passed()
@@ -139,8 +137,7 @@ class Mains:
         for row in self._rows if self._operations is not None else ():
             row.num_steps += 1
             if row.num_steps == SETTLED_STEPS and row.prompt is not None:
-                self._share(row)
-                self._settled.append(row)
+                self._share(row, row.prompt)
 
     def want_moving(self, num_spare_lines: int, steps_unchanged: int) -> bool:
         """Whether too much memory is spare."""
@@ -187,15 +184,19 @@ class Mains:
         counts: dict[int, int] = {}
         for row, kv in joining:
             counts[row.index] = kv[own.caches[0]][0].shape[2]
-        moves = self._operations is None
-        self._add(own, counts, lambda cache: [kv.pop(cache) for _, kv in joining], moves=moves)
+        self._add(own, counts, lambda cache: [kv.pop(cache) for _, kv in joining])
 
-    def _share(self, row: Row) -> None:
+    def _share(self, row: Row, prompt: np.ndarray) -> None:
         """Name the columns of the settled row that has most of what this one begins with."""
-        assert row.prompt is not None
-        prompts = [(one, one.prompt) for one in self._settled if one.prompt is not None]
-        found = [(common_len(row.prompt, prompt), one) for one, prompt in prompts]
-        num_common, other = max(found, key=lambda pair: pair[0], default=(0, row))
+        num_common, other = max(
+            (
+                (common_len(prompt, one.prompt), one)
+                for one in self._rows
+                if one is not row and one.num_steps >= SETTLED_STEPS and one.prompt is not None
+            ),
+            key=lambda pair: pair[0],
+            default=(0, row),
+        )
         if num_common < FEWEST_SHARED:
             return
         self._kv_table = None
@@ -213,11 +214,8 @@ class Mains:
         counts = {row.index: row.num_tail for row in self._rows}
         if not sum(counts.values()):
             return
-        chosen = mx.array(
-            np.concatenate(
-                [index * arrays.TAIL + np.arange(count) for index, count in counts.items()]
-            ).astype(np.int32)
-        )
+        at = [index * arrays.TAIL + np.arange(count) for index, count in counts.items()]
+        chosen = mx.array(np.concatenate(at).astype(np.int32))
 
         def take(cache: int) -> list[KV]:
             keys, values = (
@@ -232,18 +230,17 @@ class Mains:
         own: WindowClass,
         counts: Mapping[int, int],
         take: Callable[[int], Sequence[KV]],
-        *,
-        moves: bool = True,
     ) -> None:
         """A new segment. `take`: of a cache, what it holds in order, [1, heads, tokens, dim] each,
         which nothing else holds then. Each row has a share of memory for moves; a row that is
-        longer than these allow for is copied one layer after the other, where it `moves`."""
+        longer than these allow for is copied one layer after the other."""
         used = sum(counts.values())
         segment = Segment(self._capacity(used))
         nbytes = self._spare.footprint.bytes_by_window[own.window]
         allowed = int(MOVING_SHARE * (sum(own.held()) + used) * nbytes)
         has_table = self._operations is not None
-        total = segment.capacity * nbytes if moves else 0
+        copies = len(counts) > 1 or used < segment.capacity  # one row's columns lie as they are
+        total = segment.capacity * nbytes if copies else 0
         paced = PacedLaunch(total, 0 if has_table else allowed, has_table=has_table)
         for cache in own.caches:
             sides = zip(*take(cache), strict=True)

@@ -42,13 +42,14 @@ class View {
     return reinterpret_cast<const T*>(data_);
   }
 
-  // All of it in order; copied to `room` unless it lies so.
-  template <typename T>
-  const T* all(std::vector<T>& room) const {
-    if (dense_) return reinterpret_cast<const T*>(data_);
-    room.resize(size_);
-    for (long line = 0; line < lines(); line++) copy_line(line, room.data() + line * dim(-1));
-    return room.data();
+  // All of it in order; copied unless it lies so. Not for several threads at once.
+  template <typename T = float>
+  const T* all() const {
+    if (dense_) return data<T>();
+    ordered_.resize(size_ * item_);
+    T* const ordered = reinterpret_cast<T*>(ordered_.data());
+    for (long line = 0; line < lines(); line++) copy_line(line, ordered + line * dim(-1));
+    return ordered;
   }
 
   // One line of the last axis; copied to `room` unless its numbers lie side by side.
@@ -82,6 +83,7 @@ class View {
   mx::Dtype dtype_;
   long item_, size_;
   bool dense_;
+  mutable std::vector<char> ordered_;
 };
 
 using Inputs = std::vector<View>;

@@ -31,7 +31,7 @@ enum RowInput {
 // What is no column of the tail is not written.
 inline void write_tail(const View& tail, const View& columns, const int* cursor, float* out) {
   std::vector<float> room;
-  const float* before = tail.all(room);
+  const float* before = tail.all();
   if (out != before) std::copy(before, before + tail.size(), out);
   const long heads = tail.dim(1), tokens = tail.dim(2), dim = tail.dim(3), count = columns.dim(2);
   for (long line = 0; line < columns.lines(); line++) {
@@ -44,54 +44,35 @@ inline void write_tail(const View& tail, const View& columns, const int* cursor,
 
 // What one row's queries look at: pieces of keys, and which of these each of the row's tokens sees.
 struct Visible {
-  std::vector<KeyPiece> pieces;
+  std::vector<Keys> pieces;
   std::vector<std::pair<long, long>> of_token;
-
-  // All of these but for the first `hidden` keys.
-  void add_behind(const std::vector<KeyPiece>& others, long hidden) {
-    for (const KeyPiece& piece : others) {
-      const long passed = std::min(hidden, piece.count);
-      hidden -= passed;
-      if (passed < piece.count) pieces.push_back(piece.behind(passed));
-    }
-  }
 };
 
-inline long total(const std::vector<KeyPiece>& pieces) {
-  long count = 0;
-  for (const KeyPiece& piece : pieces) count += piece.count;
-  return count;
-}
-
-// The first of `tokens` sees the main, `before` of the tail's columns and its own, which is the next one; each
-// after it one more.
-inline Visible visible_to(const std::vector<KeyPiece>& main, KeyPiece tail, long before, int tokens, long window) {
+// Of `tokens` the first sees so many `known` keys and its own, which is the next one; each after it one more.
+inline Visible visible_to(const std::vector<Keys>& pieces, long known, int tokens, long window) {
   Visible found;
-  const long stored = total(main);
-  tail.count = std::clamp(before + tokens, 0L, tail.count);
-  const long hidden = std::max(stored + before + 1 - window, 0L);  // from the first token, and from all others
-  found.add_behind(main, hidden);
-  const long passed = std::clamp(hidden - stored, 0L, tail.count);
-  found.pieces.push_back(tail.behind(passed));
-  const long start = std::min(hidden, stored) + passed, end = stored + tail.count;
-  for (int token = 0; token < tokens; token++) {
-    const long last = std::clamp(stored + before + 1 + token, start, end);
-    const long first = std::clamp(stored + before + 1 + token - window, start, last);
-    found.of_token.push_back({first - start, last - start});
+  const long end = total(pieces), hidden = std::clamp(known + 1 - window, 0L, end);  // from the first, and so from all
+  long left = hidden;
+  for (const Keys& piece : pieces) {
+    const long passed = std::min(left, piece.count);
+    left -= passed;
+    if (passed < piece.count) found.pieces.push_back(piece.behind(passed));
+  }
+  for (long last = known + 1; last <= known + tokens; last++) {
+    const long seen = std::min(last, end), first = std::clamp(last - window, hidden, seen);
+    found.of_token.push_back({first - hidden, seen - hidden});
   }
   return found;
 }
 
 // out: the tails with the new columns, and what the queries read.
 inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAttention& how) {
-  std::vector<float> room, sink_room;
-  std::vector<int> cursor_room;
-  const int* cursor = in[CURSOR].all(cursor_room);
+  const int* cursor = in[CURSOR].all<int>();
   write_tail(in[TAIL_KEYS], in[NEW_KEYS], cursor, out[0]);
   write_tail(in[TAIL_VALUES], in[NEW_VALUES], cursor, out[1]);
-  const float *queries = in[ROW_QUERIES].all(room), *keys = out[0], *values = out[1];
+  const float *queries = in[ROW_QUERIES].all(), *keys = out[0], *values = out[1];
   const KVTable& kv_table = **in[TABLE].data<const KVTable*>();
-  const float* sinks = in.size() > SINKS ? in[SINKS].all(sink_room) : nullptr;
+  const float* sinks = in.size() > SINKS ? in[SINKS].all() : nullptr;
   const int width = in[ROW_QUERIES].dim(0), tokens = in[ROW_QUERIES].dim(2), dim = in[ROW_QUERIES].dim(3);
   const int groups = in[TAIL_KEYS].dim(1), shared = in[ROW_QUERIES].dim(1) / groups, value_dim = in[TAIL_VALUES].dim(3);
   const int of_row = shared * tokens;  // queries of a row that read the same key head: head by head
@@ -131,14 +112,15 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
   Pool::shared().run(long(width) * groups, 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
       const int row = i / groups, group = i % groups;
-      const KeyPiece own_tail{tail, keys + i * tail * dim, dim, values + i * tail * value_dim, value_dim};
-      std::vector<KeyPiece> main;
+      std::vector<Keys> pieces;
       for (const Span& span : row < int(lies.own.size()) ? lies.own[row] : NO_SPANS) {
         const auto& [side_keys, side_values] = layer.segments[span.segment];
-        main.push_back({span.count, side_keys.at(group, span.start), dim, side_values.at(group, span.start), value_dim});
+        pieces.push_back({span.count, dim, value_dim, side_keys.at(group, span.start), side_values.at(group, span.start)});
       }
+      const long known = total(pieces) + cursor[row], in_tail = std::min<long>(cursor[row] + tokens, tail);
+      pieces.push_back({in_tail, dim, value_dim, keys + i * tail * dim, values + i * tail * value_dim});
       const auto& among = row < int(lies.among.size()) ? lies.among[row] : AMONG_NONE;
-      const Visible visible = visible_to(main, own_tail, cursor[row], tokens, window);
+      const Visible visible = visible_to(pieces, known, tokens, window);
       Read* own = &reads[i * of_row];
       const auto seen = [&](int query) { return visible.of_token[query % tokens]; };
       attend_pieces(visible.pieces, queries + i * of_row * dim, of_row, dim, value_dim, how.scale, seen, own);

@@ -38,11 +38,9 @@ enum DeltaInput {
 inline void run_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim, float eps) {
   const bool verifies = in.size() == VERIFY_INPUTS;
   const size_t num_floats = verifies ? ACCEPTED : LENGTHS;
-  Floats rooms[ACCEPTED];
   const float* of[ACCEPTED] = {};
-  for (size_t i = 0; i < num_floats; i++) of[i] = in[i].all(rooms[i]);
-  std::vector<int> room;
-  const int* numbers = in.size() > num_floats ? in[num_floats].all(room) : nullptr;
+  for (size_t i = 0; i < num_floats; i++) of[i] = in[i].all();
+  const int* numbers = in.size() > num_floats ? in[num_floats].all<int>() : nullptr;
   const int batch = in[QKV].dim(0), width = in[QKV].dim(1), most = verifies ? in[KEPT_QKV].dim(1) : 0;
   const Layer layer{key_heads, key_dim, in[STATE].dim(1), in[STATE].dim(2), in[TAPS].dim(0), eps,
                     of[TAPS], of[LOG_A], of[DT_BIAS], of[GATED_NORM]};
@@ -100,8 +98,7 @@ inline void rms_norm(const float* x, const float* weight, float eps, long count,
 }
 
 inline void run_rms_norm(const Inputs& in, const Outputs& out, float eps) {
-  Floats weights;
-  const float* weight = in.size() > 1 ? in[1].all(weights) : nullptr;
+  const float* weight = in.size() > 1 ? in[1].all() : nullptr;
   const long count = in[0].dim(-1);
   for_lines(in[0], [&](long line, Floats* rooms) {
     rms_norm(in[0].line(line, rooms[0]), weight, eps, count, out[0] + line * count);
@@ -117,15 +114,20 @@ inline void run_swiglu(const Inputs& in, const Outputs& out) {
   });
 }
 
-// Packed weights lie as they are read, in whatever numbers.
+// `read(numbers)`, in whatever type they lie.
+template <typename F>
+void with_numbers(const View& x, const F& read) {
+  if (x.dtype() == mx::float16) return read(x.data<Float16>());
+  if (x.dtype() == mx::bfloat16) return read(x.data<BFloat16>());
+  read(x.data<float>());
+}
+
+// Packed weights lie as they are read.
 inline void multiply_panel(const Product& product, const View& panels, long number) {
-  const auto with = [&](const auto* weights) {
+  with_numbers(panels, [&](const auto* weights) {
     using Number = std::remove_cvref_t<decltype(*weights)>;
     multiply<Number>(product, {number, weights + number * product.inputs * PANEL});
-  };
-  if (panels.dtype() == mx::float16) return with(panels.data<Float16>());
-  if (panels.dtype() == mx::bfloat16) return with(panels.data<BFloat16>());
-  with(panels.data<float>());
+  });
 }
 
 // All of several products as one task. `biases` has null where there is none, or is empty.
@@ -151,8 +153,7 @@ inline void multiply_all(const std::vector<Product>& products, const std::vector
 
 // in: x; of each layer its packed weights and maybe its bias. `num_out`: outputs of each layer.
 inline void run_linear(const Inputs& in, const Outputs& out, const std::vector<int>& num_out) {
-  std::vector<Floats> rooms(in.size());
-  const float* x = in[0].all(rooms[0]);
+  const float* x = in[0].all();
   std::vector<Product> products;
   std::vector<const View*> weights;
   std::vector<const float*> biases;
@@ -161,7 +162,7 @@ inline void run_linear(const Inputs& in, const Outputs& out, const std::vector<i
     products.push_back({in[0].lines(), outputs, in[0].dim(-1), x, out[products.size()]});
     weights.push_back(&in[next++]);
     const bool biased = next < in.size() && in[next].axes() == 1;
-    biases.push_back(biased ? in[next].all(rooms[next]) : nullptr);
+    biases.push_back(biased ? in[next].all() : nullptr);
     next += biased;
   }
   multiply_all(products, weights, biases);
@@ -179,10 +180,9 @@ inline void rotate(const float* x, const float* cos, const float* sin, long half
 
 // in: x [batch, heads, tokens, dim], frequencies [half], maybe offsets [batch] or [1] (int32).
 inline void run_rope(const Inputs& in, const Outputs& out, float scale, int offset) {
-  Floats room, angles;
-  std::vector<int> places;
-  const float* frequency = in[1].all(angles);
-  const int* offsets = in.size() > 2 ? in[2].all(places) : nullptr;
+  Floats room;
+  const float* frequency = in[1].all();
+  const int* offsets = in.size() > 2 ? in[2].all<int>() : nullptr;
   const long half = in[1].size(), tokens = in[0].dim(2), heads = in[0].dim(1), dim = in[0].dim(3);
   const long tables = offsets && in[2].size() > 1 ? in[0].dim(0) : 1;
   Floats cos(tables * tokens * half), sin(cos.size());
@@ -203,10 +203,8 @@ inline void run_rope(const Inputs& in, const Outputs& out, float scale, int offs
 // in: queries [batch, heads, tokens, dim], keys and values of fewer heads, maybe what may be seen (bool,
 // one for all heads).
 inline void run_attention(const Inputs& in, const Outputs& out, float scale, bool causal) {
-  Floats key_room, value_room;
-  std::vector<char> mask_room;
-  const float *all_keys = in[1].all(key_room), *all_values = in[2].all(value_room);
-  const char* mask = in.size() > 3 ? in[3].all(mask_room) : nullptr;
+  const float *all_keys = in[1].all(), *all_values = in[2].all();
+  const char* mask = in.size() > 3 ? in[3].all<char>() : nullptr;
   const int heads = in[0].dim(1), tokens = in[0].dim(2), groups = in[1].dim(1), shared = heads / groups;
   const int dim = in[1].dim(3), value_dim = in[2].dim(3);
   const long num_keys = in[1].dim(2);
@@ -231,10 +229,8 @@ inline void run_attention(const Inputs& in, const Outputs& out, float scale, boo
 
 // in: logits [rows, vocabulary], choices [rows, 4] as `Choice` has them, keys [rows, 2] (uint32); out: tokens, int32.
 inline void run_choose(const Inputs& in, const Outputs& out) {
-  Floats room;
-  std::vector<uint32_t> key_room;
-  const float* choices = in[1].all(room);
-  const uint32_t* keys = in[2].all(key_room);
+  const float* choices = in[1].all();
+  const uint32_t* keys = in[2].all<uint32_t>();
   const long count = in[0].dim(-1);
   int* tokens = reinterpret_cast<int*>(out[0]);
   Pool::shared().run(in[0].lines(), 1, [&](long from, long to) {
