@@ -82,12 +82,7 @@ class WindowClass:
 
     def begin_alike(self, index: int, other: int, num_columns: int) -> None:
         """A row names so many columns of another one in place of its own first ones."""
-        rest, passed = list[Piece](), num_columns
-        for segment, start, count in self.pieces[index]:
-            hidden = min(passed, count)
-            passed -= hidden
-            if hidden < count:
-                rest.append(Piece(segment, start + hidden, count - hidden))
+        rest = _behind(self.pieces[index], num_columns)
         self.pieces[index] = [*self.first_columns(other, num_columns), *rest]
 
     def leave(self, index: int) -> None:
@@ -101,12 +96,7 @@ class WindowClass:
         no row's columns stay."""
         for index, pieces in self.pieces.items():
             passed = 0 if self.window is None else self.num_columns(index) - self.window
-            self.pieces[index] = []
-            for segment, start, count in pieces:
-                hidden = min(max(passed, 0), count)
-                passed -= hidden
-                if hidden < count:
-                    self.pieces[index].append(Piece(segment, start + hidden, count - hidden))
+            self.pieces[index] = _behind(pieces, max(passed, 0))
         self.segments = [part for part, n in zip(self.segments, self.held(), strict=True) if n]
 
     def table(self, most_segments: int, num_hidden: np.ndarray) -> np.ndarray:
@@ -173,6 +163,17 @@ class WindowClass:
             self.pieces[index] = [*rest[:num_before], *moved, *rest[num_before:]]
         self.segments[first:last] = [new]
         return new, np.concatenate(columns)
+
+
+def _behind(pieces: Sequence[Piece], num_columns: int) -> list[Piece]:
+    """All but so many of the first columns."""
+    rest: list[Piece] = []
+    for segment, start, count in pieces:
+        hidden = min(num_columns, count)
+        num_columns -= hidden
+        if hidden < count:
+            rest.append(Piece(segment, start + hidden, count - hidden))
+    return rest
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
