@@ -30,7 +30,6 @@ from pippin.backends.mlx.attention.decode_step import (
     Tree,
 )
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.drafts.acceptance import NONE, Proposals
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
@@ -38,8 +37,6 @@ from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, delta_layers
 from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.step.future_map import FutureMap
-
-DRAFT_OPERATIONS = ("row_attention", "delta_layer")
 
 
 @dataclass(eq=False)
@@ -92,10 +89,6 @@ class DraftRows(DecodeRows):
         self._future_map = future_map
         self._bounds: dict[int, Bound] = {}  # by slot
         super().__init__(layout, paths, max_depth=max_depth)
-
-    @property
-    def _table_operations(self) -> Operations | None:
-        return None if operations(*DRAFT_OPERATIONS) is None else super()._table_operations
 
     @property
     def states(self) -> dict[int, list[mx.array]]:
