@@ -146,15 +146,13 @@ class DraftRows(DecodeRows):
         self._bounds[slot].unsure.clear()
 
     def flush(self) -> None:
-        lengths = {slot: row.length for slot, row in self.rows.items()}
-        if any(bound.unsure for bound in self._bounds.values()):
+        unsure = {slot: bound for slot, bound in self._bounds.items() if bound.unsure}
+        if unsure:
             future = self._future_map
-            exact, counts = np.asarray(future.lengths), np.asarray(future.counts)  # waits
-            for slot, bound in self._bounds.items():
-                if bound.unsure:
-                    lengths[slot], bound.num_accepted = int(exact[slot]), int(counts[slot])
-        for slot, length in lengths.items():
-            self._settle(slot, length)
+            lengths, counts = np.asarray(future.lengths), np.asarray(future.counts)  # waits
+            for slot, bound in unsure.items():
+                bound.num_accepted = int(counts[slot])
+                self._settle(slot, int(lengths[slot]))
         super().flush()
 
     # ---- one step --------------------------------------------------------------------------
@@ -176,8 +174,7 @@ class DraftRows(DecodeRows):
             index, bound, decode = row.index, self._bounds[row.slot], by_slot.get(row.slot)
             self._park_or_resume(row, advances=decode is not None)
             ends[index], least[index] = row.num_main, row.length
-            if bound.num_accepted:
-                counts[index] = bound.num_accepted
+            counts[index] = bound.num_accepted
             if bound.unsure:
                 unsure_slots[index], any_unsure = row.slot, True
                 least[index] -= bound.num_unsure

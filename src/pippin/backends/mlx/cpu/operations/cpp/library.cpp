@@ -125,7 +125,8 @@ int pippin_delta_layer(void* const* out, int num_out, void* const* in, int num_i
                        float eps) {
   const auto shapes = [=](const Arrays& in) {
     Shapes found{in[Z].shape(), in[CONV_STATE].shape(), in[STATE].shape()};
-    for (int n = 0; n < num_out - 3; n++) found.push_back(in[in.size() == VERIFY_INPUTS ? KEPT_QKV + n : STATE].shape());
+    const bool verifies = in.size() == VERIFY_INPUTS;
+    for (int n = 0; n < num_out - 3; n++) found.push_back(in[verifies ? KEPT_QKV + n : STATE].shape());
     return found;
   };
   return add("DeltaLayer", out, in, num_in, shapes,

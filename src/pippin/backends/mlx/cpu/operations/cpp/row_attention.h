@@ -51,7 +51,8 @@ struct Visible {
 // Of `tokens` the first sees so many `known` keys and its own, which is the next one; each after it one more.
 inline Visible visible_to(const std::vector<Keys>& pieces, long known, int tokens, long window) {
   Visible found;
-  const long end = total(pieces), hidden = std::clamp(known + 1 - window, 0L, end);  // from the first, and so from all
+  const long end = total(pieces);
+  const long hidden = std::clamp(known + 1 - window, 0L, end);  // from the first, and so from all
   long left = hidden;
   for (const Keys& piece : pieces) {
     const long passed = std::min(left, piece.count);
@@ -79,6 +80,10 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
   const long tail = in[TAIL_KEYS].dim(2), window = how.window ? how.window : NO_WINDOW;
   const LayerKV& layer = kv_table.layers[how.place];
   const WindowClass& lies = *layer.lies;
+  const auto main = [&](const Span& span, int group) {
+    const auto& [main_keys, main_values] = layer.segments[span.segment];
+    return Keys{span.count, dim, value_dim, main_keys.at(group, span.start), main_values.at(group, span.start)};
+  };
 
   // Of every query what it read of keys that are its row's alone; then of each span that rows read together
   // and each key head, what its rows' queries read.
@@ -96,15 +101,13 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
     for (long i = from; i < to; i++) {
       const int number = i / groups, group = i % groups;
       const auto& [span, rows] = lies.together[number];
-      const auto& [side_keys, side_values] = layer.segments[span.segment];
       const long count = long(rows.size()) * of_row;
       const auto scaled = scratch(count * dim);
       for (long query = 0; query < count; query++) {
         const long own = (long(rows[query / of_row]) * groups + group) * of_row + query % of_row;
         for (int c = 0; c < dim; c++) scaled[query * dim + c] = how.scale * queries[own * dim + c];
       }
-      const Keys all{span.count, dim, value_dim, side_keys.at(group, span.start), side_values.at(group, span.start)};
-      attend_together(all, scaled.get(), count, &reads[first[number] + group * count]);
+      attend_together(main(span, group), scaled.get(), count, &reads[first[number] + group * count]);
     }
   });
   static const std::vector<Span> NO_SPANS;
@@ -114,8 +117,7 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
       const int row = i / groups, group = i % groups;
       std::vector<Keys> pieces;
       for (const Span& span : row < int(lies.own.size()) ? lies.own[row] : NO_SPANS) {
-        const auto& [side_keys, side_values] = layer.segments[span.segment];
-        pieces.push_back({span.count, dim, value_dim, side_keys.at(group, span.start), side_values.at(group, span.start)});
+        pieces.push_back(main(span, group));
       }
       const long known = total(pieces) + cursor[row], in_tail = std::min<long>(cursor[row] + tokens, tail);
       pieces.push_back({in_tail, dim, value_dim, keys + i * tail * dim, values + i * tail * value_dim});
