@@ -129,7 +129,7 @@ def with_columns(tail: KV, k: mx.array, v: mx.array, cursor: mx.array) -> KV:
     is_new, at = (age >= 0) & (age <= last), mx.clip(age, 0, last)
     is_new, at = (array[:, None, :, None] for array in (is_new, at))
     keys, values = (
-        mx.where(is_new, mx.take_along_axis(new, at, axis=2), old)
+        mx.where(is_new, mx.take_along_axis(new, at, axis=2) if last else new, old)
         for old, new in zip(tail, (k, v), strict=True)
     )
     return keys, values
