@@ -24,13 +24,14 @@ REPLY_TOKENS = 32
 WITHOUT, PRINTS, ALL = "without", "fingerprints", "canary log"
 
 
-def make_engine(name: str, options: argparse.Namespace) -> LLM:
+def make_engine(name: str, options: argparse.Namespace, number: int) -> LLM:
+    """The memory that a GPU's budget counts is the process's: each engine's is behind the last."""
     keeps, canary = pippin.engine.build_loop.keeps_fingerprints, "log" if name == ALL else "off"
     if name == PRINTS:
         pippin.engine.build_loop.keeps_fingerprints = lambda _: True
     try:
         model = ModelConfig(model=options.model, backend=options.backend)
-        return LLM(config=Config(model=model, engine=EngineConfig(canary=canary, memory="0.2")))
+        return LLM(config=Config(model=model, engine=EngineConfig(canary=canary, memory=f"{0.2 * number}")))
     finally:
         pippin.engine.build_loop.keeps_fingerprints = keeps
 
@@ -51,12 +52,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     options = parser.parse_args()
-    engines = {name: make_engine(name, options) for name in (WITHOUT, PRINTS, ALL)}
+    names = (WITHOUT, PRINTS, ALL)
+    engines = {name: make_engine(name, options, n) for n, name in enumerate(names, start=1)}
     rng = np.random.default_rng(0)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for number in range(options.rounds + 1):
         prompts = rng.integers(10, 5_000, (NUM_PROMPTS, options.length)).tolist()
-        names = list(engines)
         for name in (*names[number % 3 :], *names[: number % 3]):
             found = run_round(engines[name], prompts)
             if number:  # the first is for compiling

@@ -173,7 +173,7 @@ def test_programs_are_enough_for_long_rows_and_not_too_many_for_short_ones(num_g
     assert splits & (splits - 1) == 0
     assert splits == 1 or splits * num_groups <= attention_step.MOST_PROGRAMS
     assert splits * max(num_groups, 64) * 2 > min(attention_step.MOST_PROGRAMS, num_groups)
-    assert least % attention_step.BLOCK_T == 0
+    assert all(least % attention_step.tile_for(dim, 2)[0] == 0 for dim in (64, 128, 256))
     short = -(-512 // max(least, -(-512 // splits)))  # stretches of 512 tokens
     assert short <= max(attention_step.PROGRAMS // num_groups, 8)
 

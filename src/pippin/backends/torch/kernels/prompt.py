@@ -100,6 +100,8 @@ class _LaunchedRun(ChunkRun):
     def _look_at_latents(
         self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
     ) -> torch.Tensor:
+        if kept.dtype == torch.float32:  # products without tensor cores: torch's own are faster
+            return super()._look_at_latents(mixer, q, kept)
         return _attend_latents(mixer, q, kept, self._table, self._lines)
 
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,12 @@ from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.step.decode_inputs import Inputs
 
-BLOCK_T = 64
 PROGRAMS = 264  # of the first kernel that work, about: two for each processor of a large GPU
 MOST_PROGRAMS = 4096  # of it in all, where rows could be long
-MOST_SPLITS = 64  # of a row
+AMPLE_PROGRAMS = 2048  # of it, which leave each row OF_LONG_ROWS stretches at least
+OF_LONG_ROWS, MOST_SPLITS = 16, 64  # stretches of a row
 LEAST_TOKENS = 256  # of a stretch, where there are enough rows to keep a GPU busy
+LEAST_OF_FEW = 64  # the same, of few rows
 
 
 @triton.jit
@@ -55,15 +56,18 @@ def _stretch(num_seen, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.cons
 
 
 @triton.jit
-def _block(here, values, cells_of, start, end, position, kv_stride, i, BLOCK: tl.constexpr):
-    """Keys and values of tokens from `start` on, and which of them were there before this one."""
-    t = start + tl.arange(0, BLOCK)
+def _cells(cells_of, t, end, position, kv_stride):
+    """Where tokens lie, and which of them were there before this one."""
     is_old = (t < end) & (t < position)
-    cell = tl.load(cells_of + t, mask=is_old, other=0).to(tl.int64) * kv_stride
+    return tl.load(cells_of + t, mask=is_old, other=0).to(tl.int64) * kv_stride, is_old
+
+
+@triton.jit
+def _block(here, values, cell, is_old, i):
+    """Their keys and values."""
     block = here + cell[:, None] + i[None, :]
     k = tl.load(block, mask=is_old[:, None], other=0.0)
-    v = tl.load(block + values, mask=is_old[:, None], other=0.0)
-    return k, v, is_old
+    return k, tl.load(block + values, mask=is_old[:, None], other=0.0)
 
 
 @triton.jit
@@ -125,7 +129,13 @@ def _attend(
     if first > position:
         return
     end = tl.minimum(first + stretch, position + 1)
-    g, i = tl.arange(0, GROUP), tl.arange(0, D)
+    cells_of = table + tl.load(slots + row).to(tl.int64) * table_stride
+    here = kv + kv_head * D
+    values = KV_HEADS * D
+    n, g, i = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, D)
+    cell, is_old = _cells(cells_of, first + n, end, position, kv_stride)
+    next_cell, next_old = _cells(cells_of, first + BLOCK + n, end, position, kv_stride)
+    k, v = _block(here, values, cell, is_old, i)
     head = kv_head * per_kv + tl.minimum(g, per_kv - 1)
     at = (row * HEADS + head) * SPLITS + split
     rotates = i < ROTATED
@@ -133,10 +143,6 @@ def _attend(
     turn = position.to(tl.int64) * half + tl.where(i < half, i, i - half)
     cos = tl.load(cos_table + turn, mask=rotates, other=1.0)
     sin = tl.load(sin_table + turn, mask=rotates, other=0.0)
-    cells_of = table + tl.load(slots + row).to(tl.int64) * table_stride
-    here = kv + kv_head * D
-    values = KV_HEADS * D
-    k, v, is_old = _block(here, values, cells_of, first, end, position, kv_stride, i, BLOCK)
     if EARLY:
         wait_for_previous(PDL)
     x = qkv + row.to(tl.int64) * row_stride
@@ -148,12 +154,14 @@ def _attend(
     top = tl.full([GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([GROUP], tl.float32)
     found = tl.zeros([GROUP, D], tl.float32)
-    scores = _scores(q, k, is_old, softcap, SOFTCAP, PRECISION)
-    top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
-    for start in range(first + BLOCK, end, BLOCK):
-        k, v, is_old = _block(here, values, cells_of, start, end, position, kv_stride, i, BLOCK)
+    for start in tl.range(first, end, BLOCK, num_stages=1):
+        # A block is on its way while the one before is computed, and where the next one lies.
+        next_k, next_v = _block(here, values, next_cell, next_old, i)
+        cell, later_old = _cells(cells_of, start + 2 * BLOCK + n, end, position, kv_stride)
         scores = _scores(q, k, is_old, softcap, SOFTCAP, PRECISION)
         top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
+        k, v, is_old = next_k, next_v, next_old
+        next_cell, next_old = cell, later_old
     if end == position + 1:  # the new token is in this stretch
         k_new = normed_heads(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
         k_new = k_new.to(kv.dtype.element_ty)
@@ -228,9 +236,16 @@ def splits_for(num_groups: int) -> tuple[int, int]:
     `num_groups`: rows, times heads of keys. A few rows share a GPU by short stretches; many fill it
     with one or two each, and only rows that are much longer have more.
     """
-    busy = max(1, min(MOST_SPLITS, PROGRAMS // num_groups))
-    most = max(busy, min(MOST_SPLITS, MOST_PROGRAMS // num_groups))
-    return 1 << (most.bit_length() - 1), BLOCK_T if busy >= 8 else LEAST_TOKENS
+    wanted = min(MOST_SPLITS, max(OF_LONG_ROWS, AMPLE_PROGRAMS // num_groups))
+    most = max(1, min(wanted, MOST_PROGRAMS // num_groups))
+    are_few = num_groups * 4 <= PROGRAMS
+    return 1 << (most.bit_length() - 1), LEAST_OF_FEW if are_few else LEAST_TOKENS
+
+
+def tile_for(dim: int, itemsize: int) -> tuple[int, int]:
+    """Tokens of a block, and warps: what a thread keeps of a block in its registers, twice."""
+    block = 64 if dim <= 64 else 32
+    return block, max(2, block * dim * itemsize >> 12)
 
 
 def attention_step(
@@ -249,7 +264,7 @@ def attention_step(
     """
     num_rows, heads, dim = qkv.shape[0], layer.shape.num_heads, layer.shape.head_dim
     splits, least = splits_for(num_rows * layer.shape.num_kv_heads)
-    block = BLOCK_T if dim <= 128 else BLOCK_T // 2
+    block, num_warps = tile_for(dim, qkv.element_size())
     norms = layer.head_norms or (None, None)
     options = {"dtype": torch.float32, "device": qkv.device}
     sizes_of_parts = ((dim,), (), ())  # sums of values, largest scores, masses
@@ -286,8 +301,7 @@ def attention_step(
         GROUP=max(16, triton.next_power_of_2(heads // layer.shape.num_kv_heads)),
         PRECISION=precision_of(qkv.dtype),
         EARLY=early,
-        num_warps=4,
-        num_stages=2,
+        num_warps=num_warps,
         **dependent(qkv.device),
     )
     _combine[(num_rows, heads)](

@@ -136,12 +136,14 @@ def _conv_step(
     found = newest.to(tl.float32) * last.to(tl.float32)
     if BIASED:
         found += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
+    older = ()
     for tap in tl.static_range(TAPS - 1):
         value = tl.load(before + tap * num_channels, mask=inside, other=0.0)
         weight = tl.load(taps + tap * num_channels + c, mask=inside, other=0.0)
         found += value.to(tl.float32) * weight.to(tl.float32)
-        if tap > 0:
-            tl.store(after + (tap - 1) * num_channels, value, mask=inside)
+        older += (value,)
+    for tap in tl.static_range(1, TAPS - 1):  # no load waits behind a store
+        tl.store(after + (tap - 1) * num_channels, older[tap], mask=inside)
     tl.store(after + (TAPS - 2) * num_channels, newest, mask=inside)
     tl.store(x, (found * tl.sigmoid(found)).to(projected.dtype.element_ty), mask=inside)
 

@@ -17,54 +17,19 @@ from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.step.verify.words import Places
 
 CONV_BLOCK = 256
-MOST_COLUMNS = 32  # of a state, in one program
 
 
-def columns_for(num_heads: int, num_columns: int) -> tuple[int, int]:
-    """Columns and warps of a program. Where heads are few, one warp takes a few columns: it waits
-    for no other between the tokens."""
-    if num_heads <= MANY_PROGRAMS:
-        return min(8, num_columns), 1
-    return min(MOST_COLUMNS, num_columns), 4
+def columns_for(num_heads: int, num_columns: int) -> int:
+    """Columns of a state in one program: of one warp, which waits for no other between tokens."""
+    return min(8 if num_heads <= MANY_PROGRAMS else 16, num_columns)
 
 
 @triton.jit
-def _input(conv, kept, new, place, count, stride, c, inside, channels, width, HELD, WIDTH):
-    """Of the convolution, so many behind the oldest that a row's state has. None behind the last
-    new one: what lies there may be no memory of ours."""
-    place += tl.zeros_like(c)  # a mask is of vectors alone: the interpreter takes no others
-    old = tl.load(conv + place * channels + c, mask=inside & (place < HELD), other=0.0)
-    at = place - HELD
-    run = tl.load(kept + at * width + c, mask=inside & (at >= 0) & (at < count), other=0.0)
-    is_new = (at >= count) & (at < count + WIDTH)
-    fresh = tl.load(new + (at - count) * stride, mask=inside & is_new, other=0.0)
-    return old.to(tl.float32) + run.to(tl.float32) + fresh.to(tl.float32)
-
-
-@triton.jit
-def _convolved(
-    conv,
-    kept,
-    new,
-    taps,
-    place,
-    count,
-    stride,
-    c,
-    inside,
-    channels,
-    width,
-    TAPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Of inputs from a place on, behind silu."""
-    found = tl.zeros(c.shape, tl.float32)
-    for tap in tl.static_range(TAPS):
-        weight = tl.load(taps + tap * channels + c, mask=inside, other=0.0)
-        value = _input(
-            conv, kept, new, place + tap, count, stride, c, inside, channels, width, TAPS - 1, WIDTH
-        )
-        found += value * weight.to(tl.float32)
+def _convolved(inputs, weights, first: tl.constexpr, TAPS: tl.constexpr):
+    """The convolution of TAPS inputs from the first on, behind silu."""
+    found = inputs[first] * weights[0]
+    for tap in tl.static_range(1, TAPS):
+        found += inputs[first + tap] * weights[tap]
     return found * tl.sigmoid(found)
 
 
@@ -93,7 +58,6 @@ def _conv_verify(
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
-    wait_for_previous(PDL)
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_conv, inside = c < num_channels, c < width
@@ -102,60 +66,45 @@ def _conv_verify(
     before = conv + tl.load(states_in + row).to(tl.int64) * conv_stride
     after = conv + tl.load(states_out + row).to(tl.int64) * conv_stride
     held: tl.constexpr = TAPS - 1
+    # Everything is loaded before anything is stored: a load behind a store would wait for it, and
+    # what is read may lie where other threads write. What earlier steps left is loaded at once.
+    weights, old = (), ()
+    for tap in tl.static_range(TAPS):
+        found = tl.load(taps + tap * num_channels + c, mask=is_conv, other=0.0)
+        weights += (found.to(tl.float32),)
+    for tap in tl.static_range(held):
+        found = tl.load(before + tap * num_channels + c, mask=is_conv, other=0.0)
+        old += (found.to(tl.float32),)
+    for t in tl.static_range(KEPT):
+        found = tl.load(own + t * width + c, mask=inside & (c * 0 + t < count), other=0.0)
+        old += (found.to(tl.float32),)
+    last = ()  # before the new ones
+    for tap in tl.static_range(held):
+        found = old[tap]
+        for t in tl.static_range(KEPT):
+            found = tl.where(count == t + 1, old[tap + t + 1], found)
+        last += (found,)
+    wait_for_previous(PDL)
     column = tl.where(is_conv, c, c - num_channels + gates_at)
     new = projected + (row * WIDTH).to(tl.int64) * row_stride + column
-    for t in tl.static_range(KEPT):
-        found = _convolved(
-            before,
-            own,
-            new,
-            taps,
-            t,
-            count,
-            row_stride,
-            c,
-            is_conv,
-            num_channels,
-            width,
-            TAPS,
-            WIDTH,
-        )
-        is_kept = inside & (c * 0 + t < count)
-        raw = tl.load(own + t * width + c, mask=is_kept, other=0.0)
-        y = tl.where(is_conv, found, raw.to(tl.float32))
-        at = replayed + (row * KEPT + t).to(tl.int64) * width + c
-        tl.store(at, y.to(replayed.dtype.element_ty), mask=is_kept)
+    inputs = last
     for t in tl.static_range(WIDTH):
-        place = count + t
-        y = _convolved(
-            before,
-            own,
-            new,
-            taps,
-            place,
-            count,
-            row_stride,
-            c,
-            is_conv,
-            num_channels,
-            width,
-            TAPS,
-            WIDTH,
-        )
+        found = tl.load(new + t * row_stride, mask=inside, other=0.0)
+        inputs += (found.to(tl.float32),)
+    tl.debug_barrier()
+    for t in tl.static_range(KEPT):
+        y = tl.where(is_conv, _convolved(old, weights, t, TAPS), old[held + t])
+        at = replayed + (row * KEPT + t).to(tl.int64) * width + c
+        tl.store(at, y.to(replayed.dtype.element_ty), mask=inside)
+    for t in tl.static_range(WIDTH):
+        y = _convolved(inputs, weights, t, TAPS)
         at = mixed + (row * WIDTH + t).to(tl.int64) * num_channels + c
         tl.store(at, y.to(mixed.dtype.element_ty), mask=is_conv)
-    # What is read may lie where the next is written: other threads have read it by then.
-    for tap in tl.static_range(TAPS - 1):
-        place = count + 1 + tap
-        value = _input(
-            before, own, new, place, count, row_stride, c, is_conv, num_channels, width, held, WIDTH
-        )
-        tl.debug_barrier()
+    for tap in tl.static_range(held):  # behind the input token
         at = after + tap * num_channels + c
-        tl.store(at, value.to(conv.dtype.element_ty), mask=is_conv)
-        tl.debug_barrier()
+        tl.store(at, inputs[tap + 1].to(conv.dtype.element_ty), mask=is_conv)
     for t in tl.static_range(WIDTH - 1):
-        raw = tl.load(new + (t + 1) * row_stride, mask=inside, other=0.0)
+        raw = inputs[held + 1 + t].to(kept.dtype.element_ty)
         tl.store(own + t * width + c, raw, mask=inside)
 
 
@@ -200,8 +149,7 @@ def conv_verify(
 
 
 @triton.jit
-def _advance(
-    held,
+def _token(
     x,
     gates,
     decay,
@@ -215,15 +163,21 @@ def _advance(
     DK: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """One token: columns j of the state behind it."""
+    """What it does to columns j of a state: the share that stays, its key and value, and the share
+    of the difference that is added."""
     k = tl.load(x + K_HEADS * DK + key_head * DK + i).to(tl.float32)
-    k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+    v = tl.load(x + 2 * K_HEADS * DK + head * DV + j).to(tl.float32)
     b = tl.load(gates + head).to(tl.float32)
     a = tl.load(gates + V_HEADS + head).to(tl.float32) + bias
     softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-    held = held * tl.exp(decay * softplus)
-    v = tl.load(x + 2 * K_HEADS * DK + head * DV + j).to(tl.float32)
-    added = (v - tl.sum(held * k[:, None], axis=0)) * tl.sigmoid(b)
+    return tl.exp(decay * softplus), k * tl.rsqrt(tl.sum(k * k) + 1e-6), v, tl.sigmoid(b)
+
+
+@triton.jit
+def _advance(held, token):
+    stays, k, v, share = token
+    held = held * stays
+    added = (v - tl.sum(held * k[:, None], axis=0)) * share
     return held + k[:, None] * added[None, :]
 
 
@@ -263,23 +217,32 @@ def _delta_verify(
     held = tl.load(before + within)  # an earlier step's
     count = tl.load(counts + row)
     wait_for_previous(PDL)
-    for t in range(count):
+    # All tokens are loaded before anything is stored: a load behind a store would wait for it.
+    accepted, tokens, queries = (), (), ()
+    for t in tl.static_range(KEPT):  # those behind the last that was accepted are not used
         x = replayed + (row * KEPT + t).to(tl.int64) * width
-        held = _advance(
-            held, x, x + channels, own_decay, bias, head, key_head, i, j, K_HEADS, V_HEADS, DK, DV
+        found = _token(
+            x, x + channels, own_decay, bias, head, key_head, i, j, K_HEADS, V_HEADS, DK, DV
         )
+        accepted += (found,)
     for t in tl.static_range(WIDTH):
         token = (row * WIDTH + t).to(tl.int64)
         x = mixed + token * channels
         gates = projected + token * row_stride + channels + V_HEADS * DV
-        held = _advance(
-            held, x, gates, own_decay, bias, head, key_head, i, j, K_HEADS, V_HEADS, DK, DV
-        )
+        found = _token(x, gates, own_decay, bias, head, key_head, i, j, K_HEADS, V_HEADS, DK, DV)
+        tokens += (found,)
+        q = tl.load(x + key_head * DK + i).to(tl.float32)
+        queries += (q * tl.rsqrt(tl.sum(q * q) + 1e-6) * (DK**-0.5),)
+    for t in tl.static_range(KEPT):
+        if t < count:
+            held = _advance(held, accepted[t])
+    for t in tl.static_range(WIDTH):
+        held = _advance(held, tokens[t])
         if t == 0:
             tl.store(after + within, held)
-        q = tl.load(x + key_head * DK + i).to(tl.float32)
-        q = q * tl.rsqrt(tl.sum(q * q) + 1e-6) * (DK**-0.5)
+        q = queries[t]
         y = tl.sum(held * q[:, None], axis=0)
+        token = (row * WIDTH + t).to(tl.int64)
         tl.store(out + (token * V_HEADS + head) * DV + j, y)
 
 
@@ -290,11 +253,10 @@ def delta_verify(
     layer: DeltaLayer,
     state: torch.Tensor,  # float32 [slabs, value heads, k_dim, v_dim], a view of the pool
     places: Places,
-    tile: tuple[int, int] | None = None,  # columns, warps
 ) -> torch.Tensor:
     """float32 [tokens, value heads, v_dim], before the gated norm."""
     shape, num_rows = layer.shape, places.size.num_rows
-    columns, num_warps = tile or columns_for(num_rows * shape.num_v_heads, shape.v_dim)
+    columns = columns_for(num_rows * shape.num_v_heads, shape.v_dim)
     out = torch.empty(
         places.size.num_tokens,
         shape.num_v_heads,
@@ -320,7 +282,7 @@ def delta_verify(
         COLUMNS=columns,
         WIDTH=places.size.width,
         KEPT=replayed.shape[1],
-        num_warps=num_warps,
+        num_warps=1,
         **dependent(projected.device),
     )
     return out
