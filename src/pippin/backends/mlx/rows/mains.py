@@ -11,7 +11,7 @@ common is held, and read, once. Plain operations gather each row's columns in ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -184,7 +184,9 @@ class Mains:
         counts: dict[int, int] = {}
         for row, kv in joining:
             counts[row.index] = kv[own.caches[0]][0].shape[2]
-        self._add(own, counts, lambda cache: [kv.pop(cache) for _, kv in joining])
+        self._add(
+            own, counts, lambda cache: zip(*(kv.pop(cache) for _, kv in joining), strict=True)
+        )
 
     def _share(self, row: Row, prompt: np.ndarray) -> None:
         """Name the columns of the settled row that has most of what this one begins with."""
@@ -217,11 +219,11 @@ class Mains:
         at = [index * arrays.TAIL + np.arange(count) for index, count in counts.items()]
         chosen = mx.array(np.concatenate(at).astype(np.int32))
 
-        def take(cache: int) -> list[KV]:
-            keys, values = (
-                columns_at([_side_by_side(side)], chosen)[None] for side in tails[cache]
-            )
-            return [(keys, values)]
+        def take(cache: int) -> list[list[mx.array]]:
+            if self._operations is not None:  # which needs less memory, and more nodes
+                rows = counts.items()
+                return [[side[i : i + 1, :, :n] for i, n in rows] for side in tails[cache]]
+            return [[columns_at([_side_by_side(side)], chosen)[None]] for side in tails[cache]]
 
         self._add(own, counts, take)
 
@@ -229,9 +231,9 @@ class Mains:
         self,
         own: WindowClass,
         counts: Mapping[int, int],
-        take: Callable[[int], Sequence[KV]],
+        take: Callable[[int], Iterable[Sequence[mx.array]]],
     ) -> None:
-        """A new segment. `take`: of a cache, what it holds in order, [1, heads, tokens, dim] each,
+        """A new segment. `take`: a cache's keys and values in order, [1, heads, tokens, dim] each,
         which nothing else holds then. Each row has a share of memory for moves; a row that is
         longer than these allow for is copied one layer after the other."""
         used = sum(counts.values())
@@ -243,9 +245,7 @@ class Mains:
         total = segment.capacity * nbytes if copies else 0
         paced = PacedLaunch(total, 0 if has_table else allowed, has_table=has_table)
         for cache in own.caches:
-            sides = zip(*take(cache), strict=True)
-            segment.kv[cache] = [_packed(list(side), segment.capacity) for side in sides]
-            del sides
+            segment.kv[cache] = [_packed(side, segment.capacity) for side in take(cache)]
             paced.launch(segment.kv[cache])
         own.append(segment, counts)
         own.forget_passed()
@@ -283,7 +283,7 @@ class Mains:
         return -(-num_columns // COLUMN_STEP) * COLUMN_STEP
 
 
-def _packed(parts: list[mx.array], capacity: int) -> mx.array:
+def _packed(parts: Sequence[mx.array], capacity: int) -> mx.array:
     """[1, heads, tokens, dim] each -> [heads, capacity, dim]"""
     _, heads, _, dim = parts[0].shape
     spare = capacity - sum(part.shape[2] for part in parts)
