@@ -47,12 +47,12 @@ class RowArrays:
         }
 
     def clear(self, lines: Sequence[int]) -> None:
-        """For new rows, where masked columns of tails are read: one has weight 0, but 0 times inf
-        is NaN."""
+        """For new rows. A masked column has weight 0, but 0 times inf is NaN: what the last row
+        left in a tail must be cleared; in memory of its own while that is still to be captured."""
+        at = mx.array(np.array(lines, dtype=np.int32))
         for sides in self.tails.values():
             for side in sides:
-                for line in lines:
-                    side[line : line + 1] = 0
+                side[at] = 0
 
     def begin_tails(self) -> None:
         """Empty, in memory of their own: the move of the old ones may not have read them yet, and

@@ -77,8 +77,7 @@ class DecodeRows:
             self._per_row.widen(width)
         taken = {row.index for row in self.rows.values()}
         free = [index for index in range(self.width) if index not in taken][: len(joining)]
-        if self._table_operations is None:
-            self._per_row.clear(free)
+        self._per_row.clear(free)
         joined = []
         for (slot, prompt), index in zip(joining, free, strict=True):
             tokens = prompts.get(slot) if prompts and self.layout.splits else None

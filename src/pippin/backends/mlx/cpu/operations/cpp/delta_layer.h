@@ -107,8 +107,8 @@ inline void run_head(const Layer& l, const Row& r, int head) {
       state = after;
     } else {
       run_tokens(tokens, held.get(), key_dim, value_dim);
-      const Places to = states_after(start, count, r.count, r.num_states);
-      for (int n = to.first; n < to.end; n++) give(held.get(), r.states[n] + own, key_dim, value_dim);
+      const auto [first, past_last] = states_after(start, count, r.count, r.num_states);
+      for (int n = first; n < past_last; n++) give(held.get(), r.states[n] + own, key_dim, value_dim);
     }
     for (int n = std::max(r.num_kept - start, 0); n < count; n++) {
       const long at = long(start + n - r.num_kept) * l.values() + head * value_dim;

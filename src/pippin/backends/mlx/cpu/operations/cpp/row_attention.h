@@ -2,7 +2,6 @@
 // drafts behind it.
 #pragma once
 
-#include "attention.h"
 #include "kv_table.h"
 #include "pool.h"
 
@@ -80,10 +79,6 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
   const long tail = in[TAIL_KEYS].dim(2), window = how.window ? how.window : NO_WINDOW;
   const LayerKV& layer = kv_table.layers[how.place];
   const WindowClass& lies = *layer.lies;
-  const auto main = [&](const Span& span, int group) {
-    const auto& [main_keys, main_values] = layer.segments[span.segment];
-    return Keys{span.count, dim, value_dim, main_keys.at(group, span.start), main_values.at(group, span.start)};
-  };
 
   // Of every query what it read of keys that are its row's alone; then of each span that rows read together
   // and each key head, what its rows' queries read.
@@ -107,7 +102,8 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
         const long own = (long(rows[query / of_row]) * groups + group) * of_row + query % of_row;
         for (int c = 0; c < dim; c++) scaled[query * dim + c] = how.scale * queries[own * dim + c];
       }
-      attend_together(main(span, group), scaled.get(), count, &reads[first[number] + group * count]);
+      const Keys all = layer.segments[span.segment].at(group, span);
+      attend_together(all, scaled.get(), count, &reads[first[number] + group * count]);
     }
   });
   static const std::vector<Span> NO_SPANS;
@@ -117,7 +113,7 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
       const int row = i / groups, group = i % groups;
       std::vector<Keys> pieces;
       for (const Span& span : row < int(lies.own.size()) ? lies.own[row] : NO_SPANS) {
-        pieces.push_back(main(span, group));
+        pieces.push_back(layer.segments[span.segment].at(group, span));
       }
       const long known = total(pieces) + cursor[row], in_tail = std::min<long>(cursor[row] + tokens, tail);
       pieces.push_back({in_tail, dim, value_dim, keys + i * tail * dim, values + i * tail * value_dim});
