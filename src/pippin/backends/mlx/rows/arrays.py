@@ -49,10 +49,9 @@ class RowArrays:
     def clear(self, lines: Sequence[int]) -> None:
         """For new rows. A masked column has weight 0, but 0 times inf is NaN: what the last row
         left in a tail must be cleared; in memory of its own while that is still to be captured."""
-        at = mx.array(np.array(lines, dtype=np.int32))
-        for sides in self.tails.values():
-            for side in sides:
-                side[at] = 0
+        is_new = mx.array(np.isin(np.arange(self.width), lines))[:, None, None, None]
+        for cache, sides in self.tails.items():
+            self.tails[cache] = [mx.where(is_new, 0, side) for side in sides]
 
     def begin_tails(self) -> None:
         """Empty, in memory of their own: the move of the old ones may not have read them yet, and
