@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 
 import mlx.core as mx
-import numpy as np
 
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
-from pippin.backends.mlx.rows.mains import Mains, Row, Tails
+from pippin.backends.mlx.rows.mains import Mains, Row
 from pippin.types import Component
 
 TAIL, STEPS_OF_A_REQUEST, NUM_STEPS = 64, 256, 2048
@@ -32,7 +31,6 @@ def copied(num_rows: int, context: int) -> tuple[float, float, float]:
     layout = Layout((CACHE,), (0,))
     mains = Mains(layout, SpareLimit(Footprint(layout)), AttentionPaths(attend_joined))
     rows: dict[int, Row] = {}
-    written = np.zeros((num_rows, TAIL), bool)
     counts = {"join": 0, "tail": 0}
     held = 0
     seen = {id(array): array for array in mains.arrays()}
@@ -44,22 +42,19 @@ def copied(num_rows: int, context: int) -> tuple[float, float, float]:
                 counts[what] += array.shape[1]
 
     for step in range(NUM_STEPS):
-        if step % TAIL == TAIL - 1:
+        if any(row.num_tail == TAIL for row in rows.values()):
             tails = [mx.zeros((num_rows, 1, TAIL, 1))] * 2
-            mains.absorb(Tails({0: tails}, written))
-            written[:] = False
+            mains.absorb({0: tails})
             count("tail")
         for index in range(num_rows):
             if (step + index * STEPS_OF_A_REQUEST // num_rows) % STEPS_OF_A_REQUEST == 0:
                 if index in rows:
                     mains.leave(rows.pop(index))
-                written[index] = False
                 row = rows[index] = Row(step, index, context)
                 side = mx.zeros((1, 1, context, 1))
                 mains.join([(row, {0: (side, side)})])
                 count("join")
             if index in rows:
-                written[index, step % TAIL] = True
                 rows[index].length += 1
         held += sum(row.length for row in rows.values())
     return counts["join"] / 2 / NUM_STEPS, counts["tail"] / 2 / NUM_STEPS, held / NUM_STEPS

@@ -63,7 +63,7 @@ class LatentRows(Rows):
             [pair(segment[0]) for segment in segments],
             mx.array(places),
             mx.array(self.visible),
-            mx.array([CURSOR], dtype=mx.int32),
+            mx.full((len(self.q),), CURSOR, mx.int32),
             self.scale,
             None,
             self.longest,

@@ -113,7 +113,7 @@ class Rows:
             [pair(segment) for segment in segments],
             mx.array(places),
             mx.array(self.visible),
-            mx.array([CURSOR], dtype=mx.int32),
+            mx.full((len(self.q),), CURSOR, mx.int32),
             self.q.shape[-1] ** -0.5,
             mx.array(self.sinks) if sinks else None,
             self.longest,

@@ -58,7 +58,6 @@ class Commands:
 
 
 WORKS = Ends()
-WRONG_SOURCE = "library.cpp:12:3: error: what went wrong\ncompilation terminated.\n"
 
 
 def find_again() -> library.OperationsReport:
@@ -98,7 +97,6 @@ def test_a_copy_of_the_source_is_the_same_library_and_a_changed_one_is_not(
 @pytest.mark.parametrize(
     "ends",
     [
-        (Ends(1, errors=WRONG_SOURCE),),
         (WORKS, Ends(DOES_NOT_FIT, errors="what went wrong\n")),
         (WORKS, Ends(-signal.SIGSEGV, errors="what went wrong\n")),  # before any was tried
     ],
@@ -124,14 +122,7 @@ def test_what_does_not_work_is_not_tried_again(
     "ends",
     [
         (Ends(-signal.SIGKILL),),
-        (Ends(1, errors="g++: fatal error: Killed signal terminated program cc1plus\n"),),
-        (Ends(1, errors="library.cpp: fatal error: error writing to x: No space left on device"),),
-        (Ends(1, errors=f"{WRONG_SOURCE}as: BFD: /tmp/x.o: No space left on device\n"),),
-        (Ends(1, errors="cc1plus: out of memory allocating 65536 bytes\n"),),
-        (Ends(1, errors="virtual memory exhausted: Cannot allocate memory\n"),),
-        (Ends(4, errors=f"{WRONG_SOURCE}x.h:1:2: internal compiler error: Bus error\n"),),
-        (Ends(1, errors="x.h:5:10: fatal error: cmath: No such file or directory\n"),),
-        (Ends(1, errors="collect2: error: ld returned 1 exit status\n"),),
+        (Ends(1, errors="library.cpp:12:3: error: what went wrong\ncompilation terminated.\n"),),
         (WORKS, Ends(1, errors="ModuleNotFoundError: what went wrong\n")),  # a traceback
         (WORKS, Ends(-signal.SIGKILL, printed="try rms_norm\n")),
         (WORKS, Ends(-signal.SIGTERM, printed="try rms_norm\n")),
@@ -166,7 +157,7 @@ def test_a_refusal_counts_for_its_compiler_and_its_mlx(
     libmlx.parent.mkdir(parents=True)
     libmlx.write_bytes(b"one build")
     monkeypatch.setattr(library, "libmlx_path", lambda: libmlx)
-    monkeypatch.setattr(subprocess, "run", Commands(Ends(1, errors=WRONG_SOURCE)))
+    monkeypatch.setattr(subprocess, "run", Commands(WORKS, Ends(DOES_NOT_FIT)))
     assert find_again().path is None
     assert find_again().path is None
     monkeypatch.setattr(subprocess, "run", Commands(WORKS, WORKS, version="g++ 13"))

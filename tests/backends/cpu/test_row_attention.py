@@ -39,8 +39,16 @@ class Rows:
         self.lies = WindowClass(None, [0])
         self.own: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # [heads, tokens, dim]
         self.queries = self.normal(num_rows, 3 * HEADS, 1, dims[0])
-        self.tail = tuple(self.normal(num_rows, HEADS, TAIL, dim) for dim in dims)
-        self.written = self.rng.random((num_rows, TAIL)) < 0.5
+        self.tail = [self.normal(num_rows, HEADS, TAIL, dim) for dim in dims]
+        self.cursor = self.rng.integers(0, TAIL, num_rows)
+        self.forget_what_is_behind()
+
+    def forget_what_is_behind(self) -> None:
+        """What no row has written is no number, but for this step's columns."""
+        self.new = [self.normal(*side[:, :, :1].shape) for side in self.tail]
+        for row, at in enumerate(self.cursor):
+            for side in self.tail:
+                side[row, :, at:] = np.nan
 
     def normal(self, *shape: int) -> np.ndarray:
         return self.rng.normal(size=shape).astype(np.float32)
@@ -79,25 +87,23 @@ class Rows:
         self, ours: Operations, *, window: int | None = None, sinks: np.ndarray | None = None
     ) -> np.ndarray:
         made = make_kv_table(ours, layout_of(kv_cache(self.dims)), [self.lies])
-        keys, values = map(mx.array, self.tail)
-        out = ours.row_attention(
-            mx.array(self.queries),
-            (keys, values),
-            mx.array(self.written),
-            made,
-            SCALE,
-            place=0,
-            window=window,
-            sinks=None if sinks is None else mx.array(sinks),
-        )
+        sink = None if sinks is None else mx.array(sinks)
+        given = self.given()
+        *_, out = ours.row_attention(*given, made, SCALE, place=0, window=window, sinks=sink)
         return np.array(out)
+
+    def given(self) -> tuple[mx.array, KV, KV, mx.array]:
+        (keys, values), (new_keys, new_values) = map(mx.array, self.tail), map(mx.array, self.new)
+        cursor = mx.array(self.cursor.astype(np.int32))
+        return mx.array(self.queries), (keys, values), (new_keys, new_values), cursor
 
     def expected(
         self, row: int, *, window: int | None = None, sinks: np.ndarray | None = None
     ) -> np.ndarray:
         seen = []
         for side in (0, 1):
-            tail = self.tail[side][row][:, self.written[row]]
+            tail = self.tail[side][row][:, : self.cursor[row]]
+            tail = np.concatenate([tail, self.new[side][row]], axis=1)
             whole = np.concatenate([self.own[row][side], tail], 1) if row in self.own else tail
             seen.append(mx.array(whole[None] if window is None else whole[None, :, -window:]))
         queries = mx.array(self.queries[row : row + 1])
@@ -117,8 +123,8 @@ class Rows:
 def uneven_rows(dims: tuple[int, int] = (16, 24), seed: int = 0) -> Rows:
     """Two segments and one that a row has left, a row without a main, and one with nothing else."""
     rows = Rows(6, dims, seed)
-    rows.written[:, 3] = True
-    rows.written[2] = False
+    rows.cursor[2] = 0
+    rows.forget_what_is_behind()
     rows.add_segment({4: 90, 1: 41, -1: 60, 2: 3})
     rows.add_segment({0: 7, 4: 20, 1: 2})
     rows.add_segment({5: 64, 4: 1})
@@ -151,7 +157,6 @@ def test_rows_that_share_what_they_begin_with(
     rows = Rows(5)
     rows.add_segment({3: 20, -1: 5, 0: 1, 2: 33}, num_shared=num_shared)
     rows.add_segment({1: 50, 2: 8}, num_shared=30)
-    rows.written[4, 0] = True
     rows.check(ours)
     rows.check(ours, sinks=rows.normal(3 * HEADS))
 
@@ -164,12 +169,6 @@ def test_scores_far_apart_are_put_together_without_overflow(
     rows.add_segment({0: 20, 1: 30}, num_shared=40)
     rows.queries *= 300
     rows.check(ours)
-
-
-def test_a_row_that_sees_nothing_gets_zeros(ours: Operations) -> None:
-    rows = Rows(1)
-    rows.written[:] = False
-    assert not rows.attend(ours).any()
 
 
 def test_a_kv_table_keeps_its_arrays_alive_and_no_longer(ours: Operations) -> None:
@@ -200,13 +199,12 @@ def test_a_compiled_step_runs_any_rows_of_a_table(
     rows[1].add_segment({3: 200, 1: 7}, num_shared=100)
 
     @mx.compile
-    def step(queries: mx.array, tail: KV, written: mx.array, table: mx.array) -> mx.array:
-        return ours.row_attention(queries, tail, written, table, SCALE, place=0) + 0.0
+    def step(given: tuple[mx.array, KV, KV, mx.array], table: mx.array) -> mx.array:
+        return ours.row_attention(*given, table, SCALE, place=0)[-1] + 0.0
 
     for one in rows:
-        keys, values = map(mx.array, one.tail)
         made = make_kv_table(ours, layout_of(kv_cache()), [one.lies])
-        got = step(mx.array(one.queries), (keys, values), mx.array(one.written), made)
+        got = step(one.given(), made)
         for row in range(6):
             np.testing.assert_allclose(
                 np.array(got[row : row + 1]), one.expected(row), rtol=0, atol=TOLERANCE
@@ -222,20 +220,35 @@ def test_what_the_operation_does_not_take_has_no_table() -> None:
     assert table_operations(layout_of(latent)) is None
 
 
+def written(ours: Operations, tail: KV, columns: KV, cursor: list[int]) -> KV:
+    """The tails with these columns."""
+    num_rows, heads, count, dim = columns[0].shape
+    made = make_kv_table(ours, layout_of(kv_cache()), [WindowClass(None, [0])])
+    queries, at = mx.zeros((num_rows, heads, count, dim)), mx.array(cursor, mx.int32)
+    keys, values, _ = ours.row_attention(queries, tail, columns, at, made, SCALE, place=0)
+    return keys, values
+
+
 @pytest.mark.parametrize("dense", [True, False])
-def test_a_column_of_the_tails_is_written(ours: Operations, dense: bool) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_row_s_columns_are_written_at_its_cursor(
+    ours: Operations, dense: bool, count: int
+) -> None:
     rng = np.random.default_rng(3)
     sides = [rng.normal(size=(3, HEADS, TAIL, dim)).astype(np.float32) for dim in (16, 24)]
-    tail = [mx.array(side) for side in sides]
+    keys, values = map(mx.array, sides)
     if not dense:  # as nobody makes them: they are copied
-        tail = [mx.array(side.swapaxes(1, 2)).swapaxes(1, 2) for side in sides]
+        keys, values = (mx.array(side.swapaxes(1, 2)).swapaxes(1, 2) for side in sides)
     # As a model hands them over: heads and tokens were turned around.
-    column = [mx.array(rng.normal(size=(3, 1, HEADS, dim))).swapaxes(1, 2) for dim in (16, 24)]
-    keys, values = (new.astype(mx.float32) for new in column)
-    written = ours.tail_write((tail[0], tail[1]), (keys, values), mx.array([5], mx.int32))
-    for side, new, found in zip(sides, (keys, values), written, strict=True):
-        side[:, :, 5] = np.asarray(new)[:, :, 0]
-        assert np.array_equal(np.asarray(found), side)
+    new = [rng.normal(size=(3, count, HEADS, dim)).astype(np.float32) for dim in (16, 24)]
+    new_keys, new_values = (mx.array(side).swapaxes(1, 2) for side in new)
+    cursor = [5, 0, TAIL - 1]
+    found = written(ours, (keys, values), (new_keys, new_values), cursor)
+    for side, columns, got in zip(sides, new, found, strict=True):
+        for row, at in enumerate(cursor):  # what has no place is not written
+            end = min(at + count, TAIL)
+            side[row, :, at:end] = columns[row].swapaxes(0, 1)[:, : end - at]
+        assert np.array_equal(np.asarray(got), side)
 
 
 def test_columns_are_written_where_the_tails_lie(ours: Operations) -> None:
@@ -245,7 +258,7 @@ def test_columns_are_written_where_the_tails_lie(ours: Operations) -> None:
     held = tail
     for at in range(3):
         column = tuple(mx.full((2, HEADS, 1, side.shape[3]), at + 1.0) for side in tail)
-        tail = tuple(ours.tail_write(tail, (column[0], column[1]), mx.array([at], mx.int32)))
+        tail = written(ours, tail, (column[0], column[1]), [at, at])
     mx.eval(*tail)
     for before, after in zip(held, tail, strict=True):
         assert ours.is_array(before, np.asarray(after).ctypes.data)

@@ -17,7 +17,7 @@ from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows import paced_launch
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
-from pippin.backends.mlx.rows.mains import Mains, Row, Tails
+from pippin.backends.mlx.rows.mains import Mains, Row
 from pippin.types import Component
 
 WINDOW, WIDTH = 128, 6
@@ -57,15 +57,13 @@ class Rows:
         mx.eval(self.mains.arrays())
 
     def absorb(self) -> None:
-        written = np.zeros((WIDTH, TAIL), bool)
-        written[list(self.rows)] = True
         tails = {
             index: [mx.ones((WIDTH, heads, TAIL, dim)) for heads, dim in cache.shapes]
             for index, cache in enumerate(self.layout.caches)
         }
-        self.mains.absorb(Tails(tails, written))
         for row in self.rows.values():
             row.length += TAIL
+        self.mains.absorb(tails)
         mx.eval(self.mains.arrays())
 
 

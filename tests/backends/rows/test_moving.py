@@ -70,21 +70,17 @@ class Rows:
     def say(self, slots: list[int], rng: np.random.Generator) -> None:
         """One step: a new token of each of these, written by hand where a forward would."""
         rows, per_row = self.decode_rows, self.decode_rows._per_row
-        rows.mains.count_step()
-        if rows.cursor == per_row.written.shape[1]:
-            rows.flush()
+        rows._make_room(dict.fromkeys(slots, 1))
         new = {slot: rng.integers(TOKENS) for slot in slots}
         for index, cache in enumerate(self.layout.caches):
             for side, (_, dim) in enumerate(cache.shapes):
                 for slot, token in new.items():
-                    line = rows.rows[slot].index
+                    line, at = rows.rows[slot].index, rows.rows[slot].num_tail
                     column = vectors(np.array([token]), dim)[0]
-                    per_row.tails[index][side][line, :, rows.cursor : rows.cursor + 1] = column
+                    per_row.tails[index][side][line, :, at : at + 1] = column
         for slot, token in new.items():
-            per_row.written[rows.rows[slot].index, rows.cursor] = True
             rows.rows[slot].length += 1
             self.tokens[slot] = np.append(self.tokens[slot], token)
-        rows.cursor += 1
 
     def check(self) -> None:
         for slot, tokens in self.tokens.items():

@@ -14,13 +14,14 @@ from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows import kv_table, mains
+from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
-from pippin.backends.mlx.rows.kv_table import Reading, Span, common_len
-from pippin.backends.mlx.rows.mains import Mains, Row, Tails
+from pippin.backends.mlx.rows.kv_table import Span, common_len, read_spans
+from pippin.backends.mlx.rows.mains import Mains, Row
 from pippin.backends.mlx.rows.segments import Segment
 from pippin.types import Component
 
-TAIL, WIDTH, WINDOW = 8, 6, 12
+WIDTH, WINDOW = 6, 12
 CACHES = tuple(
     LayerCache(0, component, window, ((1, 1), (1, 1)), (mx.float32,) * 2, Reads.PIECES)
     for component, window in ((Component.ATTENTION, None), (Component.WINDOW, WINDOW))
@@ -56,17 +57,15 @@ class Rows:
 
     def absorb(self, counts: dict[int, int]) -> None:
         """Tails with so many columns of each row."""
-        written = np.zeros((WIDTH, TAIL), bool)
         tails = np.zeros((2, WIDTH, 1, TAIL, 1), np.float32)
         for index, row in self.rows.items():
             count = counts.get(index, 0)
-            written[index, TAIL - count :] = True
             keys, values = self.columns(row, row.length, row.length + count)
-            tails[0, index, 0, TAIL - count :] = np.array(keys)[0, 0]
-            tails[1, index, 0, TAIL - count :] = np.array(values)[0, 0]
+            tails[0, index, 0, :count] = np.array(keys)[0, 0]
+            tails[1, index, 0, :count] = np.array(values)[0, 0]
             row.length += count
         sides = [mx.array(side) for side in tails]
-        self.mains.absorb(Tails({0: sides, 1: sides}, written))
+        self.mains.absorb({0: sides, 1: sides})
 
     def leave(self, index: int) -> None:
         self.mains.leave(self.rows.pop(index))
@@ -80,7 +79,7 @@ class Rows:
                 found = np.concatenate([np.array(keys)[0, 0, :, 0] for keys, _ in pieces])
                 expected = self.columns(row, row.length - (window or row.length), row.length)
                 np.testing.assert_array_equal(found, np.array(expected[0])[0, 0, :, 0])
-        shape, tree = self.mains.view(positions, np.ones((WIDTH, TAIL), bool))
+        shape, tree = self.mains.view(positions, positions)
         assert shape is not None
         assert all(len(columns) <= MOST_SEGMENTS for columns in shape.columns)
         for index, row in self.rows.items():
@@ -152,7 +151,7 @@ def test_whatever_happens_rows_hold_their_own_columns_in_order(seed: int) -> Non
 def tokens_of(spans: list[Span], segments: list[Segment]) -> list[float]:
     return [
         number
-        for segment, start, count in spans
+        for segment, start, count, _ in spans
         for number in np.array(segments[segment].kv[0][0])[0, start : start + count, 0].tolist()
     ]
 
@@ -185,16 +184,16 @@ def test_rows_that_begin_alike_name_the_same_columns(
             held.leave(rows.pop(int(rng.choice(list(rows)))))
         held.count_step()
         own = held._classes[0]
-        reading = Reading.of(own)
-        num_together += len(reading.together)
+        spans = list(read_spans(own))
+        num_together += sum(len(span.rows) > 1 for span in spans)
         for index, row in rows.items():
             assert row.prompt is not None
             for cache, window in ((0, None), (1, WINDOW)):
                 found = [np.array(keys)[0, 0, :, 0] for keys, _ in held.pieces_of(row, cache)]
                 expected = row.prompt if window is None else row.prompt[-window:]
                 np.testing.assert_array_equal(np.concatenate(found), expected)
-            spans = [*reading.own[index], *(s for s, those in reading.together if index in those)]
-            assert sorted(tokens_of(spans, own.segments)) == sorted(row.prompt)
+            read = [span for span in spans if index in span.rows]
+            assert sorted(tokens_of(read, own.segments)) == sorted(row.prompt)
     assert num_together
     assert all(part.capacity == len(part.kv[0][0][0]) for part in held._classes[0].segments)
 

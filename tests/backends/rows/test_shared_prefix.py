@@ -20,7 +20,7 @@ from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows import arrays, kv_table, mains
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.kv_table import Reading
+from pippin.backends.mlx.rows.kv_table import read_spans
 from reference import assert_right, score
 from serving import diverge, make_client, make_prompt, served
 
@@ -124,8 +124,8 @@ def check_with_plain_model(stage: Stage) -> None:
 
 def shared_spans(rows: DecodeRows) -> tuple[tuple[int, int], ...]:
     """Between the bounds of what some row begins with: how many rows, how many tokens."""
-    spans = (pair for own in rows.mains._classes for pair in Reading.of(own).together)
-    return tuple(sorted((len(those), span.num_columns) for span, those in spans))
+    spans = (span for own in rows.mains._classes for span in read_spans(own))
+    return tuple(sorted((len(s.rows), s.num_columns) for s in spans if len(s.rows) > 1))
 
 
 def main_nbytes(rows: DecodeRows) -> int:
@@ -217,7 +217,10 @@ def test_rows_that_begin_differently_share_nothing() -> None:
 @pytest.mark.usefixtures("eager")
 def test_windowed_layers_share_nothing() -> None:
     stage = play("gpt_oss", shares=True)
-    shares = {own.window: bool(Reading.of(own).together) for own in stage.rows.mains._classes}
+    shares = {
+        own.window: any(len(span.rows) > 1 for span in read_spans(own))
+        for own in stage.rows.mains._classes
+    }
     assert {window is None: found for window, found in shares.items()} == {True: True, False: False}
 
 

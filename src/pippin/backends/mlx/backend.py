@@ -58,7 +58,7 @@ from pippin.types import Component, ModelSpec
 
 # Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
 # last bit: a kernel, a fix, another order. What is on disk from before is not read then.
-ARITHMETIC_VERSION = 3
+ARITHMETIC_VERSION = 4
 # Of what the weights leave:
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
 MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their time anyway

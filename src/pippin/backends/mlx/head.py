@@ -92,17 +92,12 @@ def measure_hidden(head: Head, forward: Callable[[], mx.array]) -> int:
 
 def _swap(part: Module, head: Head) -> None:
     cls = type(part)
-    if hasattr(part, "as_linear"):
+    name = "as_linear" if hasattr(part, "as_linear") else "__call__"
+    if name == "__call__" and not isinstance(part, Linear | QuantizedLinear):
+        return
 
-        def as_linear(self: Any, x: mx.array) -> mx.array:
-            logits: mx.array = super(type(self), self).as_linear(head.select(x))
-            return logits
+    def of_selected(self: Any, x: mx.array) -> mx.array:
+        logits: mx.array = getattr(cls, name)(self, head.select(x))
+        return logits
 
-        part.__class__ = type(cls.__name__, (cls,), {"as_linear": as_linear})
-    elif isinstance(part, Linear | QuantizedLinear):
-
-        def call(self: Any, x: mx.array) -> mx.array:
-            logits: mx.array = super(type(self), self).__call__(head.select(x))
-            return logits
-
-        part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+    part.__class__ = type(cls.__name__, (cls,), {name: of_selected})

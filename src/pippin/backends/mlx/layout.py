@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -53,13 +54,8 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         """Per token for KV, per sequence for a state."""
-        total = 0
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            size = 1
-            for extent in shape:
-                size *= extent
-            total += size * dtype.size
-        return total
+        entries = zip(self.shapes, self.dtypes, strict=True)
+        return sum(prod(shape) * dtype.size for shape, dtype in entries)
 
     def kept(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """What is kept of KV: keys that are values too (of an indexer) are kept once."""
@@ -156,13 +152,17 @@ class Layout:
         return tuple(i for i, cache in enumerate(self.caches) if not cache.is_state)
 
     @cached_property
+    def kv_caches(self) -> tuple[LayerCache, ...]:
+        return tuple(self.caches[index] for index in self.kv_indices)
+
+    @cached_property
     def state_indices(self) -> tuple[int, ...]:
         return self.indices(Component.STATE)
 
     @cached_property
     def window_classes(self) -> tuple[int | None, ...]:
         """The distinct windows of the KV caches; caches of one class store the same tokens."""
-        return tuple(dict.fromkeys(self.caches[i].window for i in self.kv_indices))
+        return tuple(dict.fromkeys(cache.window for cache in self.kv_caches))
 
     def indices(self, component: Component) -> tuple[int, ...]:
         return tuple(i for i, cache in enumerate(self.caches) if cache.component is component)
@@ -177,29 +177,26 @@ class Layout:
     @property
     def splits(self) -> bool:
         """Every attention layer reads main and tail apart."""
-        return all(cache.splits for cache in self.caches if not cache.is_state)
+        return all(cache.splits for cache in self.kv_caches)
 
     @cached_property
     def fits_table(self) -> bool:
         """One operation can read every attention layer's mains from a list of where they lie."""
-        caches = [self.caches[index] for index in self.kv_indices]
-        narrow = any(dtype != mx.float32 for cache in caches for dtype in cache.dtypes)
-        return not narrow and self.packs
+        dtypes = {dtype for cache in self.kv_caches for dtype in cache.dtypes}
+        return dtypes <= {mx.float32} and self.packs
 
     @property
     def packs_rows(self) -> bool:
         """Every attention layer can read its mains where those of all rows lie packed."""
-        caches = [self.caches[index] for index in self.kv_indices]
-        windows = {(cache.window, cache.chunked) for cache in caches}
-        pieces = all(cache.reads is Reads.PIECES for cache in caches)
-        one_way = bool(caches) and len(windows) == len(self.window_classes)
+        windows = {(cache.window, cache.chunked) for cache in self.kv_caches}
+        pieces = all(cache.reads is Reads.PIECES for cache in self.kv_caches)
+        one_way = bool(windows) and len(windows) == len(self.window_classes)
         return one_way and (pieces or self.has_latents)
 
     @property
     def has_latents(self) -> bool:
         """Every attention layer keeps latents."""
-        caches = [self.caches[index] for index in self.kv_indices]
-        return bool(caches) and all(cache.reads is Reads.LATENT for cache in caches)
+        return {cache.reads for cache in self.kv_caches} == {Reads.LATENT}
 
     @property
     def packs(self) -> bool:

@@ -69,8 +69,7 @@ class DecodeStep:
 
     tokens   int32 [width, 1]
     offset   int32 [width]        where each row's token stands
-    cursor   int32 [1]            the tail column that is written
-    written  bool  [width, TAIL]  tail columns that hold a token of their row
+    cursor   int32 [width]        its tail column, before which are those that the row has written
     tails    [keys, values] by KV cache: [width, heads, TAIL, dim]
     states   entries by state cache: [width, ...]
 
@@ -84,8 +83,8 @@ class DecodeStep:
     visible  bool [width, TAIL] by window class, for a kernel
     ends     int32 [width], for plain operations: the position after a row's last column in mains
 
-    With drafts tokens are [width, n] and cursors [width]. `places` are then those of a row that is
-    as short as it may be, and what a token sees of them depends on its cursor.
+    With drafts tokens are [width, n]. `places` are then those of a row that is as short as it may
+    be, and what a token sees of them depends on its cursor.
     """
 
     def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
@@ -128,14 +127,11 @@ class DecodeStep:
             at, num_held = columns_of_rows(self.tree["places"][number], sizes, longest)
             column, ends = mx.arange(longest)[None], self.tree["ends"][:, None]
             main = mx.where(column < num_held, ends - num_held + column, -1)
-            self._columns[number] = at, mx.concatenate([main, self._tail_positions(ends)], axis=1)
+            tail = ends + mx.arange(self.tree["tails"][0][0].shape[2])
+            last = self.tree["offset"] + self.tree["tokens"].shape[1] - 1
+            tail = mx.where(tail <= last[:, None], tail, -1)
+            self._columns[number] = at, mx.concatenate([main, tail], axis=1)
         return self._columns[number]
-
-    def _tail_positions(self, ends: mx.array) -> mx.array:
-        if self.shape.drafts is not None:
-            return ends + mx.arange(self.tree["tails"][0][0].shape[2])
-        written = self.tree["written"]
-        return mx.where(written, ends + mx.cumsum(written.astype(mx.int32), axis=1) - 1, -1)
 
     def mask(self, cache: LayerCache, window: int | None) -> mx.array:
         """What each token sees of a layer's joined columns: bool [width, 1, tokens, columns]."""

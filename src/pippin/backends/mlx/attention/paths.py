@@ -29,7 +29,7 @@ class PackedCall:
     # Of each row, and of each of its tokens where there are several:
     places: mx.array  # int32 [.., segments, 2]: where its columns begin, and how many it sees
     visible_tail: mx.array  # bool [.., TAIL]
-    cursor: mx.array  # int32 [1] or [rows]: the tail column of the first token
+    cursor: mx.array  # int32 [rows]: the tail column of the first token
     scale: float
     sinks: mx.array | None
     num_columns: int  # of the longest row, or more

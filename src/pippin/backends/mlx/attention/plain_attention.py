@@ -137,18 +137,14 @@ def _in_float32(call: PackedCall) -> PackedCall:
 
 
 def with_columns(tail: KV, k: mx.array, v: mx.array, cursor: mx.array) -> KV:
-    """The tails with new columns, the first of which is at the cursor: of all rows, or of each."""
-    if cursor.size == 1 and k.shape[2] == 1:
-        keys, values = (
-            mx.slice_update(old, new, cursor, (2,)) for old, new in zip(tail, (k, v), strict=True)
-        )
-        return keys, values
+    """The tails with new columns, each row's from its cursor on; those that have no place in the
+    tail are left out."""
     tail_len, last = tail[0].shape[2], k.shape[2] - 1
     age = mx.arange(tail_len)[None] - cursor[:, None]
     is_new, at = (age >= 0) & (age <= last), mx.clip(age, 0, last)
     is_new, at = (array[:, None, :, None] for array in (is_new, at))
     keys, values = (
-        mx.where(is_new, mx.take_along_axis(new, at, axis=2), old)
+        mx.where(is_new, mx.take_along_axis(new, at, axis=2) if last else new, old)
         for old, new in zip(tail, (k, v), strict=True)
     )
     return keys, values

@@ -33,7 +33,8 @@ class RowKV:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         keys, values = self.layer_cache.kept(keys, values)
-        self.tail = self._written(keys, values)
+        tail = self.tail[0], self.tail[1]
+        self.tail = list(with_columns(tail, keys, values, self.step.tree["cursor"]))
         if self.layer_cache.splits:
             return self._handed_out(keys, values)
         self._new = self._joined(0), self._joined(1)
@@ -43,12 +44,6 @@ class RowKV:
     def keys_and_values(self) -> tuple[LentArray, LentArray]:
         assert self._new is not None, "no layer has written this cache yet"
         return lend(self._new, self.offset + 1)
-
-    def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        """The tail with the step's columns."""
-        return list(
-            with_columns((self.tail[0], self.tail[1]), keys, values, self.step.tree["cursor"])
-        )
 
     def _handed_out(self, keys: mx.array, values: mx.array) -> KV:
         """Not looked at: attention reads the view itself, which is found by these if lent."""

@@ -13,28 +13,30 @@ from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.layout import Layout
 
-# Rows have a KV table for all of these or for none.
-TABLE_OPERATIONS = ("kv_table", "row_attention", "tail_write")
-
 
 def table_operations(layout: Layout) -> Operations | None:
     """None where the operation does not take what layers keep, or there is none."""
-    return operations(*TABLE_OPERATIONS) if layout.fits_table else None
+    return operations("row_attention") if layout.fits_table else None
 
 
 class TableRowKV(RowKV):
-    def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        ours = _operations()
-        columns = keys.astype(mx.float32), values.astype(mx.float32)
-        return ours.tail_write((self.tail[0], self.tail[1]), columns, self.step.tree["cursor"])
+    """Keys and values of the step go into the tail where attention is computed."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return self._handed_out(keys, values)
 
     def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        out = _operations().row_attention(
+        ours = operations("row_attention")
+        assert ours is not None, "only our own operations read a KV table"
+        assert self._new is not None
+        keys, values = self._new
+        *self.tail, out = ours.row_attention(
             queries.astype(mx.float32),
             (self.tail[0], self.tail[1]),
-            self.step.tree["written"],
+            (keys.astype(mx.float32), values.astype(mx.float32)),
+            self.step.tree["cursor"],
             self.step.tree["kv_table"],
             scale,
             place=self._place,
@@ -42,9 +44,3 @@ class TableRowKV(RowKV):
             sinks=None if sinks is None else sinks.astype(mx.float32),
         )
         return out.astype(queries.dtype)
-
-
-def _operations() -> Operations:
-    ours = operations(*TABLE_OPERATIONS)
-    assert ours is not None, "only our own operations read a KV table"
-    return ours

@@ -14,44 +14,18 @@ import mmap
 import os
 import platform
 from collections.abc import Iterable, Iterator
+from ctypes import string_at
 from pathlib import Path
+from struct import Struct
 
 RTLD_DI_LINKMAP = 2
 DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_RELA, DT_RELASZ, DT_JMPREL = 2, 5, 6, 7, 8, 23
 # Relocations that hold a function's address: GLOB_DAT and JUMP_SLOT.
 SLOT_TYPES = {"x86_64": {6, 7}, "aarch64": {1025, 1026}}
 
-
-class LinkMap(ctypes.Structure):
-    _fields_ = (
-        ("l_addr", ctypes.c_uint64),
-        ("l_name", ctypes.c_char_p),
-        ("l_ld", ctypes.c_uint64),
-    )
-
-
-class Dynamic(ctypes.Structure):
-    _fields_ = (("d_tag", ctypes.c_int64), ("d_val", ctypes.c_uint64))
-
-
-class Relocation(ctypes.Structure):
-    _fields_ = (
-        ("r_offset", ctypes.c_uint64),
-        ("r_type", ctypes.c_uint32),
-        ("r_symbol", ctypes.c_uint32),
-        ("r_addend", ctypes.c_int64),
-    )
-
-
-class Symbol(ctypes.Structure):
-    _fields_ = (
-        ("st_name", ctypes.c_uint32),
-        ("st_info", ctypes.c_uint8),
-        ("st_other", ctypes.c_uint8),
-        ("st_shndx", ctypes.c_uint16),
-        ("st_value", ctypes.c_uint64),
-        ("st_size", ctypes.c_uint64),
-    )
+DYNAMIC = Struct("=qQ")  # tag, value
+RELOCATION = Struct("=QIIq")  # offset, type, symbol, addend
+SYMBOL = Struct("=IBBHQQ")  # name, and what is not read here
 
 
 def imported_slots(path: Path, names: Iterable[str]) -> dict[str, int]:
@@ -60,20 +34,20 @@ def imported_slots(path: Path, names: Iterable[str]) -> dict[str, int]:
     if slot_types is None:
         raise OSError(f"cannot redirect calls on {platform.machine()}")
     wanted = {name.encode() for name in names}
-    link_map = _link_map(path)
-    dynamic = {entry.d_tag: entry.d_val for entry in _dynamic_section(link_map.l_ld)}
-    if dynamic[DT_SYMTAB] < link_map.l_addr:
+    base, section = _loaded_at(path)
+    dynamic = dict(_dynamic_entries(section))
+    if dynamic[DT_SYMTAB] < base:
         raise OSError("the loader keeps relative addresses: not a glibc we know")
     slots = {}
     for table, nbytes in ((DT_JMPREL, DT_PLTRELSZ), (DT_RELA, DT_RELASZ)):
-        for reloc in _relocations(dynamic.get(table, 0), dynamic.get(nbytes, 0)):
-            if reloc.r_type not in slot_types:
+        relocations = string_at(dynamic[table], dynamic[nbytes]) if table in dynamic else b""
+        for offset, kind, number, _ in RELOCATION.iter_unpack(relocations):
+            if kind not in slot_types:
                 continue
-            offset = dynamic[DT_SYMTAB] + reloc.r_symbol * ctypes.sizeof(Symbol)
-            symbol = Symbol.from_address(offset)
-            name = ctypes.string_at(dynamic[DT_STRTAB] + symbol.st_name)
+            symbol = string_at(dynamic[DT_SYMTAB] + number * SYMBOL.size, SYMBOL.size)
+            name = string_at(dynamic[DT_STRTAB] + SYMBOL.unpack(symbol)[0])
             if name in wanted:
-                slots[name.decode()] = link_map.l_addr + reloc.r_offset
+                slots[name.decode()] = base + offset
     return slots
 
 
@@ -95,25 +69,19 @@ def write_slot(slot: int, address: int) -> None:
     ctypes.c_uint64.from_address(slot).value = address
 
 
-def _link_map(path: Path) -> LinkMap:
-    """The loader's record of a library that is already loaded; does not load it."""
+def _loaded_at(path: Path) -> tuple[int, int]:
+    """Of a library that is already loaded, the first address and that of its dynamic section: the
+    loader's record (`link_map`) begins with l_addr, l_name, l_ld."""
     handle = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    libdl = ctypes.CDLL(None)
-    found = ctypes.POINTER(LinkMap)()
-    dlinfo = libdl.dlinfo
+    found = ctypes.POINTER(ctypes.c_uint64)()
+    dlinfo = ctypes.CDLL(None).dlinfo
     dlinfo.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     if dlinfo(handle._handle, RTLD_DI_LINKMAP, ctypes.byref(found)) != 0:
         raise OSError(f"the dynamic linker does not know {path}")
-    return found.contents
+    return found[0], found[2]
 
 
-def _dynamic_section(address: int) -> Iterator[Dynamic]:
-    while (entry := Dynamic.from_address(address)).d_tag != 0:
+def _dynamic_entries(address: int) -> Iterator[tuple[int, int]]:
+    while (entry := DYNAMIC.unpack(string_at(address, DYNAMIC.size)))[0] != 0:
         yield entry
-        address += ctypes.sizeof(Dynamic)
-
-
-def _relocations(address: int, nbytes: int) -> Iterator[Relocation]:
-    size = ctypes.sizeof(Relocation)
-    for at in range(address, address + nbytes, size):
-        yield Relocation.from_address(at)
+        address += DYNAMIC.size

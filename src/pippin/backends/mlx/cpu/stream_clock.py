@@ -38,7 +38,7 @@ class StreamClock:
 
 def find_stream_clock() -> StreamClock | None:
     """Of the thread that works for the caller's default stream; None where it has no account."""
-    if not on_cpu() or not _schedstat("self").exists():
+    if not on_cpu() or not Path("/proc/self/schedstat").exists():
         return None
     thread_id = _find_thread(str(mx.default_stream(mx.cpu)))
     return None if thread_id is None else StreamClock(thread_id)
@@ -62,14 +62,10 @@ def _accounts() -> dict[int, int]:
     accounts = {}
     for name in os.listdir(_TASKS):
         try:
-            accounts[int(name)] = _nanoseconds(_schedstat(name).read_bytes())
+            accounts[int(name)] = _nanoseconds((_TASKS / name / "schedstat").read_bytes())
         except FileNotFoundError:  # a thread that has just ended
             continue
     return accounts
-
-
-def _schedstat(thread: str) -> Path:
-    return Path("/proc/self/schedstat") if thread == "self" else _TASKS / thread / "schedstat"
 
 
 def _nanoseconds(line: bytes) -> int:

@@ -23,21 +23,20 @@ from mlx.nn.layers.base import Module
 
 from pippin.backends.base import DecodeRow, Proposal
 from pippin.backends.draft_limits import NOT_DETERMINISTIC
-from pippin.backends.mlx.attention.decode_step import DraftsShape, StepShape, Tree
+from pippin.backends.mlx.attention.decode_step import (
+    DraftsShape,
+    PackedShape,
+    StepShape,
+    Tree,
+)
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.table_kv import TABLE_OPERATIONS
-from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.drafts.acceptance import NONE, Proposals
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, delta_layers
-from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.step.future_map import FutureMap
-
-DRAFT_OPERATIONS = (*TABLE_OPERATIONS, "delta_layer", "draft_layer")
-NO_ROW = 1 << 20  # the main of a line of no row: its tail is before all columns
 
 
 @dataclass(eq=False)
@@ -51,7 +50,6 @@ class Unsure:
 class Bound:
     """What a row's length as the host knows it is made of."""
 
-    num_main: int  # tokens
     unsure: list[Unsure] = field(default_factory=list)
     kept: bool = False  # the row's last step had drafts: its state may lack some
     num_accepted: int = 0  # of these, where nothing is unsure
@@ -93,10 +91,6 @@ class DraftRows(DecodeRows):
         super().__init__(layout, paths, max_depth=max_depth)
 
     @property
-    def _table_operations(self) -> Operations | None:
-        return None if operations(*DRAFT_OPERATIONS) is None else super()._table_operations
-
-    @property
     def states(self) -> dict[int, list[mx.array]]:
         """Behind the input token of each row's last step."""
         caches = self.layout.caches
@@ -111,7 +105,7 @@ class DraftRows(DecodeRows):
         prompts: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         super().join(joining, prompts)
-        self._bounds |= {slot: Bound(prompt.length) for slot, prompt in joining}
+        self._bounds |= {slot: Bound() for slot, _ in joining}
 
     def leave(self, slot: int) -> None:
         del self._bounds[slot]
@@ -148,24 +142,18 @@ class DraftRows(DecodeRows):
 
     def _settle(self, slot: int, length: int) -> None:
         """The row's length is known."""
-        row, bound = self.rows[slot], self._bounds[slot]
-        row.length = length
-        bound.unsure.clear()
-        self._per_row.written[row.index] = np.arange(TAIL) < length - bound.num_main
+        self.rows[slot].length = length
+        self._bounds[slot].unsure.clear()
 
     def flush(self) -> None:
-        lengths = {slot: row.length for slot, row in self.rows.items()}
-        if any(bound.unsure for bound in self._bounds.values()):
+        unsure = {slot: bound for slot, bound in self._bounds.items() if bound.unsure}
+        if unsure:
             future = self._future_map
-            exact, counts = np.asarray(future.lengths), np.asarray(future.counts)  # waits
-            for slot, bound in self._bounds.items():
-                if bound.unsure:
-                    lengths[slot], bound.num_accepted = int(exact[slot]), int(counts[slot])
-        for slot, length in lengths.items():
-            self._settle(slot, length)
+            lengths, counts = np.asarray(future.lengths), np.asarray(future.counts)  # waits
+            for slot, bound in unsure.items():
+                bound.num_accepted = int(counts[slot])
+                self._settle(slot, int(lengths[slot]))
         super().flush()
-        for slot, length in lengths.items():
-            self._bounds[slot].num_main = length
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -174,23 +162,19 @@ class DraftRows(DecodeRows):
     ) -> tuple[VerifyStep, dict[int, Unsure]]:
         """Run the input tokens of exactly these rows, and drafts behind them."""
         by_slot = {decode.slot: decode for decode in decodes}
-        self._steps_unchanged += 1
-        self.mains.count_step()
-        full = any(self._ends_behind_tail(decode) for decode in decodes)
-        if full or self.mains.want_moving(self.width - len(self.rows), self._steps_unchanged):
-            self.flush()
-        slots, depths, least, counts = (np.zeros(self.width, dtype=np.int32) for _ in range(4))
-        unsure_slots = np.zeros(self.width, dtype=np.int32)
-        mains = np.full(self.width, NO_ROW, dtype=np.int32)
+        self._make_room({decode.slot: 1 + decode.depth for decode in decodes})
+        slots, depths, counts, ends, unsure_slots = (
+            np.zeros(self.width, dtype=np.int32) for _ in range(5)
+        )
+        least = self._blank_lengths()
         proposals: list[Proposal | None] = [None] * self.width
         unsure: dict[int, Unsure] = {}
         num_unsure, keeps, any_unsure = 0, False, False
         for row in self.rows.values():
             index, bound, decode = row.index, self._bounds[row.slot], by_slot.get(row.slot)
             self._park_or_resume(row, advances=decode is not None)
-            mains[index], least[index] = bound.num_main, row.length
-            if bound.num_accepted:
-                counts[index] = bound.num_accepted
+            ends[index], least[index] = row.num_main, row.length
+            counts[index] = bound.num_accepted
             if bound.unsure:
                 unsure_slots[index], any_unsure = row.slot, True
                 least[index] -= bound.num_unsure
@@ -214,22 +198,15 @@ class DraftRows(DecodeRows):
         tree = {
             "tokens": tokens,
             "offset": lengths,
-            "cursor": lengths - mx.array(mains) if any_unsure else mx.array(least - mains),
+            "cursor": lengths - mx.array(ends) if any_unsure else mx.array(least - ends),
         }
         if keeps:
             tree["counts"] = _known(unsure_at, counts, self._future_map.counts)
-        if self._table_operations is not None:
-            tree["written"] = tree["cursor"]
-        else:  # a line of no row has a tail like others'
-            tree["cursor"] = mx.maximum(tree["cursor"], 0)
-        logits, hidden = self._run(tree, least, forward)
+        mains_shape, mains = self.mains.view(least, ends)
+        logits, hidden = self._run(mains_shape, tree | mains, forward)
         plain = not unsure and not num_unsure
         facts = (plain, slots, depths, least, num_unsure, lengths, drafts)
         return VerifyStep(*facts, inputs, logits, hidden), unsure
-
-    def _ends_behind_tail(self, decode: DecodeRow) -> bool:
-        held = self.rows[decode.slot].length - self._bounds[decode.slot].num_main
-        return held + 1 + decode.depth > TAIL
 
     def _drafts(
         self,
@@ -255,11 +232,12 @@ class DraftRows(DecodeRows):
         return mx.where(places < mx.array(depths)[:, None], drafts, NONE)
 
     def _run(
-        self, tree: Tree, least: np.ndarray, forward: Callable[[StepShape, Tree], StepResult]
+        self,
+        mains_shape: PackedShape | None,
+        tree: Tree,
+        forward: Callable[[StepShape, Tree], StepResult],
     ) -> tuple[mx.array, list[mx.array]]:
-        mains_shape, mains = self.mains.view(least, self._per_row.written)
-        tree |= mains
-        tree["tails"] = [list(self._per_row.tails[cache]) for cache in self.layout.kv_indices]
+        tree["tails"] = self._tails()
         keeps, before = "counts" in tree, self._per_row.states if "counts" in tree else self.states
         tree["states"] = [before[cache] for cache in self.layout.state_indices]
         drafts = DraftsShape(tree["tokens"].shape[1], keeps)

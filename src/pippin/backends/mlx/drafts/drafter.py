@@ -25,7 +25,6 @@ from pippin.backends.mlx.step.sampler import MLXSampler
 from pippin.backends.sampling.noise import noise_keys
 from pippin.backends.sampling.rules import Draw
 
-Choose = Callable[[mx.array, mx.array], mx.array]
 # As `StepDrafter._run` has them.
 Entries = tuple[mx.array | None, mx.array, mx.array, mx.array]
 
@@ -77,8 +76,7 @@ class StepDrafter:
         self._most_tokens = 1 + max_depth  # of a row in a step
         self.rings = SlotRings(self._shape)
         self._missed = MissedSteps()
-        # In one graph where one operation chooses for all rows, however they do.
-        self._compiled = mx.compile(self._run_chosen) if operations("choose") else None
+        self._compiled = mx.compile(self._run)
 
     @property
     def row_bytes(self) -> int:
@@ -141,15 +139,10 @@ class StepDrafter:
             how = self._choices(slots), noise, self._shape.num_wrong
             drafts, after = whole.draft(hidden, tokens, counts, first, kv, *how)
             found = drafts, [after]
-        elif self._compiled is not None and num_tokens <= self._most_tokens:
-            found = self._compiled(*entries, rings.kv, self._choices(slots), noise)
+        elif operations("choose") and num_tokens <= self._most_tokens:
+            found = self._compiled(*entries, rings.kv, noise, self._choices(slots))
         else:  # a text that it missed is of any length: no graph is worth keeping
-            found = self._run(
-                *entries,
-                rings.kv,
-                noise,
-                lambda logits, keys: self._sampler.draw_places(logits, slots, keys),
-            )
+            found = self._run(*entries, rings.kv, noise, None, slots)
         drafts, new_kv = found
         new = Rings(new_kv, rings.starts)
         self.rings.keep(slots, new)
@@ -159,28 +152,6 @@ class StepDrafter:
 
     # ---- one step --------------------------------------------------------------------------
 
-    def _run_chosen(
-        self,
-        hidden: mx.array | None,
-        tokens: mx.array,
-        counts: mx.array,
-        first: mx.array,
-        kv: Sequence[Any],
-        choices: mx.array,
-        noise: mx.array,
-    ) -> tuple[mx.array, list[Any]]:
-        ours = operations("choose")
-        assert ours is not None, "rows choose by this operation, or each in their way"
-        return self._run(
-            hidden,
-            tokens,
-            counts,
-            first,
-            kv,
-            noise,
-            lambda logits, keys: ours.choose(logits.astype(mx.float32), choices, keys),
-        )
-
     def _run(
         self,
         hidden: mx.array | None,
@@ -189,7 +160,8 @@ class StepDrafter:
         first: mx.array,  # int32 [rows]: the place of the first token
         kv: Sequence[Any],
         noise: mx.array,
-        choose: Choose,
+        choices: mx.array | None,  # of rows that one operation chooses for, however they do,
+        slots: Sequence[int] = (),  # or their slots
     ) -> tuple[mx.array, list[Any]]:
         """int32 [width, as many as there is noise for], and the rings after them."""
         shape, num_drafts = self._shape, noise.shape[1]
@@ -209,13 +181,21 @@ class StepDrafter:
         logits, last = read(step, hidden, tokens, counts)
         drafts: list[mx.array] = []
         for number in range(num_drafts):
-            drafts.append(choose(logits, noise[:, number]))
+            drafts.append(self._choose(logits, noise[:, number], choices, slots))
             if number + 1 < num_drafts:
                 newest = newest + 1
                 step = RingStep(shape, newest, newest)
                 logits, last = read(step, last, drafts[-1][:, None], mx.zeros_like(counts))
         found = mx.stack(drafts, axis=1) if drafts else mx.zeros((len(tokens), 0), mx.int32)
         return found, [(view.keys, view.values) for view in views]
+
+    def _choose(
+        self, logits: mx.array, keys: mx.array, choices: mx.array | None, slots: Sequence[int]
+    ) -> mx.array:
+        ours = operations("choose")
+        if ours is None or choices is None:
+            return self._sampler.draw_places(logits, slots, keys)
+        return ours.choose(logits.astype(mx.float32), choices, keys)
 
     def _choices(self, slots: Sequence[int]) -> mx.array:
         """float32 [width, 4]: as rows choose their tokens."""

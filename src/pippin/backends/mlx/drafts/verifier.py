@@ -41,13 +41,12 @@ class Verifier:
         ran: VerifyStep,
         unsure: Mapping[int, Unsure],
     ) -> tuple[mx.array | None, mx.array]:
-        """Sample rows without a mask; the others' logits wait for theirs.
+        """Sample rows without a mask.
 
         int32 [width, tokens], if any was sampled, and [width]: how many drafts were accepted.
         """
         by_slot = {decode.slot: decode for decode in decodes}
         places = [None if not slot else by_slot[slot] for slot in ran.slots.tolist()]
-        self._add_masked(step, ran, places)
         lines = self._sampled_lines(ran, places)
         tokens = self._sample(step, ran, lines) if any(row.slot for row in lines) else None
         counts = mx.zeros_like(ran.lengths)
@@ -59,19 +58,6 @@ class Verifier:
             self._read(step, rows, ran, lines, tokens, counts, unsure)
         step.written += [*self._future_map.arrays(), counts]
         return tokens, counts
-
-    def _add_masked(
-        self, step: MLXPending, ran: VerifyStep, places: Sequence[DecodeRow | None]
-    ) -> None:
-        """Their lengths are exact."""
-        found = {
-            place: self._row(decode.slot, int(ran.least[place]), 0)
-            for place, decode in enumerate(places)
-            if decode is not None and decode.samples and decode.masked
-        }
-        if found:
-            logits = ran.logits[mx.array(list(found)), 0]
-            step.add_to_sample(list(found.values()), logits, masked=True)
 
     def _sampled_lines(
         self, ran: VerifyStep, places: Sequence[DecodeRow | None]

@@ -33,7 +33,7 @@ ATTEND_LATENTS = """
     const int per_split = (num_columns + num_splits - 1) / num_splits;
     const int begin = split * per_split;
     const int end = begin + per_split < num_columns ? begin + per_split : num_columns;
-    const int now = cursor[0];
+    const int now = cursor[row];
     const size_t tail_at = static_cast<size_t>(row) * Tail;
 
     // This step's column, and those that all SIMD groups read next.

@@ -158,7 +158,6 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
             "Ahead": AHEAD,
             "Normed": call.ropes is not None and call.ropes[0].norm is not None,
             "Tokens": num_tokens,
-            "Cursors": call.cursor.size > 1,
         },
         blocks=blocks,
         num_splits=num_splits,

@@ -57,7 +57,7 @@ ATTEND = """
     const int per_split = (num_columns + num_splits - 1) / num_splits;
     const int begin = split * per_split;
     const int end = begin + per_split < num_columns ? begin + per_split : num_columns;
-    const int now = cursor[Cursors ? row : 0];  // of the row's first new column
+    const int now = cursor[row];  // of the row's first new column
 
     const device float* angles = numbers + 8;
     const device float* query_weights = angles + Rotated / 2;

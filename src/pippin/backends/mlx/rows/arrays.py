@@ -25,10 +25,6 @@ class RowArrays:
     width: int = 0
     tails: dict[int, list[mx.array]] = field(default_factory=dict)  # by cache, see `_blanks`
     states: dict[int, list[mx.array]] = field(default_factory=dict)
-    # bool [width, TAIL]: the tail columns that hold a token of their row
-    written: np.ndarray = field(default_factory=lambda: np.zeros((0, TAIL), dtype=bool))
-    # bool [width]: lines whose tails are zeros
-    _blank: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
 
     def arrays(self) -> list[mx.array]:
         caches = (*self.tails.values(), *self.states.values())
@@ -38,11 +34,9 @@ class RowArrays:
         """What a step made of them, in the layout's order."""
         self.tails = dict(zip(self.layout.kv_indices, map(list, tails), strict=True))
         self.states = dict(zip(self.layout.state_indices, states, strict=True))
-        self._blank[:] = False  # a step writes every line, also those of no row
 
-    def tail_of(self, cache: int, line: int) -> KV:
-        at = mx.array(np.flatnonzero(self.written[line]).astype(np.int32))
-        keys, values = (mx.take(side[line : line + 1], at, axis=2) for side in self.tails[cache])
+    def tail_of(self, cache: int, line: int, num_columns: int) -> KV:
+        keys, values = (side[line : line + 1, :, :num_columns] for side in self.tails[cache])
         return keys, values
 
     def states_of(self, line: int) -> dict[int, list[mx.array]]:
@@ -54,22 +48,16 @@ class RowArrays:
 
     def clear(self, lines: Sequence[int]) -> None:
         """For new rows. A masked column has weight 0, but 0 times inf is NaN: what the last row
-        left in a tail must be cleared."""
-        self.written[list(lines)] = False
-        stale = [line for line in lines if not self._blank[line]]
-        for sides in self.tails.values():
-            for side in sides:
-                for line in stale:
-                    side[line : line + 1] = 0
-        self._blank[stale] = True
+        left in a tail must be cleared; in memory of its own while that is still to be captured."""
+        is_new = mx.array(np.isin(np.arange(self.width), lines))[:, None, None, None]
+        for cache, sides in self.tails.items():
+            self.tails[cache] = [mx.where(is_new, 0, side) for side in sides]
 
     def begin_tails(self) -> None:
         """Empty, in memory of their own: the move of the old ones may not have read them yet, and
         on CPUs a column is written in place."""
         for index in self.tails:
             self.tails[index] = self._blanks(self.layout.caches[index], self.width)
-        self.written[:] = False
-        self._blank[:] = True
 
     def put_states(self, line: int, states: dict[int, list[mx.array]]) -> None:
         for cache, entries in states.items():
@@ -82,8 +70,6 @@ class RowArrays:
     def widen(self, width: int) -> None:
         """New lines are zeros."""
         extra = width - self.width
-        self.written = np.pad(self.written, ((0, extra), (0, 0)))
-        self._blank = np.pad(self._blank, (0, extra), constant_values=True)
         for index, cache in enumerate(self.layout.caches):
             held = self.states if cache.is_state else self.tails
             blanks = self._blanks(cache, extra)
@@ -97,8 +83,6 @@ class RowArrays:
         for held in (self.tails, self.states):
             for cache, entries in held.items():
                 held[cache] = [mx.take(entry, at, axis=0) for entry in entries]
-        self.written = self.written[list(lines)]
-        self._blank = self._blank[list(lines)]
         self.width = len(lines)
 
     def _blanks(self, cache: LayerCache, num_lines: int) -> list[mx.array]:

@@ -4,8 +4,8 @@
 
 MLX updates in place only when nothing else holds a buffer, and with two steps in flight something
 always does: writing KV in place would copy all of it, every step. So *main* (mains.py) is never
-written. Only the *tail* is: one column for all rows, at a cursor they share. When the cursor
-reaches the end, every 64 steps, tails move into new mains.
+written. Only the *tail* is, one column of each row, where the row itself ends. When a row's tail is
+full, all tails move into new mains.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
+from pippin.backends.mlx.rows import arrays
 from pippin.backends.mlx.rows.arrays import RowArrays
 from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
-from pippin.backends.mlx.rows.mains import Mains, Row, Tails
+from pippin.backends.mlx.rows.mains import Mains, Row
 
 
 class DecodeRows:
@@ -43,7 +44,6 @@ class DecodeRows:
         self._reset()
 
     def _reset(self) -> None:
-        self.cursor = 0  # the tail column that the next step writes
         self.mains = Mains(self.layout, self.spare, self._paths, self._table_operations)
         self._per_row = RowArrays(self.layout, self._max_depth)
 
@@ -102,8 +102,8 @@ class DecodeRows:
         picked: dict[int, KV] = {}
         for cache in self._per_row.tails:
             pieces = self.mains.pieces_of(row, cache)
-            if self._per_row.written[row.index].any():
-                pieces.append(self._per_row.tail_of(cache, row.index))
+            if row.num_tail:
+                pieces.append(self._per_row.tail_of(cache, row.index, row.num_tail))
             picked[cache] = _last_columns(pieces, max(row.length - start, 1))
         return picked
 
@@ -123,42 +123,45 @@ class DecodeRows:
 
         `resolve`: of rows' slots, their input ids, int32 [rows].
         """
-        self._steps_unchanged += 1
-        self.mains.count_step()
-        full = self.cursor == self._per_row.written.shape[1]
-        if full or self.mains.want_moving(self.width - len(self.rows), self._steps_unchanged):
-            self.flush()
+        self._make_room(dict.fromkeys(slots, 1))
         chosen = set(slots)
-        slots_by_index = np.zeros(self.width, dtype=np.int32)
-        positions = np.zeros(self.width, dtype=np.int32)
+        slots_by_index, ends = (np.zeros(self.width, dtype=np.int32) for _ in range(2))
+        lengths = self._blank_lengths()
         for row in self.rows.values():
             advances = row.slot in chosen
             self._park_or_resume(row, advances=advances)
+            lengths[row.index], ends[row.index] = row.length, row.num_main
             if advances:
                 slots_by_index[row.index] = row.slot
-                positions[row.index] = row.length
-                self._per_row.written[row.index, self.cursor] = True
                 row.length += 1
-        shape, tree = self._step(resolve(slots_by_index), positions)
-        logits, tails, states, _ = forward(shape, tree)
-        self._per_row.take_over(tails, states)
-        self.cursor += 1
-        return slots_by_index, logits
-
-    def _step(self, tokens: mx.array, positions: np.ndarray) -> tuple[StepShape, Tree]:
-        visible = self._per_row.written.copy()
-        visible[:, self.cursor] = True  # also for rows that do not matter: no row sees nothing
-        mains_shape, mains = self.mains.view(positions, visible)
+        mains_shape, mains = self.mains.view(lengths, ends)
         tree = {
-            "tokens": tokens[:, None],
-            "offset": mx.array(positions),
-            "cursor": mx.array([self.cursor], dtype=mx.int32),
-            "written": mx.array(visible),
-            "tails": [list(self._per_row.tails[cache]) for cache in self.layout.kv_indices],
+            "tokens": resolve(slots_by_index)[:, None],
+            "offset": mx.array(lengths),
+            "cursor": mx.array(lengths - ends),
+            "tails": self._tails(),
             "states": [self._per_row.states[cache] for cache in self.layout.state_indices],
             **mains,
         }
-        return StepShape(self.width, mains_shape), tree
+        logits, tails, states, _ = forward(StepShape(self.width, mains_shape), tree)
+        self._per_row.take_over(tails, states)
+        return slots_by_index, logits
+
+    def _make_room(self, num_tokens: Mapping[int, int]) -> None:
+        """For so many tokens more of each slot, in its tail."""
+        self._steps_unchanged += 1
+        self.mains.count_step()
+        full = any(self.rows[slot].num_tail + num > arrays.TAIL for slot, num in num_tokens.items())
+        if full or self.mains.want_moving(self.width - len(self.rows), self._steps_unchanged):
+            self.flush()
+
+    def _blank_lengths(self) -> np.ndarray:
+        """int32 [width], as long as a tail: a line of no row writes nothing, since the row that had
+        it may not have been captured yet."""
+        return np.full(self.width, arrays.TAIL, dtype=np.int32)
+
+    def _tails(self) -> list[list[mx.array]]:
+        return [list(self._per_row.tails[cache]) for cache in self.layout.kv_indices]
 
     def arrays(self) -> list[mx.array]:
         """Everything a step or a move wrote, for the step's one `mx.async_eval`."""
@@ -181,9 +184,8 @@ class DecodeRows:
         wanted = self.spare.width_for(len(self.rows))
         if wanted < self.width:
             self._narrow(wanted)
-        self.mains.absorb(Tails(self._per_row.tails, self._per_row.written))
+        self.mains.absorb(self._per_row.tails)
         self._per_row.begin_tails()
-        self.cursor = 0
 
     def _narrow(self, width: int) -> None:
         """Renumber the remaining rows 0, 1, ... and drop the rest."""

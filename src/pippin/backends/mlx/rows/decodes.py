@@ -170,10 +170,11 @@ class Decodes:
         step.check(ran.slots, logits)
         num_drafts = max(decode.num_drafts for decode in decodes)
         tokens, counts = None, None
-        if ran.plain and not num_drafts:
-            ends = {slot: rows.rows[slot].length for slot in ran.slots.tolist() if slot}
-            self._add_to_sample(step, ran.slots, logits, decodes, ends)
-        else:
+        verifies = not ran.plain or num_drafts > 0
+        by_themselves = [decode for decode in decodes if decode.masked or not verifies]
+        ends = {decode.slot: rows.rows[decode.slot].length for decode in by_themselves}
+        self._add_to_sample(step, ran.slots, logits, by_themselves, ends)
+        if verifies:
             tokens, counts = self._verifier.verify(step, rows, decodes, ran, unsure)
         if self.drafter is not None:
             if tokens is None or counts is None or not (num_drafts or self.drafter.reads_on):

@@ -27,10 +27,9 @@ class Footprint:
     def __init__(self, layout: Layout, max_depth: int = 0) -> None:
         """`max_depth`: of drafts, whose inputs states keep."""
         self._layout = layout
-        caches = [layout.caches[index] for index in layout.kv_indices]
         # Of a token, in the caches of each window.
         self.bytes_by_window = {
-            window: sum(cache.nbytes for cache in caches if cache.window == window)
+            window: sum(cache.nbytes for cache in layout.kv_caches if cache.window == window)
             for window in layout.window_classes
         }
         held = [layout.caches[index] for index in layout.state_indices]
@@ -52,10 +51,9 @@ class Footprint:
     def most_bytes(self, max_buffer_bytes: int) -> int:
         """What rows may hold at the most so that none of their arrays, each one side of a cache or
         an entry of a state, takes more than `max_buffer_bytes`. Moves have arrays no larger."""
-        caches = [self._layout.caches[index] for index in self._layout.kv_indices]
         shares = [
             prod(shape) * dtype.size / self.bytes_by_window[cache.window]
-            for cache in caches
+            for cache in self._layout.kv_caches
             for shape, dtype in zip(cache.shapes, cache.dtypes, strict=True)
         ]
         for index in self._layout.state_indices:

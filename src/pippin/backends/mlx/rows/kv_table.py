@@ -9,9 +9,7 @@ name are read for all of them at once, where that saves enough:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,63 +24,44 @@ SHARE_COST_TOKENS = 1024  # what reading columns for several rows at once costs 
 
 
 class Span(NamedTuple):
-    """Columns of a segment."""
+    """Columns of a segment, and the rows that read them at once."""
 
     segment: int
     start: int
     num_columns: int
+    rows: list[int]
 
 
-@dataclass
-class Reading:
-    """Who reads which columns of one window class."""
-
-    own: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))  # by row
-    together: list[tuple[Span, list[int]]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, own: WindowClass) -> Reading:
-        found = cls()
-        numbers = {id(segment): number for number, segment in enumerate(own.segments)}
-        named: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by segment: of a row
-        for index, pieces in own.pieces.items():
-            for segment, start, count in pieces:
-                named[numbers[id(segment)]].append((start, start + count, index))
-        for number in range(len(own.segments)):
-            found._add(number, sorted(named[number]))
-        return found
-
-    def _add(self, segment: int, named: Sequence[tuple[int, int, int]]) -> None:
+def read_spans(own: WindowClass) -> Iterator[Span]:
+    """What rows read of one window class: each row's own columns in order, and what several read
+    at once."""
+    for number, segment in enumerate(own.segments):
+        named = sorted(
+            (piece.start, piece.start + piece.num_columns, index)
+            for index, pieces in own.pieces.items()
+            for piece in pieces
+            if piece.segment is segment
+        )
         if all(before[1] <= after[0] for before, after in pairwise(named)):
             for start, end, index in named:
-                self.own[index].append(Span(segment, start, end - start))
-            return
+                yield Span(number, start, end - start, [index])
+            continue
         bounds = sorted({bound for start, end, _ in named for bound in (start, end)})
         for first, last in pairwise(bounds):
             rows = [index for start, end, index in named if start <= first and last <= end]
-            span = Span(segment, first, last - first)
-            if (len(rows) - 1) * span.num_columns > SHARE_COST_TOKENS:
-                self.together.append((span, rows))
-            else:
-                for index in rows:
-                    self.own[index].append(span)
-
-    def numbers(self) -> list[int]:
-        """As kv_table.h reads them."""
-        found = [len(self.together)]
-        for span, rows in self.together:
-            found += [*span, len(rows), *rows]
-        found.append(len(self.own))
-        for index, spans in self.own.items():
-            found += [index, len(spans), *(number for span in spans for number in span)]
-        return found
+            saved = (len(rows) - 1) * (last - first)
+            for together in [rows] if saved > SHARE_COST_TOKENS else [[index] for index in rows]:
+                yield Span(number, first, last - first, together)
 
 
 def make_kv_table(ours: Operations, layout: Layout, classes: Sequence[WindowClass]) -> mx.array:
     arrays: list[mx.array] = []
     numbers = [len(classes)]
     for own in classes:
-        numbers += [len(own.segments), *Reading.of(own).numbers()]
+        spans = list(read_spans(own))
+        numbers += [len(own.segments), len(spans)]
+        for segment, start, count, rows in spans:
+            numbers += [segment, start, count, len(rows), *rows]
     numbers.append(len(layout.kv_indices))
     for cache in layout.kv_indices:
         number, own = next((n, own) for n, own in enumerate(classes) if cache in own.caches)

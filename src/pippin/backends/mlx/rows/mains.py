@@ -11,7 +11,7 @@ common is held, and read, once. Plain operations gather each row's columns in ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ from pippin.backends.mlx.attention.plain_attention import columns_at
 from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
+from pippin.backends.mlx.rows import arrays
 from pippin.backends.mlx.rows.footprint import COLUMN_STEP, MOVING_SHARE, SpareLimit
 from pippin.backends.mlx.rows.kv_table import common_len, make_kv_table
 from pippin.backends.mlx.rows.paced_launch import PacedLaunch
@@ -47,16 +48,13 @@ class Row:
     index: int
     length: int
     prompt: np.ndarray | None = None  # int32, where the row may share what others begin with
+    num_main: int = 0  # tokens that are not in its tail
     num_steps: int = 0  # since it joined
     parked: dict[int, list[mx.array]] | None = None  # its state, while steps pass it over
 
-
-@dataclass(frozen=True)
-class Tails:
-    """By cache [width, heads, TAIL, dim], and which columns are a row's own: bool [width, TAIL]."""
-
-    kv: Mapping[int, Sequence[mx.array]]
-    written: np.ndarray
+    @property
+    def num_tail(self) -> int:
+        return self.length - self.num_main
 
 
 class Mains:
@@ -74,7 +72,6 @@ class Mains:
         self._operations = table_operations
         self._kv_table: mx.array | None = None  # of the rows as they are
         self._rows: list[Row] = []
-        self._settled: list[Row] = []  # which others may share with
         self._most_segments = MOST_SEGMENTS if paths.kernel is not None else 1
         if table_operations is not None:
             self._most_segments = MOST_IN_TABLE
@@ -91,12 +88,13 @@ class Mains:
         for together in [joining] if self._operations is None else [[one] for one in joining]:
             for own in self._classes:
                 self._join(own, together)
-            self._rows += [row for row, _ in together]
+            for row, _ in together:
+                row.num_main = row.length
+                self._rows.append(row)
 
     def leave(self, row: Row) -> None:
         self._kv_table = None
         self._rows = [other for other in self._rows if other is not row]
-        self._settled = [other for other in self._settled if other is not row]
         for own in self._classes:
             own.leave(row.index)
             own.forget_passed()
@@ -109,9 +107,9 @@ class Mains:
             found.append((keys, values))
         return found
 
-    def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[PackedShape | None, Tree]:
-        """As a step sees them. `positions` int32 [width]: where each row's token stands;
-        `visible` bool [width, TAIL]: tail columns that its token may look at, its own included."""
+    def view(self, positions: np.ndarray, ends: np.ndarray) -> tuple[PackedShape | None, Tree]:
+        """As a step sees them. int32 [width]: where each row's token stands, and the position after
+        the last that is here."""
         if self._operations is not None:
             if self._kv_table is None:
                 self._kv_table = make_kv_table(self._operations, self._layout, self._classes)
@@ -126,37 +124,35 @@ class Mains:
             for cache in self._layout.kv_indices
         ]
         if self._paths.kernel is not None:
-            seen = [mx.array(_seen(visible, own, positions)) for own in self._classes]
-            return shape, {"mains": mains, "places": self._places(positions), "visible": seen}
-        ends = np.zeros(len(positions), np.int32)
-        for index, end in self._classes[0].ends.items() if self._classes else ():
-            ends[index] = end
-        return shape, {
-            "mains": mains,
-            "places": self._places(positions, every=True),
-            "ends": mx.array(ends),
-        }
+            places = self._places([own.num_hidden(positions, ends) for own in self._classes])
+            age = (positions - ends)[:, None] - np.arange(arrays.TAIL)
+            seen = [own.num_seen(positions)[:, None] for own in self._classes]
+            visible = [mx.array((age >= 0) & (age < num_seen)) for num_seen in seen]
+            return shape, {"mains": mains, "places": places, "visible": visible}
+        places = self._places([np.zeros_like(ends)] * len(self._classes))
+        return shape, {"mains": mains, "places": places, "ends": mx.array(ends)}
 
     def count_step(self) -> None:
         """Rows that have settled hold what they begin with once, where a table can say so."""
         for row in self._rows if self._operations is not None else ():
             row.num_steps += 1
             if row.num_steps == SETTLED_STEPS and row.prompt is not None:
-                self._share(row)
-                self._settled.append(row)
+                self._share(row, row.prompt)
 
     def want_moving(self, num_spare_lines: int, steps_unchanged: int) -> bool:
         """Whether too much memory is spare."""
         return steps_unchanged <= 1 and self._spare.is_exceeded(self._spare_bytes, num_spare_lines)
 
-    def absorb(self, tails: Tails) -> None:
-        """Move the tails into mains."""
+    def absorb(self, tails: Mapping[int, Sequence[mx.array]]) -> None:
+        """Move the tails into mains: by cache [width, heads, TAIL, dim]."""
         self._kv_table = None
         merges = self._spare.is_exceeded(self._spare_bytes, 0)
         for own in self._classes:
             self._append_tails(own, tails)
             if merges and own.capacity - sum(own.held()) >= COLUMN_STEP:
                 self._merge(own, 0, len(own.segments))
+        for row in self._rows:
+            row.num_main = row.length
 
     def renumber(self, new: Mapping[int, int]) -> None:
         """Rows have other indices now."""
@@ -173,10 +169,9 @@ class Mains:
     def _class_of(self, cache: int) -> WindowClass:
         return next(own for own in self._classes if cache in own.caches)
 
-    def _places(self, positions: np.ndarray, *, every: bool = False) -> list[mx.array]:
-        seen_from = None if every else positions
-        width, most = len(positions), self._most_segments
-        return [mx.array(own.table(width, most, seen_from)) for own in self._classes]
+    def _places(self, num_hidden: Sequence[np.ndarray]) -> list[mx.array]:
+        pairs = zip(self._classes, num_hidden, strict=True)
+        return [mx.array(own.table(self._most_segments, hidden)) for own, hidden in pairs]
 
     @property
     def _spare_bytes(self) -> int:
@@ -189,16 +184,21 @@ class Mains:
         counts: dict[int, int] = {}
         for row, kv in joining:
             counts[row.index] = kv[own.caches[0]][0].shape[2]
-            own.ends[row.index] = row.length
-        moves = self._operations is None
-        self._add(own, counts, lambda cache: [kv.pop(cache) for _, kv in joining], moves=moves)
+        self._add(
+            own, counts, lambda cache: zip(*(kv.pop(cache) for _, kv in joining), strict=True)
+        )
 
-    def _share(self, row: Row) -> None:
+    def _share(self, row: Row, prompt: np.ndarray) -> None:
         """Name the columns of the settled row that has most of what this one begins with."""
-        assert row.prompt is not None
-        prompts = [(one, one.prompt) for one in self._settled if one.prompt is not None]
-        found = [(common_len(row.prompt, prompt), one) for one, prompt in prompts]
-        num_common, other = max(found, key=lambda pair: pair[0], default=(0, row))
+        num_common, other = max(
+            (
+                (common_len(prompt, one.prompt), one)
+                for one in self._rows
+                if one is not row and one.num_steps >= SETTLED_STEPS and one.prompt is not None
+            ),
+            key=lambda pair: pair[0],
+            default=(0, row),
+        )
         if num_common < FEWEST_SHARED:
             return
         self._kv_table = None
@@ -212,25 +212,18 @@ class Mains:
                     if id(segment) in before and held < segment.capacity:
                         self._merge(own, number, number + 1)
 
-    def _append_tails(self, own: WindowClass, tails: Tails) -> None:
-        written = {index: np.flatnonzero(tails.written[index]) for index in own.ends}
-        at = [index * tails.written.shape[1] + columns for index, columns in written.items()]
-        counts = {index: len(columns) for index, columns in written.items()}
+    def _append_tails(self, own: WindowClass, tails: Mapping[int, Sequence[mx.array]]) -> None:
+        counts = {row.index: row.num_tail for row in self._rows}
         if not sum(counts.values()):
             return
-        for index, count in counts.items():
-            own.ends[index] += count
+        at = [index * arrays.TAIL + np.arange(count) for index, count in counts.items()]
         chosen = mx.array(np.concatenate(at).astype(np.int32))
 
-        def take(cache: int) -> list[KV]:
+        def take(cache: int) -> list[list[mx.array]]:
             if self._operations is not None:  # which needs less memory, and more nodes
-                both = tails.kv[cache]
-                parts = ([_line(side, *one) for side in both] for one in written.items())
-                return [(keys, values) for keys, values in parts]
-            keys, values = (
-                columns_at([_side_by_side(side)], chosen)[None] for side in tails.kv[cache]
-            )
-            return [(keys, values)]
+                rows = counts.items()
+                return [[side[i : i + 1, :, :n] for i, n in rows] for side in tails[cache]]
+            return [[columns_at([_side_by_side(side)], chosen)[None]] for side in tails[cache]]
 
         self._add(own, counts, take)
 
@@ -238,24 +231,21 @@ class Mains:
         self,
         own: WindowClass,
         counts: Mapping[int, int],
-        take: Callable[[int], Sequence[KV]],
-        *,
-        moves: bool = True,
+        take: Callable[[int], Iterable[Sequence[mx.array]]],
     ) -> None:
-        """A new segment. `take`: of a cache, what it holds in order, [1, heads, tokens, dim] each,
+        """A new segment. `take`: a cache's keys and values in order, [1, heads, tokens, dim] each,
         which nothing else holds then. Each row has a share of memory for moves; a row that is
-        longer than these allow for is copied one layer after the other, where it `moves`."""
+        longer than these allow for is copied one layer after the other."""
         used = sum(counts.values())
         segment = Segment(self._capacity(used))
         nbytes = self._spare.footprint.bytes_by_window[own.window]
         allowed = int(MOVING_SHARE * (sum(own.held()) + used) * nbytes)
         has_table = self._operations is not None
-        total = segment.capacity * nbytes if moves else 0
+        copies = len(counts) > 1 or used < segment.capacity  # one row's columns lie as they are
+        total = segment.capacity * nbytes if copies else 0
         paced = PacedLaunch(total, 0 if has_table else allowed, has_table=has_table)
         for cache in own.caches:
-            sides = zip(*take(cache), strict=True)
-            segment.kv[cache] = [_packed(list(side), segment.capacity) for side in sides]
-            del sides
+            segment.kv[cache] = [_packed(side, segment.capacity) for side in take(cache)]
             paced.launch(segment.kv[cache])
         own.append(segment, counts)
         own.forget_passed()
@@ -293,7 +283,7 @@ class Mains:
         return -(-num_columns // COLUMN_STEP) * COLUMN_STEP
 
 
-def _packed(parts: list[mx.array], capacity: int) -> mx.array:
+def _packed(parts: Sequence[mx.array], capacity: int) -> mx.array:
     """[1, heads, tokens, dim] each -> [heads, capacity, dim]"""
     _, heads, _, dim = parts[0].shape
     spare = capacity - sum(part.shape[2] for part in parts)
@@ -303,24 +293,7 @@ def _packed(parts: list[mx.array], capacity: int) -> mx.array:
     return mx.contiguous(mx.concatenate(sides, axis=1))
 
 
-def _line(tail: mx.array, index: int, columns: np.ndarray) -> mx.array:
-    """A row's columns of a tail: [1, heads, columns, dim]"""
-    line = tail[index : index + 1]
-    if not len(columns) or len(columns) == columns[-1] + 1 - columns[0]:
-        first = int(columns[0]) if len(columns) else 0
-        return line[:, :, first : first + len(columns)]
-    return mx.take(line, mx.array(columns.astype(np.int32)), axis=2)
-
-
 def _side_by_side(tail: mx.array) -> mx.array:
     """[width, heads, TAIL, dim] -> [heads, width * TAIL, dim]"""
     _, heads, length, dim = tail.shape
     return tail.swapaxes(0, 1).reshape(heads, len(tail) * length, dim)
-
-
-def _seen(visible: np.ndarray, own: WindowClass, positions: np.ndarray) -> np.ndarray:
-    """Of the tail columns that a row has, those within the window: the newest ones."""
-    if own.window is None or (own.window >= visible.shape[1] and not own.chunked):
-        return visible
-    age = np.cumsum(visible[:, ::-1], axis=1)[:, ::-1]
-    return np.asarray(visible & (age <= own.num_seen(positions)[:, None]))

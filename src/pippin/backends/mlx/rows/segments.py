@@ -42,7 +42,6 @@ class WindowClass:
     chunked: bool = False  # the window does not slide: it begins at a multiple of its size
     segments: list[Segment] = field(default_factory=list)
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by row index, in token order
-    ends: dict[int, int] = field(default_factory=dict)  # by row: the position after its last column
 
     @property
     def capacity(self) -> int:
@@ -83,20 +82,13 @@ class WindowClass:
 
     def begin_alike(self, index: int, other: int, num_columns: int) -> None:
         """A row names so many columns of another one in place of its own first ones."""
-        rest, passed = list[Piece](), num_columns
-        for segment, start, count in self.pieces[index]:
-            hidden = min(passed, count)
-            passed -= hidden
-            if hidden < count:
-                rest.append(Piece(segment, start + hidden, count - hidden))
+        rest = _behind(self.pieces[index], num_columns)
         self.pieces[index] = [*self.first_columns(other, num_columns), *rest]
 
     def leave(self, index: int) -> None:
-        self.ends.pop(index, None)
         self.pieces.pop(index, None)
 
     def renumber(self, new: Mapping[int, int]) -> None:
-        self.ends = {new[index]: end for index, end in self.ends.items()}
         self.pieces = {new[index]: pieces for index, pieces in self.pieces.items()}
 
     def forget_passed(self) -> None:
@@ -104,37 +96,36 @@ class WindowClass:
         no row's columns stay."""
         for index, pieces in self.pieces.items():
             passed = 0 if self.window is None else self.num_columns(index) - self.window
-            self.pieces[index] = []
-            for segment, start, count in pieces:
-                hidden = min(max(passed, 0), count)
-                passed -= hidden
-                if hidden < count:
-                    self.pieces[index].append(Piece(segment, start + hidden, count - hidden))
+            self.pieces[index] = _behind(pieces, max(passed, 0))
         self.segments = [part for part, n in zip(self.segments, self.held(), strict=True) if n]
 
-    def table(self, width: int, most_segments: int, positions: np.ndarray | None) -> np.ndarray:
+    def table(self, most_segments: int, num_hidden: np.ndarray) -> np.ndarray:
         """int32 [width, most_segments, 2]: where a row's columns begin in each segment, and how
-        many there are; with `positions`, those that a token there sees."""
-        table = np.zeros((width, most_segments, 2), dtype=np.int32)
+        many there are, but for so many of the first, int32 [width]."""
+        table = np.zeros((len(num_hidden), most_segments, 2), dtype=np.int32)
         numbers = {id(segment): number for number, segment in enumerate(self.segments)}
-        for index, end in self.ends.items():
-            hidden = 0
-            if self.window is not None and positions is not None:
-                first_position = end - self.num_columns(index)
-                num_seen = int(self.num_seen(positions[index : index + 1])[0])
-                hidden = max(int(positions[index]) + 1 - num_seen - first_position, 0)
-            for segment, start, count in self.pieces[index]:
+        for index, pieces in self.pieces.items():
+            hidden = int(num_hidden[index])
+            for segment, start, count in pieces:
                 here = min(hidden, count)
                 hidden -= here
                 table[index, numbers[id(segment)]] = start + here, count - here
         return table
 
+    def num_hidden(self, positions: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """int32 [width]: the first columns that a row's token there does not see. `ends`: the
+        position after a row's last column."""
+        oldest_seen, hidden = positions + 1 - self.num_seen(positions), np.zeros_like(positions)
+        for index in self.pieces:
+            first = ends[index] - self.num_columns(index)
+            hidden[index] = max(oldest_seen[index] - first, 0)
+        return hidden
+
     def num_seen(self, positions: np.ndarray) -> np.ndarray:
         """How many tokens the window has at each of these positions, their own included."""
-        assert self.window is not None
-        if self.chunked:
-            return np.asarray(positions % self.window + 1)
-        return np.full(len(positions), self.window)
+        if self.window is None:
+            return positions + 1
+        return positions % self.window + 1 if self.chunked else np.full_like(positions, self.window)
 
     def to_merge(self, most_segments: int) -> tuple[int, int] | None:
         """From which segment up to which, where there are more than that."""
@@ -172,6 +163,17 @@ class WindowClass:
             self.pieces[index] = [*rest[:num_before], *moved, *rest[num_before:]]
         self.segments[first:last] = [new]
         return new, np.concatenate(columns)
+
+
+def _behind(pieces: Sequence[Piece], num_columns: int) -> list[Piece]:
+    """All but so many of the first columns."""
+    rest: list[Piece] = []
+    for segment, start, count in pieces:
+        hidden = min(num_columns, count)
+        num_columns -= hidden
+        if hidden < count:
+            rest.append(Piece(segment, start + hidden, count - hidden))
+    return rest
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:

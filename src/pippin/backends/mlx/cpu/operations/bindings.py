@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -21,25 +21,27 @@ from pippin.backends.mlx.cpu.operations.library import find_library
 from pippin.backends.mlx.device import on_cpu
 
 Address, Number, Count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
-_ARGUMENTS = {
+_CONTROLS = {
     "pippin_start": (Count,),
     "pippin_run_ahead": (Count,),
     "pippin_take_failure": (ctypes.c_char_p, ctypes.c_long),
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
-    "pippin_attention": (Address, Address, Count, Number, Count),
-    "pippin_kv_table": (Address, Address, Count, Address),
-    "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
-    "pippin_tail_write": (Address, Address),
-    "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
-    "pippin_draft_layer": (Address, Count, Address, Count, Count, Number),
-    "pippin_draft_head": (Address, Address, Count, Count, Number, Number),
-    "pippin_rms_norm": (Address, Address, Address, Number),
-    "pippin_linear": (Address, Count, Address, Address, Address),
     "pippin_panel": (),
-    "pippin_swiglu": (Address, Address, Address),
-    "pippin_choose": (Address, Address, Address, Address),
-    "pippin_rope": (Address, Address, Address, Address, Number, Count),
 }
+_ARRAYS = (Address, Count, Address, Count)  # those to be made and those given, and how many
+_NUMBERS = {  # what an operation takes behind them
+    "pippin_attention": (Number, Count),
+    "pippin_kv_table": (Address,),
+    "pippin_row_attention": (Number, Count, Count),
+    "pippin_delta_layer": (Count, Count, Number),
+    "pippin_draft_head": (Count, Count, Number, Number),
+    "pippin_rms_norm": (Number,),
+    "pippin_linear": (Address,),
+    "pippin_swiglu": (),
+    "pippin_choose": (),
+    "pippin_rope": (Number, Count),
+}
+_SIGNATURES = _CONTROLS | {name: (*_ARRAYS, *numbers) for name, numbers in _NUMBERS.items()}
 FAILURE_BYTES = 256
 
 
@@ -53,12 +55,9 @@ class LinearLayers:
     """Those of one input, as the library takes them."""
 
     def __init__(self, layers: Sequence[LinearWeights]) -> None:
-        self.count = len(layers)
-        self._layers = tuple(layers)  # as long as their addresses
         arrays = [array for layer in layers for array in (layer.panels, layer.bias)]
-        ids = [None if array is None else id(array) for array in arrays]
-        self.addresses = _array_type(len(ids))(*ids)
-        self.num_outputs = (Count * self.count)(*(layer.num_outputs for layer in layers))
+        self.arrays = [array for array in arrays if array is not None]
+        self.num_outputs = (Count * len(layers))(*(layer.num_outputs for layer in layers))
 
 
 class Operations:
@@ -69,10 +68,11 @@ class Operations:
         self.left_out = frozenset(left_out)
         # Its functions make nodes and return, so they keep Python's lock.
         self._library = ctypes.PyDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
-        for name, types in _ARGUMENTS.items():
+        for name, types in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, Count
-        _check(self._library.pippin_start(num_threads))
+        if self._library.pippin_start(num_threads):
+            raise RuntimeError("threads for CPU operations could not be started")
         self._panel = self._library.pippin_panel()
 
     def is_array(self, x: mx.array, buffer: int) -> bool:
@@ -88,11 +88,21 @@ class Operations:
     def run_ahead(self, num_tasks: int) -> None:
         """A thread that submits work may be so many tasks of ten dispatches further ahead of mlx's
         than mlx allows; with a negative number no longer."""
-        _check(self._library.pippin_run_ahead(num_tasks))
+        self._library.pippin_run_ahead(num_tasks)
+
+    def _make(
+        self, name: str, num_made: int, given: Sequence[mx.array], *numbers: object
+    ) -> list[mx.array]:
+        """The arrays that an operation makes of these, all of them by one node."""
+        made = [mx.array(0.0) for _ in range(num_made)]  # Python's objects; the rest is to come
+        arrays = (_addresses(made), num_made, _addresses(given), len(given))
+        if getattr(self._library, f"pippin_{name}")(*arrays, *numbers):
+            raise RuntimeError("an operation could not be added to mlx's graph")
+        return made
 
     def rms_norm(self, x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-        given = None if weight is None else id(weight)
-        return _made(self._library.pippin_rms_norm, id(x), given, eps)
+        (y,) = self._make("rms_norm", 1, (x,) if weight is None else (x, weight), eps)
+        return y
 
     def pack(self, weight: mx.array) -> mx.array:
         """[outputs, inputs] as panels.h has them: [panels, inputs, outputs of a panel]."""
@@ -105,17 +115,13 @@ class Operations:
 
     def linear(self, x: mx.array, layers: LinearLayers) -> list[mx.array]:
         """Of each layer x @ weight.T + bias; all of them together are one operation."""
-        outs = [_blank() for _ in range(layers.count)]
-        _check(
-            self._library.pippin_linear(
-                _addresses(outs), layers.count, id(x), layers.addresses, layers.num_outputs
-            )
-        )
-        return outs
+        num_outputs = layers.num_outputs
+        return self._make("linear", len(num_outputs), [x, *layers.arrays], num_outputs)
 
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
         """silu(gate) * x, of one shape."""
-        return _made(self._library.pippin_swiglu, id(gate), id(x))
+        (y,) = self._make("swiglu", 1, (gate, x))
+        return y
 
     def rope(
         self,
@@ -124,9 +130,13 @@ class Operations:
         offset: int | mx.array,  # int32 [B] or [1]
         scale: float,
     ) -> mx.array:
-        fixed = isinstance(offset, int)
-        offsets, start = (None, offset) if fixed else (id(offset), 0)
-        return _made(self._library.pippin_rope, id(x), id(frequencies), offsets, scale, start)
+        given, start = [x, frequencies], 0
+        if isinstance(offset, int):
+            start = offset
+        else:
+            given.append(offset)
+        (y,) = self._make("rope", 1, given, scale, start)
+        return y
 
     def attention(
         self,
@@ -139,46 +149,32 @@ class Operations:
         causal: bool,  # the last query sees all keys, each before it one less
     ) -> mx.array:
         given = (queries, keys, values) if mask is None else (queries, keys, values, mask)
-        ins = _addresses(given)
-        return _made(self._library.pippin_attention, ins, len(given), scale, causal)
+        (y,) = self._make("attention", 1, given, scale, causal)
+        return y
 
     def kv_table(self, arrays: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
         """Where rows' keys and values lie, as library.cpp has it; the arrays live as long."""
-        ins, counts = _addresses(arrays), (Count * len(numbers))(*numbers)
-        return _made(self._library.pippin_kv_table, ins, len(arrays), counts)
+        (address,) = self._make("kv_table", 1, arrays, (Count * len(numbers))(*numbers))
+        return address
 
     def row_attention(
         self,
         queries: mx.array,  # [W, Hq, n, D]
         tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
-        # bool [W, T]: which of these tokens are the row's, for one query; or int32 [W]: how many of
-        # the first are, and the queries' own follow them.
-        written: mx.array,
+        columns: tuple[mx.array, mx.array],  # [W, Hkv, n, D], [W, Hkv, n, Dv]: of the same tokens
+        cursor: mx.array,  # int32 [W]: where these go in the tail, behind those that the row has
         kv_table: mx.array,
         scale: float,
         *,
         place: int,  # of the layer in the KV table
         window: int | None = None,  # tokens, the row's own one among them
         sinks: mx.array | None = None,  # [Hq]
-    ) -> mx.array:
-        """A token of each row and drafts behind it, over its tail and what the KV table has."""
-        arrays = [queries, *tail, written, kv_table, *([] if sinks is None else [sinks])]
-        ins = _addresses(arrays)
-        function = self._library.pippin_row_attention
-        return _made(function, ins, len(arrays), scale, place, window or 0)
-
-    def tail_write(
-        self,
-        tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
-        columns: tuple[mx.array, mx.array],  # [W, Hkv, n, D], [W, Hkv, n, Dv]
-        cursor: mx.array,  # int32 [1], or of each row [W]: the number of the first
     ) -> list[mx.array]:
-        """The tails with the columns, in the same memory: for columns that no step reads which is
-        in flight. What is no column of the tail is not written."""
-        outs = [_blank(), _blank()]
-        ins = _addresses((*tail, *columns, cursor))
-        _check(self._library.pippin_tail_write(_addresses(outs), ins))
-        return outs
+        """A token of each row and drafts behind it, over its tail and what the KV table has: the
+        tails with the columns, in the same memory, and what is read. For columns that no step
+        reads which is in flight."""
+        arrays = [*tail, *columns, cursor, queries, kv_table, *([] if sinks is None else [sinks])]
+        return self._make("row_attention", 3, arrays, scale, place, window or 0)
 
     def delta_layer(
         self,
@@ -186,32 +182,11 @@ class Operations:
         *,
         k_heads: tuple[int, int],  # how many, and their size
         eps: float,
-        num_states: int,
-    ) -> tuple[mx.array, mx.array, list[mx.array]]:
-        """What the output product reads, the convolution's state, and states as above."""
-        outs = [_blank() for _ in range(2 + num_states)]
-        ins = _addresses(inputs)
-        _check(
-            self._library.pippin_delta_layer(
-                _addresses(outs), len(outs), ins, len(inputs), *k_heads, eps
-            )
-        )
-        return outs[0], outs[1], outs[2:]
-
-    def draft_layer(
-        self,
-        inputs: Sequence[mx.array],  # as runs.h lists them
-        *,
-        k_heads: tuple[int, int],
-        eps: float,
+        num_made: int,
     ) -> list[mx.array]:
-        """What the output product reads, the states behind the input token, what is kept of the
-        drafts, where there are some."""
-        has_drafts = inputs[0].shape[1] > 1
-        outs = [_blank() for _ in range(6 if has_drafts else 3)]
-        ins = _addresses(inputs)
-        _check(self._library.pippin_draft_layer(_addresses(outs), len(outs), ins, *k_heads, eps))
-        return outs
+        """What the output product reads, the convolution's state, states as above; or where rows
+        verify drafts the state behind the input token, and what is kept of the drafts, if any."""
+        return self._make("delta_layer", num_made, inputs, *k_heads, eps)
 
     def draft_head(
         self,
@@ -222,10 +197,7 @@ class Operations:
         rope_scale: float,
     ) -> list[mx.array]:
         """Drafts int32 [rows, n], and the rings after them: keys and values."""
-        outs, ins = [_blank() for _ in range(3)], _addresses(inputs)
-        numbers = (num_wrong, num_ids, eps, rope_scale)
-        _check(self._library.pippin_draft_head(_addresses(outs), ins, *numbers))
-        return outs
+        return self._make("draft_head", 3, inputs, num_wrong, num_ids, eps, rope_scale)
 
     def choose(
         self,
@@ -234,7 +206,8 @@ class Operations:
         keys: mx.array,  # uint32 [rows, 2]: of the rows' noise
     ) -> mx.array:
         """A token for each row, int32 [rows]."""
-        return _made(self._library.pippin_choose, id(logits), id(choices), id(keys))
+        (tokens,) = self._make("choose", 1, (logits, choices, keys))
+        return tokens
 
 
 @cache
@@ -287,18 +260,6 @@ def are_float32(*arrays: mx.array) -> bool:
     return all(array.dtype == mx.float32 for array in arrays)
 
 
-def _made(function: Callable[..., int], *arguments: object) -> mx.array:
-    """The one array that a function of the library makes of these."""
-    y = _blank()
-    _check(function(id(y), *arguments))
-    return y
-
-
-def _blank() -> mx.array:
-    """A Python object for an array that does not exist yet."""
-    return mx.array(0.0)
-
-
 def _addresses(arrays: Sequence[mx.array]) -> ctypes.Array[ctypes.c_void_p]:
     return _array_type(len(arrays))(*map(id, arrays))
 
@@ -306,8 +267,3 @@ def _addresses(arrays: Sequence[mx.array]) -> ctypes.Array[ctypes.c_void_p]:
 @cache
 def _array_type(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
     return Address * count
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise RuntimeError("an operation could not be added to mlx's graph")

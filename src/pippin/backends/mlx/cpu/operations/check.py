@@ -28,7 +28,6 @@ from pippin.backends.mlx.cpu.operations.bindings import (
 from pippin.backends.mlx.cpu.operations.check_layers import (
     delta_layer,
     draft_head,
-    draft_layer,
     normal,
 )
 from pippin.backends.mlx.cpu.operations.drop_ins import frequencies
@@ -41,7 +40,6 @@ NUM_THREADS = 2
 SCALE = 0.3
 
 Pairs = Iterable[tuple[mx.array, mx.array]]  # of ours and of what it should be
-KV = tuple[mx.array, mx.array]
 
 
 def finds_arrays(operations: Operations) -> bool:
@@ -101,75 +99,33 @@ def attention(ours: Operations) -> Pairs:
     )
 
 
-def kv_table(ours: Operations) -> Pairs:
-    """Where rows lie."""
-    address = _kv_table(ours, normal(2, 2, 30, 16), normal(2, 2, 30, 16, seed=1))
-    mx.eval(address)
-    yield (address > 0).astype(mx.float32), mx.ones(1)
-
-
-def _kv_table(ours: Operations, keys: mx.array, values: mx.array) -> mx.array:
-    """One layer and one segment, of two rows of 30 columns, of which the second has 7."""
-    sides = [mx.contiguous(mx.concatenate(list(side), axis=1)) for side in (keys, values)]
-    spans = [*(0, 1, 0, 0, 30), *(1, 1, 0, 30, 7)]
-    return ours.kv_table(sides, [1, 1, 0, 2, *spans, 1, 0])
-
-
 def row_attention(ours: Operations) -> Pairs:
-    """A token of each row, over what the KV table has of it and what is written of its tail."""
+    """Three tokens of each row, over what the KV table has of it and its tail, where they go."""
     main = normal(2, 2, 30, 16), normal(2, 2, 30, 16, seed=1)
-    q = normal(2, 4, 1, 16, seed=2)
-    tail = normal(2, 2, 8, 16, seed=3), normal(2, 2, 8, 16, seed=4)
-    written = mx.arange(8)[None] < mx.array([[3], [8]])
-    found = ours.row_attention(q, tail, written, _kv_table(ours, *main), SCALE, place=0)
-    for row, (count, num_written) in enumerate(((30, 3), (7, 8))):
-        one = slice(row, row + 1)
+    sides = [mx.contiguous(mx.concatenate(list(side), axis=1)) for side in main]
+    # One layer and one segment, of two rows of 30 columns, of which the second has 7.
+    table = ours.kv_table(sides, [1, 1, 2, *(0, 0, 30, 1, 0), *(0, 30, 7, 1, 1), 1, 0])
+    cursor, window = [3, 6], 9  # the last token has no place in the tail
+    q, new = normal(2, 4, 3, 16, seed=2), [normal(2, 2, 3, 16, seed=3 + side) for side in (0, 1)]
+    tail = [normal(2, 2, 8, 16, seed=5 + side) for side in (0, 1)]
+    after = [mx.array(side) for side in tail]
+    for side, columns in zip(after, new, strict=True):
+        side[0, :, 3:6], side[1, :, 6:] = columns[0], columns[1, :, :2]
+    mx.eval(tail, after)
+    at = mx.array(cursor)
+    *written, found = ours.row_attention(
+        q, (tail[0], tail[1]), (new[0], new[1]), at, table, SCALE, place=0, window=window
+    )
+    yield from zip(written, after, strict=True)
+    for row, token in np.ndindex(2, 2):
+        one, count, end = slice(row, row + 1), (30, 7)[row], cursor[row] + token + 1
         keys, values = (
-            mx.concatenate([side[one, :, :count], end[one, :, :num_written]], axis=2)
-            for side, end in zip(main, tail, strict=True)
+            mx.concatenate([side[one, :, :count], own[one, :, :end]], axis=2)[:, :, -window:]
+            for side, own in zip(main, after, strict=True)
         )
-        yield found[one], mx.fast.scaled_dot_product_attention(q[one], keys, values, scale=SCALE)
-    yield from _drafts_attention(ours, main, tail)
-
-
-def _drafts_attention(ours: Operations, main: KV, tail: KV) -> Pairs:
-    """Three tokens of each row, the first behind so many of its tail."""
-    q, table, window = normal(2, 4, 3, 16, seed=5), _kv_table(ours, *main), 9
-    before = mx.array([3, 5])
-    found = ours.row_attention(q, tail, before, table, SCALE, place=0, window=window)
-    for row, (count, num_before) in enumerate(((30, 3), (7, 5))):
-        for token in range(3):
-            one, end = slice(row, row + 1), num_before + token + 1
-            keys, values = (
-                mx.concatenate([side[one, :, :count], own[one, :, :end]], axis=2)[:, :, -window:]
-                for side, own in zip(main, tail, strict=True)
-            )
-            at = slice(token, token + 1)
-            plain = mx.fast.scaled_dot_product_attention(q[one, :, at], keys, values, scale=SCALE)
-            yield found[one, :, at], plain
-
-
-def tail_write(ours: Operations) -> Pairs:
-    tail = normal(2, 2, 8, 16), normal(2, 2, 8, 24, seed=1)
-    column = normal(2, 2, 1, 16, seed=2), normal(2, 2, 1, 24, seed=3)
-    both = zip(tail, column, strict=True)
-    wanted = [mx.concatenate([t[:, :, :5], c, t[:, :, 6:]], axis=2) for t, c in both]
-    mx.eval(wanted)
-    yield from zip(ours.tail_write(tail, column, mx.array([5])), wanted, strict=True)
-    columns = normal(2, 2, 3, 16, seed=4), normal(2, 2, 3, 24, seed=5)
-    blank = [mx.zeros_like(side) for side in tail]
-    wanted = [_written(side, new) for side, new in zip(blank, columns, strict=True)]
-    mx.eval(wanted, blank)
-    found = ours.tail_write((blank[0], blank[1]), columns, mx.array([4, 6]))
-    yield from zip(found, wanted, strict=True)
-
-
-def _written(tail: mx.array, columns: mx.array) -> mx.array:
-    """Three columns, of one row from 4 on, and of the other from 6, where the last has no place."""
-    new = mx.array(tail)
-    new[0, :, 4:7] = columns[0]
-    new[1, :, 6:8] = columns[1, :, :2]
-    return new
+        asking = q[one, :, token : token + 1]
+        plain = mx.fast.scaled_dot_product_attention(asking, keys, values, scale=SCALE)
+        yield found[one, :, token : token + 1], plain
 
 
 def choose(ours: Operations) -> Pairs:
@@ -189,8 +145,8 @@ def choose(ours: Operations) -> Pairs:
 
 
 TRIALS: tuple[Callable[[Operations], Pairs], ...] = (
-    *(rms_norm, linear, swiglu, rope, attention, kv_table, row_attention, tail_write, delta_layer),
-    *(draft_layer, draft_head, choose),
+    *(rms_norm, linear, swiglu, rope, attention, row_attention, delta_layer),
+    *(draft_head, choose),
 )
 
 

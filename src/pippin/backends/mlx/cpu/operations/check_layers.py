@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -47,46 +47,36 @@ def _delta_weights(layer: Any) -> tuple[mx.array, ...]:
     return (taps, layer.A_log, layer.dt_bias, layer.norm.weight)
 
 
-def draft_layer(ours: Operations) -> Pairs:
-    """Of three drafts one row accepted two, the other none; then both run a token and a draft."""
+def delta_layer(ours: Operations) -> Pairs:
     from mlx_lm.models.cache import ArraysCache
 
-    layer, x = _delta_net(), normal(2, 6, 48, seed=2)
-    accepted = [2, 0]
-    kept = _products(layer, x[:, 1:4])
+    layer, x = _delta_net(), normal(2, 70, 48, seed=2)
     held = normal(2, 3, layer.conv_dim, seed=3), normal(2, 4, 24, 16, seed=4)
-    inputs = (*_products(layer, x[:, 4:]), *held, *_delta_weights(layer), kept[0], *kept[2:])
-    out, *states = ours.draft_layer(
-        (*inputs, mx.array(accepted)), k_heads=(2, 16), eps=layer.norm.eps
-    )
+
+    def run(products: Sequence[mx.array], *others: mx.array, num_made: int = 3) -> list[mx.array]:
+        inputs = (*products, *held, *_delta_weights(layer), *others)
+        found = ours.delta_layer(inputs, k_heads=(2, 16), eps=layer.norm.eps, num_made=num_made)
+        return [layer.out_proj(found[0]), *found[1:]]
+
+    for given in (x, x[:, :1]):
+        cache = ArraysCache(size=2)
+        cache[0], cache[1] = held
+        expected = layer(given, None, cache)
+        yield from zip(run(_products(layer, given)), (expected, cache[0], cache[1]), strict=True)
+    # Of three drafts one row accepted two, the other none; then both run a token and a draft.
+    accepted, products = [2, 0], _products(layer, x[:, 4:6])
+    qkv, _, b, a = _products(layer, x[:, 1:4])
+    out, conv_state, state, kept, *_ = run(products, qkv, b, a, mx.array(accepted), num_made=6)
     for row, num_accepted in enumerate(accepted):
         one, cache = slice(row, row + 1), ArraysCache(size=2)
         cache[0], cache[1] = (entry[one] for entry in held)
         if num_accepted:
             layer(x[one, 1 : 1 + num_accepted], None, cache)
         first = layer(x[one, 4:5], None, cache)
-        yield states[0][one], cache[0]
-        yield states[1][one], cache[1]
-        both = mx.concatenate([first, layer(x[one, 5:], None, cache)], axis=1)
-        yield layer.out_proj(out)[one], both
-    yield states[2][:, :1], inputs[0][:, 1:]
-
-
-def delta_layer(ours: Operations) -> Pairs:
-    from mlx_lm.models.cache import ArraysCache
-
-    layer, x = _delta_net(), normal(2, 70, 48, seed=2)
-    for num_tokens in (70, 1):
-        held = normal(2, 3, layer.conv_dim, seed=3), normal(2, 4, 24, 16, seed=4)
-        cache, given = ArraysCache(size=2), x[:, :num_tokens]
-        cache[0], cache[1] = held
-        inputs = (*_products(layer, given), *held, *_delta_weights(layer))
-        out, conv, states = ours.delta_layer(
-            inputs, k_heads=(2, 16), eps=layer.norm.eps, num_states=1
-        )
-        yield layer.out_proj(out), layer(given, None, cache)
-        yield conv, cache[0]
-        yield states[-1], cache[1]
+        yield conv_state[one], cache[0]
+        yield state[one], cache[1]
+        yield out[one], mx.concatenate([first, layer(x[one, 5:6], None, cache)], axis=1)
+    yield kept[:, :1], products[0][:, 1:]
 
 
 def draft_head(ours: Operations) -> Pairs:

@@ -49,12 +49,9 @@ class OneOperationDeltaNet(ReplayedDeltaNet):
         if tapped:
             record_conv_input(mx.concatenate([conv_state, qkv], axis=1))
         ragged = () if lengths is None else (lengths,)
-        out, cache[0], states = ours.delta_layer(
-            (qkv, z, b, a, conv_state, state, *self._weights, *ragged),
-            k_heads=(self.num_k_heads, self.head_k_dim),
-            eps=self.norm.eps,
-            num_states=-(-num_tokens // BLOCK_TOKENS) if tapped else 1,
-        )
+        num_states = -(-num_tokens // BLOCK_TOKENS) if tapped else 1
+        given = (qkv, z, b, a, conv_state, state, *self._weights, *ragged)
+        out, cache[0], *states = self._run(ours, given, 2 + num_states)
         record_block_states(states)
         cache[1] = states[-1]
         cache.advance(num_tokens)
@@ -65,11 +62,9 @@ class OneOperationDeltaNet(ReplayedDeltaNet):
         """One token of each row, and drafts behind it."""
         qkv, z = self.in_proj_qkv(inputs), self.in_proj_z(inputs)
         b, a = self.in_proj_b(inputs), self.in_proj_a(inputs)
-        out, cache[0], cache[1], *kept = ours.draft_layer(
-            (qkv, z, b, a, cache[0], cache[1], *self._weights, *cache.kept, cache.replay.counts),
-            k_heads=(self.num_k_heads, self.head_k_dim),
-            eps=self.norm.eps,
-        )
+        drafts = (*cache.kept, cache.replay.counts)
+        given = (qkv, z, b, a, cache[0], cache[1], *self._weights, *drafts)
+        out, cache[0], cache[1], *kept = self._run(ours, given, 6 if inputs.shape[1] > 1 else 3)
         cache.kept = kept or cache.kept
         y: mx.array = self.out_proj(out)
         return y
@@ -81,13 +76,12 @@ class OneOperationDeltaNet(ReplayedDeltaNet):
         if ours is None or not are_float32(*entries):
             return super().folded(entries, num_kept)
         z = mx.zeros((*qkv.shape[:2], self.num_v_heads * self.head_v_dim))
-        _, conv_state, states = ours.delta_layer(
-            (qkv, z, b, a, conv_state, state, *self._weights, num_kept),
-            k_heads=(self.num_k_heads, self.head_k_dim),
-            eps=self.norm.eps,
-            num_states=1,
-        )
-        return [conv_state, states[-1]]
+        given = (qkv, z, b, a, conv_state, state, *self._weights, num_kept)
+        return self._run(ours, given, 3)[1:]
+
+    def _run(self, ours: Operations, given: Sequence[mx.array], num_made: int) -> list[mx.array]:
+        k_heads = self.num_k_heads, self.head_k_dim
+        return ours.delta_layer(given, k_heads=k_heads, eps=self.norm.eps, num_made=num_made)
 
     @property
     def _weights(self) -> tuple[mx.array, ...]:

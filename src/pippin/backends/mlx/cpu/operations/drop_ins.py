@@ -14,6 +14,8 @@ from mlx_lm.models.activations import swiglu as _mlx_lm_swiglu
 
 from pippin.backends.mlx.cpu.operations.bindings import are_float32, operations
 
+ROPE_OPTIONS = {"traditional", "base", "scale", "offset", "freqs"}
+
 # As they were: substitutions.py binds these names anew.
 _mlx_rms_norm, _mlx_rope = mx.fast.rms_norm, mx.fast.rope
 
@@ -65,36 +67,20 @@ def _is_simple(mask: mx.array | str | None, queries: mx.array, keys: mx.array) -
     return bool(mask.dtype == mx.bool_) and mask.shape in (each_row, (1, *each_row[1:]))
 
 
-def rope(
-    x: mx.array,
-    dims: int,
-    *,
-    traditional: bool,
-    base: float | None,
-    scale: float,
-    offset: int | mx.array,
-    freqs: mx.array | None = None,
-    **options: Any,
-) -> mx.array:
+def rope(x: mx.array, dims: int, **options: Any) -> mx.array:
     """Drop-in for `mx.fast.rope`."""
     ours = operations("rope")
-    known = x.ndim == 4 and x.size and not traditional and not options and are_float32(x)
-    if ours is None or not known or not _is_known(offset, x.shape[0]):
-        return _mlx_rope(
-            *(x, dims),
-            traditional=traditional,
-            base=base,
-            scale=scale,
-            offset=offset,
-            freqs=freqs,
-            **options,
-        )
-    if freqs is not None:
-        inverse = 1.0 / freqs.astype(mx.float32)
+    known = options.keys() <= ROPE_OPTIONS and not options["traditional"]
+    if ours is None or not known or x.ndim != 4 or not x.size or not are_float32(x):
+        return _mlx_rope(x, dims, **options)
+    offset, freqs = options["offset"], options.get("freqs")
+    if not _is_known(offset, x.shape[0]):
+        return _mlx_rope(x, dims, **options)
+    if freqs is None:
+        inverse = frequencies(dims, options["base"])
     else:
-        assert base is not None, "mlx asks for a base or frequencies"
-        inverse = frequencies(dims, base)
-    return ours.rope(x, inverse, offset, scale)
+        inverse = 1.0 / freqs.astype(mx.float32)
+    return ours.rope(x, inverse, offset, options["scale"])
 
 
 def _is_known(offset: int | mx.array, num_rows: int) -> bool:

@@ -9,8 +9,8 @@ and arrays are passed by address:
 Where it lies inside is nanobind's business, so everything is tried first, in a process that may
 crash (check.py). What came of it is remembered beside the library: an operation that crashes or
 computes something else is left out by name. mlx's own are used instead of it, and of all of them
-where the library does not fit or there is no compiler. Failures that the next process may not have
-(no memory, a full disk, a compiler that was killed) are not remembered.
+where the library does not fit or there is no compiler. What could not be compiled is tried again by
+the next process, which may have more memory or disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import importlib.metadata
 import logging
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -46,13 +45,6 @@ CPU_FACTS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 DOES_NOT_FIT = 3  # check.py's exit status where arrays are not found; no traceback has it
 # Ends of a process that the code in it brought about, and no lack of memory or user.
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-# What a compiler says of a line of the source, and of what the source is not to blame for.
-DIAGNOSTIC = re.compile(r"^\S+:\d+:\d+: error: ", re.MULTILINE)
-DOUBTS = re.compile(
-    r"killed|signal|no space left|disk quota|allocate memory|out of memory|memory exhausted"
-    r"|internal compiler error|input/output error",
-    re.IGNORECASE,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +177,7 @@ class Failed(OSError):
         self.printed = printed
         died_of = signal.Signals(-status) if -status in signal.valid_signals() else None
         self.crash = died_of.name if died_of in CRASHES else None
-        is_about_source = bool(DIAGNOSTIC.search(errors)) and not DOUBTS.search(errors)
-        self.is_for_good = status == DOES_NOT_FIT or self.crash is not None or is_about_source
+        self.is_for_good = status == DOES_NOT_FIT or self.crash is not None
 
 
 def _run(command: list[str], seconds: float) -> str:

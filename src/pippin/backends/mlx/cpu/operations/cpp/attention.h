@@ -4,7 +4,7 @@
 // divided by their sum when they have met the values.
 #pragma once
 
-#include <bit>
+#include <numeric>
 #include <vector>
 
 #include "panels.h"
@@ -12,69 +12,38 @@
 constexpr long MOST_SCORES = 1 << 18;
 constexpr int FEWEST_QUERIES = 8, MOST_QUERIES = 32;
 
-// exp of what is not above zero, to 2e-7; below 2^-126 it is zero. 2^f for |f| <= 1/2 is a fit, as in
-// activations.py.
-inline float exp_nonpositive(float x) {
-  constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: added and taken off again it leaves an integer
-  const float power = std::max(x * 1.4426950408889634f, -127.0f);
-  const float whole = (power + ROUNDER) - ROUNDER;
-  const float f = power - whole;
-  float y = 0.00015345810970757157f;
-  y = y * f + 0.0013399930903688073f;
-  y = y * f + 0.009618489071726799f;
-  y = y * f + 0.05550328642129898f;
-  y = y * f + 0.24022646248340607f;
-  y = y * f + 0.6931471824645996f;
-  y = y * f + 1.0f;
-  return y * std::bit_cast<float>((int(whole) + 127) << 23);
-}
-
-inline float largest(const float* x, long count) {
-  float found[LANES];
-  std::fill(found, found + LANES, x[0]);
-  long i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    for (int lane = 0; lane < LANES; lane++) found[lane] = std::max(x[i + lane], found[lane]);
-  }
-  for (; i < count; i++) found[0] = std::max(x[i], found[0]);
-  return *std::max_element(found, found + LANES);
-}
-
 // Scores to weights, in place, by how far each is below the `top` one; returns their sum.
 inline float weigh(float* scores, long count, float top) {
-  float sums[LANES] = {};
+  Vector sums = {};
   long i = 0;
   for (; i + LANES <= count; i += LANES) {
-    for (int lane = 0; lane < LANES; lane++) {
-      scores[i + lane] = exp_nonpositive(scores[i + lane] - top);
-      sums[lane] += scores[i + lane];
-    }
+    const Vector weights = exp_nonpositive(load(scores + i) - top);
+    store(scores + i, weights);
+    sums += weights;
   }
-  for (; i < count; i++) sums[0] += scores[i] = exp_nonpositive(scores[i] - top);
-  float total = 0;
-  for (float sum : sums) total += sum;
-  return total;
+  float total = sum_lanes(sums), edge[LANES] = {};
+  std::copy(scores + i, scores + count, edge);
+  store(edge, exp_nonpositive(load(edge) - top));
+  std::copy(edge, edge + count - i, scores + i);
+  return std::accumulate(edge, edge + count - i, total);
 }
 
-// Keys and values of one row and key head: so many tokens, each so far behind the one before.
-struct KeyPiece {
-  long count;
-  const float* keys;
-  long key_step;
-  const float* values;
-  long value_step;
-
-  KeyPiece behind(long tokens) const {
-    return {count - tokens, keys + tokens * key_step, key_step, values + tokens * value_step, value_step};
-  }
-};
-
-// All keys and values of one row and key head, one after the other.
+// Keys and values of one row and key head, one after the other.
 struct Keys {
   long count;
   int dim, value_dim;
   const float *keys, *values;
+
+  Keys behind(long tokens) const {
+    return {count - tokens, dim, value_dim, keys + tokens * dim, values + tokens * value_dim};
+  }
 };
+
+inline long total(const std::vector<Keys>& pieces) {
+  long count = 0;
+  for (const Keys& piece : pieces) count += piece.count;
+  return count;
+}
 
 // Up to PANEL keys from the `first` on, turned around; where there are fewer, zeros.
 inline void pack(const Keys& keys, long first, int count, float* panel) {
@@ -155,16 +124,15 @@ struct Read {
 // Queries that share the keys, over all pieces. `seen(query)`: which of the keys, in the pieces' order, it may
 // look at: [first, end).
 template <typename Seen>
-void attend_pieces(const std::vector<KeyPiece>& pieces, const float* queries, int num, int dim, int value_dim,
+void attend_pieces(const std::vector<Keys>& pieces, const float* queries, int num, int dim, int value_dim,
                    float scale, const Seen& seen, Read* reads) {
-  long count = 0;
-  for (const KeyPiece& piece : pieces) count += piece.count;
+  const long count = total(pieces);
   const auto weights = scratch(num * count);
   long at = 0;
-  for (const KeyPiece& piece : pieces) {
+  for (const Keys& piece : pieces) {
     for (long i = 0; i < piece.count; i++, at++) {
       for (int query = 0; query < num; query++) {
-        weights[query * count + at] = scale * dot(queries + query * dim, piece.keys + i * piece.key_step, dim);
+        weights[query * count + at] = scale * dot(queries + query * dim, piece.keys + i * dim, dim);
       }
     }
   }
@@ -180,9 +148,9 @@ void attend_pieces(const std::vector<KeyPiece>& pieces, const float* queries, in
     std::fill(own + end, own + count, 0.0f);
   }
   at = 0;
-  for (const KeyPiece& piece : pieces) {
+  for (const Keys& piece : pieces) {
     for (long i = 0; i < piece.count; i++, at++) {
-      const float* value = piece.values + i * piece.value_step;
+      const float* value = piece.values + i * value_dim;
       for (int query = 0; query < num; query++) {
         const float weight = weights[query * count + at];
         float* to = reads[query].values;
@@ -192,7 +160,7 @@ void attend_pieces(const std::vector<KeyPiece>& pieces, const float* queries, in
   }
 }
 
-// Queries [rows, dim], scaled, over keys that all of them see.
+// Queries [rows, dim], scaled, over keys that all of them see. The values that are read lie one after the other.
 inline void attend_together(const Keys& keys, const float* queries, long rows, Read* reads) {
   const long count = keys.count;
   const auto weights = scratch(rows * count);
@@ -202,12 +170,7 @@ inline void attend_together(const Keys& keys, const float* queries, long rows, R
     reads[row].top = largest(own, count);
     reads[row].total = weigh(own, count, reads[row].top);
   }
-  const auto values = scratch(rows * keys.value_dim);
-  blend(keys, count, weights.get(), rows, values.get());
-  for (long row = 0; row < rows; row++) {
-    const float* from = values.get() + row * keys.value_dim;
-    std::copy(from, from + keys.value_dim, reads[row].values);
-  }
+  blend(keys, count, weights.get(), rows, reads[0].values);
 }
 
 // What was read of all keys. A `sink` has a weight and no value; a query that sees no key gets zeros.

@@ -4,7 +4,6 @@
 // Noise is made for the few tokens alone that can still be drawn.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -25,18 +24,7 @@ struct Choice {
 
 // The first of the largest, where all are numbers.
 inline long largest_at(const float* x, long count) {
-  float top = x[0];
-  long i = 0;
-  if (count >= LANES) {
-    Vector tops = load(x);
-    for (; i + LANES <= count; i += LANES) {
-      const Vector next = load(x + i);
-      tops = next > tops ? next : tops;
-    }
-    for (int lane = 0; lane < LANES; lane++) top = std::max(top, tops[lane]);
-  }
-  for (; i < count; i++) top = std::max(top, x[i]);
-  return std::min<long>(std::find(x, x + count, top) - x, count - 1);
+  return std::min<long>(std::find(x, x + count, largest(x, count)) - x, count - 1);
 }
 
 // ---- noise -------------------------------------------------------------------------------------------
@@ -91,19 +79,7 @@ inline Vector noise_of(const uint32_t* key, Words tokens, uint32_t count) {
 
 // ---- masses ------------------------------------------------------------------------------------------
 
-// exp(x) of what is not above zero, as activations.py has it; zero below 2^-126.
-inline Vector mass_of(Vector x) {
-  constexpr float LOG2_E = 1.4426950408889634f, ROUNDER = 12582912.0f;
-  const Vector power = x * LOG2_E, least = Vector{} - 127.0f;
-  const Vector held = power > least ? power : least;
-  const Vector whole = (held + ROUNDER) - ROUNDER, f = held - whole, f2 = f * f;
-  const Vector scale = std::bit_cast<Vector>((__builtin_convertvector(whole, Lanes) + 127) << 23);
-  const Vector high = (0.009618489071726799f + 0.0013399930903688073f * f) + 0.00015345810970757157f * f2;
-  const Vector middle = (0.24022646248340607f + 0.05550328642129898f * f) + high * f2;
-  return ((1.0f + 0.6931471824645996f * f) + middle * f2) * scale;
-}
-
-inline float mass_of(float x) { return mass_of(Vector{} + x)[0]; }
+inline float mass_of(float x) { return exp_nonpositive(Vector{} + x)[0]; }
 
 inline int64_t units(float mass) { return int64_t(mass * MASS_UNITS); }
 
@@ -193,7 +169,7 @@ inline Filter keep_top_k(const Choice& choice, const float* x, long count, float
 // of them to be kept.
 inline Filter keep_top_p(const Choice& choice, const float* x, long count, float top, RowScratch& room) {
   float *masses = room.masses.get(), *some = room.some.get();
-  for (long i = 0; i < count; i += LANES) store(masses + i, mass_of(load(x + i) - top));
+  for (long i = 0; i < count; i += LANES) store(masses + i, exp_nonpositive(load(x + i) - top));
   int64_t total = 0;
   for (long i = 0; i < count; i++) total += units(masses[i]);
   const float light = std::max((1.0f - choice.top_p) / 2 - NEARLY_ONE, 0.0f) / float(count);

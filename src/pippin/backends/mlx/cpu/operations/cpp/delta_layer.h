@@ -3,7 +3,13 @@
 //   qkv -> convolution, silu -> q, k of unit length; a, b -> gates -> recurrence -> norm, gated by z
 //
 // A head by itself, blocks of 64 tokens through all of it together, so that what lies between stays in
-// the cache.
+// the cache. Of a row that verifies drafts:
+//
+//   state -> [ kept: drafts that the last step accepted | the input token ] -> new state -> [ drafts ]
+//
+// Drafts may be rejected, so the state that is kept is the one behind the input token, and so are what the drafts
+// bring to it: the next step runs those first that were accepted. Each token as a step of it alone has it, to the
+// last bit.
 #pragma once
 
 #include "recurrence.h"
@@ -28,6 +34,7 @@ struct Row {
   float *new_conv_state;
   float *const *states;            // see states_after
   int num_states;
+  bool verifies = false;           // drafts, which are behind its first token
   int num_kept = 0;                // tokens before these, which the states have not seen
   const float *kept_qkv = nullptr, *kept_b = nullptr, *kept_a = nullptr;
 };
@@ -56,10 +63,10 @@ inline void normalise(float* x, int count, float factor) {
   for (int i = 0; i < count; i++) x[i] *= factor;
 }
 
-inline void gated_norm(const Layer& l, const float* z, float* out) {
-  const float mean = sum_of_squares(out, l.value_dim) / l.value_dim;
+inline void gated_norm(const Layer& l, const float* x, const float* z, float* out) {
+  const float mean = sum_of_squares(x, l.value_dim) / l.value_dim;
   const float factor = 1.0f / std::sqrt(mean + l.eps);
-  for (int i = 0; i < l.value_dim; i++) out[i] *= factor * l.norm[i] * (z[i] * sigmoid(z[i]));
+  for (int i = 0; i < l.value_dim; i++) out[i] = x[i] * (factor * l.norm[i] * (z[i] * sigmoid(z[i])));
 }
 
 // What the recurrence reads of a token: q, k and v in `mixed`, and its gates.
@@ -81,33 +88,35 @@ inline void mix_token(const Layer& l, const Row& r, int token, int head, float* 
 inline void run_head(const Layer& l, const Row& r, int head) {
   const FlushedToZero here;
   const int key_dim = l.key_dim, value_dim = l.value_dim, wide = 2 * key_dim + value_dim;
+  const int total = r.num_kept + r.count, most = std::min(BLOCK, total);
   const long state_size = long(value_dim) * key_dim, own = head * state_size;
-  const int most = std::min(BLOCK, r.count);
-  const auto held = scratch(held_size(key_dim, value_dim)), mixed = scratch(long(most) * wide);
-  const auto gates = scratch(2L * most);
-  float* betas = gates.get() + most;
-  const bool few = r.count <= FEW_TOKENS;
-  if (!few) hold(r.state + own, held.get(), key_dim, value_dim);
-  for (int start = 0; start < r.count; start += BLOCK) {
-    const int count = std::min(BLOCK, r.count - start);
-    for (int n = 0; n < count; n++) {
-      mix_token(l, r, start + n, head, mixed.get() + long(n) * wide, &gates[n], &betas[n]);
-    }
-    const long at = long(start) * l.values() + head * value_dim;
-    const float* q = mixed.get();
-    const Tokens tokens{count, q, q + key_dim, q + 2 * key_dim, wide, gates.get(), betas, r.out + at, l.values()};
+  const bool few = r.verifies || r.count <= FEW_TOKENS;
+  const auto held = scratch(few ? state_size : held_size(key_dim, value_dim));  // of drafts, or as strips
+  const auto mixed = scratch(long(most) * wide), gates = scratch(2L * most), read = scratch(long(most) * value_dim);
+  const float* state = r.state + own;
+  if (!few) hold(state, held.get(), key_dim, value_dim);
+  for (int start = 0, end; start < total; start = end) {
+    end = r.verifies && start == 0 ? r.num_kept + 1 : std::min(start + BLOCK, total);
+    const int count = end - start;
+    float *q = mixed.get(), *betas = gates.get() + count;
+    for (int n = 0; n < count; n++) mix_token(l, r, start + n, head, q + long(n) * wide, &gates[n], &betas[n]);
+    const Tokens tokens{count, q, q + key_dim, q + 2 * key_dim, wide, gates.get(), betas, read.get(), value_dim};
     if (few) {
-      run_few(tokens, r.state + own, r.states[0] + own, key_dim, value_dim);
+      float* after = start ? held.get() : r.states[0] + own;
+      run_few(tokens, state, after, key_dim, value_dim);
+      state = after;
     } else {
       run_tokens(tokens, held.get(), key_dim, value_dim);
-      const Places to = states_after(start, count, r.count, r.num_states);
-      for (int n = to.first; n < to.end; n++) give(held.get(), r.states[n] + own, key_dim, value_dim);
+      const auto [first, past_last] = states_after(start, count, r.count, r.num_states);
+      for (int n = first; n < past_last; n++) give(held.get(), r.states[n] + own, key_dim, value_dim);
     }
-    for (int n = 0; n < count; n++) gated_norm(l, r.z + at + long(n) * l.values(), r.out + at + long(n) * l.values());
+    for (int n = std::max(r.num_kept - start, 0); n < count; n++) {
+      const long at = long(start + n - r.num_kept) * l.values() + head * value_dim;
+      gated_norm(l, &read[long(n) * value_dim], r.z + at, r.out + at);
+    }
   }
-  const float* last = (r.count ? r.states[0] : r.state) + own;
   for (int n = r.count ? 1 : 0; n < (few ? r.num_states : 0); n++) {
-    std::copy(last, last + state_size, r.states[n] + own);
+    std::copy(state, state + state_size, r.states[n] + own);
   }
 }
 

@@ -52,7 +52,7 @@ struct HeadToken {
 // A line of numbers of any width.
 inline void read_line(const View& lines, long line, float* to) {
   const long count = lines.dim(-1);
-  const auto with = [&](const auto* all) {
+  with_numbers(lines, [&](const auto* all) {
     using Number = std::remove_cvref_t<decltype(*all)>;
     const Number* from = all + line * count;
     long i = 0;
@@ -62,10 +62,7 @@ inline void read_line(const View& lines, long line, float* to) {
     std::copy(from + i, from + count, edge);
     const Vector last = load(edge);
     for (int lane = 0; i < count; i++, lane++) to[i] = last[lane];
-  };
-  if (lines.dtype() == mx::float16) return with(lines.data<Float16>());
-  if (lines.dtype() == mx::bfloat16) return with(lines.data<BFloat16>());
-  with(lines.data<float>());
+  });
 }
 
 class HeadRun {
@@ -199,7 +196,7 @@ class HeadRun {
       const long base = first_cell(token.row, group) * dim_;
       const auto piece = [&](long cell, long number) {
         const long at = base + cell * dim_;
-        return KeyPiece{number, keys_ + at, dim_, values_ + at, dim_};
+        return Keys{number, dim_, dim_, keys_ + at, values_ + at};
       };
       std::vector<Read> reads(shared);
       for (int n = 0; n < shared; n++) {
@@ -246,19 +243,14 @@ class HeadRun {
 
 // out: drafts, int32 [rows, drafts]; the rings after them.
 inline void run_draft_head(const Inputs& in, const Outputs& out, const DraftHead& head) {
-  Floats room;
-  std::vector<int> rooms[3];
-  std::vector<uint32_t> noise_room;
   for (const int side : {0, 1}) {
     const View& ring = in[KEYS + side];
-    const float* from = ring.all(room);
+    const float* from = ring.all();
     std::copy(from, from + ring.size(), out[1 + side]);
   }
-  const float *hidden = in[HIDDEN].all(room);
-  Floats choice_room;
-  const float* choices = in[CHOICES].all(choice_room);
-  const int *tokens = in[TOKENS].all(rooms[0]), *counts = in[COUNTS].all(rooms[1]), *first = in[FIRST].all(rooms[2]);
-  const uint32_t* noise = in[NOISE].all(noise_room);
+  const float *hidden = in[HIDDEN].all(), *choices = in[CHOICES].all();
+  const int *tokens = in[TOKENS].all<int>(), *counts = in[COUNTS].all<int>(), *first = in[FIRST].all<int>();
+  const uint32_t* noise = in[NOISE].all<uint32_t>();
   const int num_tokens = in[TOKENS].dim(1), size = in[HIDDEN].dim(2), num_drafts = in[NOISE].dim(1);
   int* drafts = reinterpret_cast<int*>(out[0]);
   HeadRun run(in, head, out[1], out[2]);

@@ -42,13 +42,14 @@ class View {
     return reinterpret_cast<const T*>(data_);
   }
 
-  // All of it in order; copied to `room` unless it lies so.
-  template <typename T>
-  const T* all(std::vector<T>& room) const {
-    if (dense_) return reinterpret_cast<const T*>(data_);
-    room.resize(size_);
-    for (long line = 0; line < lines(); line++) copy_line(line, room.data() + line * dim(-1));
-    return room.data();
+  // All of it in order; copied unless it lies so. Not for several threads at once.
+  template <typename T = float>
+  const T* all() const {
+    if (dense_) return data<T>();
+    ordered_.resize(size_ * item_);
+    T* const ordered = reinterpret_cast<T*>(ordered_.data());
+    for (long line = 0; line < lines(); line++) copy_line(line, ordered + line * dim(-1));
+    return ordered;
   }
 
   // One line of the last axis; copied to `room` unless its numbers lie side by side.
@@ -82,6 +83,7 @@ class View {
   mx::Dtype dtype_;
   long item_, size_;
   bool dense_;
+  mutable std::vector<char> ordered_;
 };
 
 using Inputs = std::vector<View>;
@@ -186,19 +188,4 @@ inline mx::array& array_in(void* object) {
   if ((bits & STATE) != READY) throw std::invalid_argument("not an array that is ready");
   char* const place = start + *reinterpret_cast<int32_t*>(start + HEAD);
   return bits & DIRECT ? *reinterpret_cast<mx::array*>(place) : **reinterpret_cast<mx::array**>(place);
-}
-
-// Put one node in the place of blank arrays.
-inline void make(const char* name, std::vector<mx::array> inputs, std::vector<mx::Shape> shapes,
-                 void* const* blanks, Kernel kernel, std::vector<mx::Dtype> dtypes, size_t in_place = 0) {
-  auto node = std::make_shared<Operation>(name, std::move(kernel), in_place);
-  std::vector<mx::array> made = mx::array::make_arrays(std::move(shapes), dtypes, node, inputs);
-  for (size_t i = 0; i < made.size(); i++) array_in(blanks[i]) = made[i];
-}
-
-// All of one type.
-inline void make(const char* name, std::vector<mx::array> inputs, std::vector<mx::Shape> shapes,
-                 void* const* blanks, Kernel kernel, mx::Dtype dtype = mx::float32, size_t in_place = 0) {
-  std::vector<mx::Dtype> dtypes(shapes.size(), dtype);
-  make(name, std::move(inputs), std::move(shapes), blanks, std::move(kernel), std::move(dtypes), in_place);
 }

@@ -1,21 +1,25 @@
 // Where decode rows' keys and values lie, as one small array: a graph that reads it is the same for
-// any rows. Knows no arithmetic.
+// any rows.
 #pragma once
 
+#include "attention.h"
 #include "graph.h"
-
-// One side of a segment in one layer: [heads, columns, dim].
-struct Side {
-  const float* data;
-  long columns, dim;
-
-  const float* at(int head, long column) const { return data + (head * columns + column) * dim; }
-};
 
 // Columns of a segment.
 struct Span {
   int segment;
   long start, count;
+};
+
+// A segment in one layer: of each head all columns.
+struct Segment {
+  Keys first_head;
+
+  Keys at(int head, const Span& span) const {
+    Keys found = first_head.behind(head * first_head.count + span.start);
+    found.count = span.count;
+    return found;
+  }
 };
 
 struct SharedSpan {
@@ -33,7 +37,7 @@ struct WindowClass {
 
 struct LayerKV {
   const WindowClass* lies;
-  std::vector<std::pair<Side, Side>> segments;  // keys and values
+  std::vector<Segment> segments;
 };
 
 // The contents of a table, but for the arrays.
@@ -57,28 +61,23 @@ T& of_row(std::vector<T>& by_row, int row) {
 // As `make_kv_table` in rows/kv_table.py writes them.
 inline Contents read_contents(const int* numbers) {
   const auto next = [&] { return *numbers++; };
-  const auto span = [&] {
-    const int segment = next(), start = next(), count = next();
-    return Span{segment, start, count};
-  };
   Contents contents;
   contents.classes.resize(next());
   for (WindowClass& lies : contents.classes) {
     lies.num_segments = next();
-    lies.together.resize(next());
-    for (int number = 0; number < int(lies.together.size()); number++) {
-      SharedSpan& shared = lies.together[number];
-      shared.span = span();
-      shared.rows.resize(next());
-      for (int place = 0; place < int(shared.rows.size()); place++) {
-        shared.rows[place] = next();
-        of_row(lies.among, shared.rows[place]).push_back({number, place});
-      }
-    }
     for (int left = next(); left > 0; left--) {
-      std::vector<Span>& own = of_row(lies.own, next());
-      own.resize(next());
-      for (Span& one : own) one = span();
+      const int segment = next(), start = next(), count = next();
+      const Span span{segment, start, count};
+      std::vector<int> rows(next());
+      for (int& row : rows) row = next();
+      if (rows.size() == 1) {
+        of_row(lies.own, rows[0]).push_back(span);
+        continue;
+      }
+      for (int place = 0; place < int(rows.size()); place++) {
+        of_row(lies.among, rows[place]).push_back({int(lies.together.size()), place});
+      }
+      lies.together.push_back({span, std::move(rows)});
     }
   }
   contents.class_of_layer.resize(next());
@@ -97,18 +96,19 @@ class MakeKVTable : public mx::Primitive {
     auto kv_table = std::make_shared<KVTable>();
     kv_table->contents = contents_;
     auto next = inputs.begin();
-    const auto side = [&] {
+    const auto side = [&]() -> const mx::array& {
       const mx::array& x = *next++;
       if (!x.flags().row_contiguous) throw std::runtime_error("a segment of rows does not lie side by side");
       kv_table->held.push_back(x.data_shared_ptr());
-      return Side{x.data<float>(), x.shape(1), x.shape(2)};
+      return x;
     };
     for (const int number : contents_.class_of_layer) {
       const WindowClass& lies = kv_table->contents.classes[number];
       LayerKV layer{&lies, {}};
       for (int segment = 0; segment < lies.num_segments; segment++) {
-        const Side keys = side(), values = side();
-        layer.segments.push_back({keys, values});
+        const mx::array &keys = side(), &values = side();
+        layer.segments.push_back(
+            {{keys.shape(1), keys.shape(2), values.shape(2), keys.data<float>(), values.data<float>()}});
       }
       kv_table->layers.push_back(std::move(layer));
     }
@@ -128,8 +128,3 @@ class MakeKVTable : public mx::Primitive {
  private:
   Contents contents_;
 };
-
-inline void list_rows(void* blank, std::vector<mx::array> inputs, const int* numbers) {
-  auto node = std::make_shared<MakeKVTable>(read_contents(numbers));
-  array_in(blank) = mx::array(mx::Shape{1}, mx::uint64, node, std::move(inputs));
-}

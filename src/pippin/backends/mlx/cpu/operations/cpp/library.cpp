@@ -6,25 +6,49 @@
 
 namespace {
 
-std::vector<mx::array> arrays_in(void* const* objects, int count) {
-  std::vector<mx::array> arrays;
-  for (int i = 0; i < count; i++) arrays.push_back(array_in(objects[i]));
-  return arrays;
-}
+using Arrays = std::vector<mx::array>;
+using Shapes = std::vector<mx::Shape>;
 
 template <typename F>
-int guarded(F&& make_it) noexcept {
+int guarded(F&& work) noexcept {
   try {
-    make_it();
+    work();
     return 0;
   } catch (...) {
     return 1;
   }
 }
 
+Arrays arrays_in(void* const* objects, int count) {
+  Arrays arrays;
+  for (int i = 0; i < count; i++) arrays.push_back(array_in(objects[i]));
+  return arrays;
+}
+
+// One node that makes arrays of the shapes which `shapes_of` has for what goes in. They are of float32 where `dtypes`
+// has no other type.
+template <typename F>
+int add(const char* name, void* const* out, void* const* in, int num_in, const F& shapes_of, Kernel kernel,
+        std::vector<mx::Dtype> dtypes = {}, size_t in_place = 0) {
+  return guarded([&] {
+    Arrays inputs = arrays_in(in, num_in);
+    Shapes shapes = shapes_of(inputs);
+    dtypes.resize(shapes.size(), mx::float32);
+    auto node = std::make_shared<Operation>(name, std::move(kernel), in_place);
+    const Arrays made = mx::array::make_arrays(std::move(shapes), dtypes, node, inputs);
+    for (size_t i = 0; i < made.size(); i++) array_in(out[i]) = made[i];
+  });
+}
+
+Shapes like_the_first(const Arrays& in) { return {in[0].shape()}; }
+
+mx::Shape ending_in(mx::Shape shape, int last) {
+  shape.back() = last;
+  return shape;
+}
+
 }  // namespace
 
-// Of each: blank arrays for what comes out, then arrays that go in. All return 0, or 1 if it failed.
 extern "C" {
 
 // Whether the object's array is what Python sees: its buffer, its size, its last extent.
@@ -37,7 +61,7 @@ int pippin_is_array(void* object, const void* buffer, long size, int last) {
   return is_array;
 }
 
-// Before all else: how many threads compute.
+// Before all else: how many threads compute. Returns 0, or 1 if it failed.
 int pippin_start(int threads) {
   return guarded([&] { Pool::start(threads); });
 }
@@ -58,133 +82,87 @@ int pippin_run_ahead(int tasks) {
 // So many outputs' weights are packed side by side.
 int pippin_panel() { return PANEL; }
 
-// Of each of `count` layers x weight^T + bias. `in` are their weights as panels.h has them, and their
-// biases, which may be null.
-int pippin_linear(void* const* out, int count, void* x, void* const* in, const int* num_out) {
-  return guarded([&] {
-    std::vector<mx::array> inputs{array_in(x)};
-    std::vector<mx::Shape> shapes(count, inputs[0].shape());
-    std::vector<LinearLayer> layers;
-    for (int i = 0; i < count; i++) {
-      void *panels = in[2 * i], *bias = in[2 * i + 1];
-      inputs.push_back(array_in(panels));
-      if (bias) inputs.push_back(array_in(bias));
-      layers.push_back({num_out[i], bias != nullptr});
-      shapes[i].back() = num_out[i];
-    }
-    make("Linear", std::move(inputs), std::move(shapes), out,
-         [layers = std::move(layers)](const Inputs& i, const Outputs& o) { run_linear(i, o, layers); });
-  });
+// ---- operations: blank arrays for what comes out, arrays that go in. All return 0, or 1 if it failed. ----------
+
+// Of each layer x * weight^T + bias. in: as run_linear has them; `num_out`: outputs of each layer.
+int pippin_linear(void* const* out, int count, void* const* in, int num_in, const int* num_out) {
+  std::vector<int> sizes(num_out, num_out + count);
+  const auto shapes = [&](const Arrays& in) {
+    Shapes found;
+    for (const int size : sizes) found.push_back(ending_in(in[0].shape(), size));
+    return found;
+  };
+  return add("Linear", out, in, num_in, shapes,
+             [sizes](const Inputs& i, const Outputs& o) { run_linear(i, o, sizes); });
 }
 
-int pippin_attention(void* out, void* const* in, int num_in, float scale, int causal) {
-  return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, num_in);
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[2].shape(-1);
-    make("AttentionOfChunk", std::move(inputs), {shape}, &out,
-         [=](const Inputs& i, const Outputs& o) { run_attention(i, o, scale, causal); });
-  });
+int pippin_attention(void* const* out, int, void* const* in, int num_in, float scale, int causal) {
+  const auto shapes = [](const Arrays& in) { return Shapes{ending_in(in[0].shape(), in[2].shape(-1))}; };
+  return add("AttentionOfChunk", out, in, num_in, shapes,
+             [=](const Inputs& i, const Outputs& o) { run_attention(i, o, scale, causal); });
 }
 
 // in: keys and values by KV layer and segment; `numbers`: as read_contents has them.
-int pippin_kv_table(void* out, void* const* in, int num_in, const int* numbers) {
-  return guarded([&] { list_rows(out, arrays_in(in, num_in), numbers); });
-}
-
-// in: as run_row_attention has them.
-int pippin_row_attention(void* out, void* const* in, int num_in, float scale, int place, int window) {
+int pippin_kv_table(void* const* out, int, void* const* in, int num_in, const int* numbers) {
   return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, num_in);
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[2].shape(-1);
-    make("AttentionOfRows", std::move(inputs), {shape}, &out,
-         [=](const Inputs& i, const Outputs& o) { run_row_attention(i, o, {place, window, scale}); });
+    auto node = std::make_shared<MakeKVTable>(read_contents(numbers));
+    array_in(out[0]) = mx::array(mx::Shape{1}, mx::uint64, node, arrays_in(in, num_in));
   });
 }
 
-// in: as run_tail_write has them; out: the tails, where they were.
-int pippin_tail_write(void* const* out, void* const* in) {
-  return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, 5);
-    std::vector<mx::Shape> shapes{inputs[0].shape(), inputs[1].shape()};
-    make("WriteTails", std::move(inputs), std::move(shapes), out, run_tail_write, mx::float32, 2);
-  });
+// in: RowInput lists them; out: as run_row_attention has them.
+int pippin_row_attention(void* const* out, int, void* const* in, int num_in, float scale, int place, int window) {
+  const auto shapes = [](const Arrays& in) {
+    const mx::Shape keys = in[TAIL_KEYS].shape(), values = in[TAIL_VALUES].shape();
+    return Shapes{keys, values, ending_in(in[ROW_QUERIES].shape(), values.back())};
+  };
+  const auto run = [=](const Inputs& i, const Outputs& o) { run_row_attention(i, o, {place, window, scale}); };
+  return add("AttentionOfRows", out, in, num_in, shapes, run, {}, 2);
 }
 
-// out: what the output product reads, the convolution's state, states.
+// in: DeltaInput lists them; out: as run_layer has them.
 int pippin_delta_layer(void* const* out, int num_out, void* const* in, int num_in, int key_heads, int key_dim,
                        float eps) {
-  return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, num_in);
-    std::vector<mx::Shape> shapes(num_out, inputs[5].shape());
-    shapes[0] = inputs[1].shape();
-    shapes[1] = inputs[4].shape();
-    make("DeltaLayer", std::move(inputs), std::move(shapes), out, [=](const Inputs& i, const Outputs& o) {
-      run_layer(i, o, key_heads, key_dim, eps);
-    });
-  });
-}
-
-// in and out: as run_draft_layer has them.
-int pippin_draft_layer(void* const* out, int num_out, void* const* in, int key_heads, int key_dim, float eps) {
-  return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, 14);
-    std::vector<mx::Shape> shapes;
-    for (const int like : {1, 4, 5, 10, 11, 12}) shapes.push_back(inputs[like].shape());
-    shapes.resize(num_out);
-    make("DraftLayer", std::move(inputs), std::move(shapes), out, [=](const Inputs& i, const Outputs& o) {
-      run_draft_layer(i, o, key_heads, key_dim, eps);
-    });
-  });
+  const auto shapes = [=](const Arrays& in) {
+    Shapes found{in[Z].shape(), in[CONV_STATE].shape(), in[STATE].shape()};
+    const bool verifies = in.size() == VERIFY_INPUTS;
+    for (int n = 0; n < num_out - 3; n++) found.push_back(in[verifies ? KEPT_QKV + n : STATE].shape());
+    return found;
+  };
+  return add("DeltaLayer", out, in, num_in, shapes,
+             [=](const Inputs& i, const Outputs& o) { run_layer(i, o, key_heads, key_dim, eps); });
 }
 
 // in: HeadInput lists them; out: as run_draft_head has them.
-int pippin_draft_head(void* const* out, void* const* in, int num_wrong, int num_ids, float eps, float rope_scale) {
-  return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, HEAD_INPUTS);
-    std::vector<mx::Shape> shapes{{inputs[NOISE].shape(0), inputs[NOISE].shape(1)}, inputs[KEYS].shape(),
-                                  inputs[VALUES].shape()};
-    make("DraftHead", std::move(inputs), std::move(shapes), out,
-         [=](const Inputs& i, const Outputs& o) { run_draft_head(i, o, {num_wrong, num_ids, eps, rope_scale}); },
-         std::vector<mx::Dtype>{mx::int32, mx::float32, mx::float32});
-  });
+int pippin_draft_head(void* const* out, int, void* const* in, int num_in, int num_wrong, int num_ids, float eps,
+                      float rope_scale) {
+  const auto shapes = [](const Arrays& in) {
+    return Shapes{{in[NOISE].shape(0), in[NOISE].shape(1)}, in[KEYS].shape(), in[VALUES].shape()};
+  };
+  const auto run = [=](const Inputs& i, const Outputs& o) {
+    run_draft_head(i, o, {num_wrong, num_ids, eps, rope_scale});
+  };
+  return add("DraftHead", out, in, num_in, shapes, run, {mx::int32});
 }
 
-int pippin_rms_norm(void* out, void* x, void* weight, float eps) {
-  return guarded([&] {
-    std::vector<mx::array> inputs{array_in(x)};
-    if (weight) inputs.push_back(array_in(weight));
-    const mx::Shape shape = inputs[0].shape();
-    make("NormOfLines", std::move(inputs), {shape}, &out,
-         [=](const Inputs& i, const Outputs& o) { run_rms_norm(i, o, eps); });
-  });
+int pippin_rms_norm(void* const* out, int, void* const* in, int num_in, float eps) {
+  return add("NormOfLines", out, in, num_in, like_the_first,
+             [=](const Inputs& i, const Outputs& o) { run_rms_norm(i, o, eps); });
 }
 
 // silu(gate) * x, of one shape
-int pippin_swiglu(void* out, void* gate, void* x) {
-  return guarded([&] {
-    const mx::Shape shape = array_in(x).shape();
-    make("Swiglu", {array_in(gate), array_in(x)}, {shape}, &out, run_swiglu);
-  });
+int pippin_swiglu(void* const* out, int, void* const* in, int num_in) {
+  return add("Swiglu", out, in, num_in, like_the_first, run_swiglu);
 }
 
-int pippin_rope(void* out, void* x, void* frequencies, void* offsets, float scale, int offset) {
-  return guarded([&] {
-    std::vector<mx::array> inputs{array_in(x), array_in(frequencies)};
-    if (offsets) inputs.push_back(array_in(offsets));
-    const mx::Shape shape = inputs[0].shape();
-    make("Rotation", std::move(inputs), {shape}, &out,
-         [=](const Inputs& i, const Outputs& o) { run_rope(i, o, scale, offset); });
-  });
+int pippin_rope(void* const* out, int, void* const* in, int num_in, float scale, int offset) {
+  return add("Rotation", out, in, num_in, like_the_first,
+             [=](const Inputs& i, const Outputs& o) { run_rope(i, o, scale, offset); });
 }
 
 // in: as run_choose has them.
-int pippin_choose(void* out, void* logits, void* choices, void* keys) {
-  return guarded([&] {
-    std::vector<mx::array> inputs{array_in(logits), array_in(choices), array_in(keys)};
-    const mx::Shape shape{inputs[0].shape(0)};
-    make("Choose", std::move(inputs), {shape}, &out, run_choose, mx::int32);
-  });
+int pippin_choose(void* const* out, int, void* const* in, int num_in) {
+  const auto shapes = [](const Arrays& in) { return Shapes{{in[0].shape(0)}}; };
+  return add("Choose", out, in, num_in, shapes, run_choose, {mx::int32});
 }
 }

@@ -41,13 +41,9 @@ struct Tokens {
 constexpr int BLOCK = 64;  // tokens after which a state may be asked for
 constexpr int FEW_TOKENS = 4;
 
-struct Places {
-  int first, end;
-};
-
 // Which of `num_states` are the state after tokens [start, start + count) of `total`: that of the own
 // block, if it is asked for; after the last token all that are left. One state is the last one.
-inline Places states_after(int start, int count, int total, int num_states) {
+inline std::pair<int, int> states_after(int start, int count, int total, int num_states) {
   const int block = start / BLOCK;
   if (start + count == total) return {std::min(block, num_states - 1), num_states};
   return {block, std::min(block + 1, num_states - 1)};

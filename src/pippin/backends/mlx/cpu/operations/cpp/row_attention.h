@@ -2,7 +2,6 @@
 // drafts behind it.
 #pragma once
 
-#include "attention.h"
 #include "kv_table.h"
 #include "pool.h"
 
@@ -14,118 +13,70 @@ struct RowAttention {
   float scale;
 };
 
-// The newest `window` tokens of a tail, as pieces of those that lie together. Returns how many there are.
-inline long pieces_of_tail(const KeyPiece& tail, const char* written, long window, std::vector<KeyPiece>& pieces) {
-  long seen = 0, end = tail.count;
-  const auto add = [&](long from, long to) {
-    if (from < to) {
-      pieces.push_back({to - from, tail.keys + from * tail.key_step, tail.key_step,
-                        tail.values + from * tail.value_step, tail.value_step});
-    }
-  };
-  for (long i = tail.count - 1; i >= 0; i--) {
-    if (written[i] && seen < window) {
-      seen++;
-    } else {
-      add(i + 1, end);
-      end = i;
-    }
-  }
-  add(0, end);
-  return seen;
-}
+enum RowInput {
+  TAIL_KEYS,    // [width, heads, tokens, dim]
+  TAIL_VALUES,
+  NEW_KEYS,     // [width, heads, count, dim]
+  NEW_VALUES,
+  CURSOR,       // int32 [width]: the column of the tail where a row's new ones begin
+  ROW_QUERIES,  // [width, query heads, count, dim]
+  TABLE,
+  SINKS,        // [query heads]; there may be none
+};
 
-// Columns of the tails of rows, where they lie. mlx writes in place only what has one holder, and with two
+// New columns of one side of the tails, where they lie. mlx writes in place only what has one holder, and with two
 // steps in flight it would copy all of a tail. A holder of an older version reads other columns: one that it
 // reads is not written again, and tails that are begun anew have memory of their own (rows/arrays.py).
-//
-// in: keys and values [width, heads, tokens, dim]; those of the columns [width, heads, count, dim]; the number of
-// the first, one for all rows or one for each (int32). What is no column of the tail is not written.
-inline void run_tail_write(const Inputs& in, const Outputs& out) {
+// What is no column of the tail is not written.
+inline void write_tail(const View& tail, const View& columns, const int* cursor, float* out) {
   std::vector<float> room;
-  const int* first = in[4].data<int>();
-  const bool each = in[4].size() > 1;
-  for (int side = 0; side < 2; side++) {
-    const View &tail = in[side], &columns = in[2 + side];
-    const float* before = tail.all(room);
-    if (out[side] != before) std::copy(before, before + tail.size(), out[side]);
-    const long heads = tail.dim(1), tokens = tail.dim(2), dim = tail.dim(3), count = columns.dim(2);
-    for (long line = 0; line < columns.lines(); line++) {
-      const long head = line / count, at = first[each ? head / heads : 0] + line % count;
-      if (at < 0 || at >= tokens) continue;
-      const float* from = columns.line(line, room);
-      std::copy(from, from + dim, out[side] + (head * tokens + at) * dim);
-    }
+  const float* before = tail.all();
+  if (out != before) std::copy(before, before + tail.size(), out);
+  const long heads = tail.dim(1), tokens = tail.dim(2), dim = tail.dim(3), count = columns.dim(2);
+  for (long line = 0; line < columns.lines(); line++) {
+    const long head = line / count, at = cursor[head / heads] + line % count;
+    if (at >= tokens) continue;
+    const float* from = columns.line(line, room);
+    std::copy(from, from + dim, out + (head * tokens + at) * dim);
   }
 }
 
 // What one row's queries look at: pieces of keys, and which of these each of the row's tokens sees.
 struct Visible {
-  std::vector<KeyPiece> pieces;
+  std::vector<Keys> pieces;
   std::vector<std::pair<long, long>> of_token;
-
-  // All of these but for the first `hidden` keys.
-  void add_behind(const std::vector<KeyPiece>& others, long hidden) {
-    for (const KeyPiece& piece : others) {
-      const long passed = std::min(hidden, piece.count);
-      hidden -= passed;
-      if (passed < piece.count) pieces.push_back(piece.behind(passed));
-    }
-  }
 };
 
-inline long total(const std::vector<KeyPiece>& pieces) {
-  long count = 0;
-  for (const KeyPiece& piece : pieces) count += piece.count;
-  return count;
-}
-
-// Its one token sees all of its main and tail that its window has.
-inline Visible visible_to_one(const std::vector<KeyPiece>& main, const KeyPiece& tail, const char* written, long window) {
+// Of `tokens` the first sees so many `known` keys and its own, which is the next one; each after it one more.
+inline Visible visible_to(const std::vector<Keys>& pieces, long known, int tokens, long window) {
   Visible found;
-  const long seen = pieces_of_tail(tail, written, window, found.pieces);
-  found.add_behind(main, std::max(total(main) + seen - window, 0L));
-  found.of_token.push_back({0, total(found.pieces)});
-  return found;
-}
-
-// The first of `tokens` sees the main, `before` of the tail's columns and its own, which is the next one; each
-// after it one more.
-inline Visible visible_to_drafts(const std::vector<KeyPiece>& main, KeyPiece tail, long before, int tokens,
-                                 long window) {
-  Visible found;
-  const long stored = total(main);
-  tail.count = std::clamp(before + tokens, 0L, tail.count);
-  const long hidden = std::max(stored + before + 1 - window, 0L);  // from the first token, and from all others
-  found.add_behind(main, hidden);
-  const long passed = std::clamp(hidden - stored, 0L, tail.count);
-  found.pieces.push_back(tail.behind(passed));
-  const long start = std::min(hidden, stored) + passed, end = stored + tail.count;
-  for (int token = 0; token < tokens; token++) {
-    const long last = std::clamp(stored + before + 1 + token, start, end);
-    const long first = std::clamp(stored + before + 1 + token - window, start, last);
-    found.of_token.push_back({first - start, last - start});
+  const long end = total(pieces);
+  const long hidden = std::clamp(known + 1 - window, 0L, end);  // from the first, and so from all
+  long left = hidden;
+  for (const Keys& piece : pieces) {
+    const long passed = std::min(left, piece.count);
+    left -= passed;
+    if (passed < piece.count) found.pieces.push_back(piece.behind(passed));
+  }
+  for (long last = known + 1; last <= known + tokens; last++) {
+    const long seen = std::min(last, end), first = std::clamp(last - window, hidden, seen);
+    found.of_token.push_back({first - hidden, seen - hidden});
   }
   return found;
 }
 
-// in: queries [width, heads, count, dim]; the tail's keys and values; which of its tokens are a row's own
-// [width, tokens], for one query, or (int32) how many were before this step's [width]; a KV table; maybe sinks
-// [heads].
+// out: the tails with the new columns, and what the queries read.
 inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAttention& how) {
-  std::vector<float> rooms[3], sink_room;
-  std::vector<char> written_room;
-  std::vector<int> before_room;
-  const float *queries = in[0].all(rooms[0]), *keys = in[1].all(rooms[1]), *values = in[2].all(rooms[2]);
-  const bool drafts = in[3].dtype() == mx::int32;
-  const char* written = drafts ? nullptr : in[3].all(written_room);
-  const int* before = drafts ? in[3].all(before_room) : nullptr;
-  const KVTable& kv_table = **in[4].data<const KVTable*>();
-  const float* sinks = in.size() > 5 ? in[5].all(sink_room) : nullptr;
-  const int width = in[0].dim(0), groups = in[1].dim(1), shared = in[0].dim(1) / groups, tokens = in[0].dim(2);
-  const int dim = in[0].dim(3), value_dim = in[2].dim(3);
+  const int* cursor = in[CURSOR].all<int>();
+  write_tail(in[TAIL_KEYS], in[NEW_KEYS], cursor, out[0]);
+  write_tail(in[TAIL_VALUES], in[NEW_VALUES], cursor, out[1]);
+  const float *queries = in[ROW_QUERIES].all(), *keys = out[0], *values = out[1];
+  const KVTable& kv_table = **in[TABLE].data<const KVTable*>();
+  const float* sinks = in.size() > SINKS ? in[SINKS].all() : nullptr;
+  const int width = in[ROW_QUERIES].dim(0), tokens = in[ROW_QUERIES].dim(2), dim = in[ROW_QUERIES].dim(3);
+  const int groups = in[TAIL_KEYS].dim(1), shared = in[ROW_QUERIES].dim(1) / groups, value_dim = in[TAIL_VALUES].dim(3);
   const int of_row = shared * tokens;  // queries of a row that read the same key head: head by head
-  const long tail = in[1].dim(2), window = how.window ? how.window : NO_WINDOW;
+  const long tail = in[TAIL_KEYS].dim(2), window = how.window ? how.window : NO_WINDOW;
   const LayerKV& layer = kv_table.layers[how.place];
   const WindowClass& lies = *layer.lies;
 
@@ -145,14 +96,13 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
     for (long i = from; i < to; i++) {
       const int number = i / groups, group = i % groups;
       const auto& [span, rows] = lies.together[number];
-      const auto& [side_keys, side_values] = layer.segments[span.segment];
       const long count = long(rows.size()) * of_row;
       const auto scaled = scratch(count * dim);
       for (long query = 0; query < count; query++) {
         const long own = (long(rows[query / of_row]) * groups + group) * of_row + query % of_row;
         for (int c = 0; c < dim; c++) scaled[query * dim + c] = how.scale * queries[own * dim + c];
       }
-      const Keys all{span.count, dim, value_dim, side_keys.at(group, span.start), side_values.at(group, span.start)};
+      const Keys all = layer.segments[span.segment].at(group, span);
       attend_together(all, scaled.get(), count, &reads[first[number] + group * count]);
     }
   });
@@ -161,15 +111,14 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
   Pool::shared().run(long(width) * groups, 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
       const int row = i / groups, group = i % groups;
-      const KeyPiece own_tail{tail, keys + i * tail * dim, dim, values + i * tail * value_dim, value_dim};
-      std::vector<KeyPiece> main;
+      std::vector<Keys> pieces;
       for (const Span& span : row < int(lies.own.size()) ? lies.own[row] : NO_SPANS) {
-        const auto& [side_keys, side_values] = layer.segments[span.segment];
-        main.push_back({span.count, side_keys.at(group, span.start), dim, side_values.at(group, span.start), value_dim});
+        pieces.push_back(layer.segments[span.segment].at(group, span));
       }
+      const long known = total(pieces) + cursor[row], in_tail = std::min<long>(cursor[row] + tokens, tail);
+      pieces.push_back({in_tail, dim, value_dim, keys + i * tail * dim, values + i * tail * value_dim});
       const auto& among = row < int(lies.among.size()) ? lies.among[row] : AMONG_NONE;
-      const Visible visible = drafts ? visible_to_drafts(main, own_tail, before[row], tokens, window)
-                                     : visible_to_one(main, own_tail, written + row * tail, window);
+      const Visible visible = visible_to(pieces, known, tokens, window);
       Read* own = &reads[i * of_row];
       const auto seen = [&](int query) { return visible.of_token[query % tokens]; };
       attend_pieces(visible.pieces, queries + i * of_row * dim, of_row, dim, value_dim, how.scale, seen, own);
@@ -181,7 +130,7 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
           all.push_back(reads[first[number] + group * count + place * of_row + query]);
         }
         const float sink = sinks ? sinks[group * shared + query / tokens] : -INFINITY;
-        put_together(all, sink, value_dim, out[0] + (i * of_row + query) * value_dim);
+        put_together(all, sink, value_dim, out[2] + (i * of_row + query) * value_dim);
       }
     }
   });

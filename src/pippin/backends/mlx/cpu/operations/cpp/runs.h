@@ -5,7 +5,7 @@
 
 #include "attention.h"
 #include "choose.h"
-#include "delta_drafts.h"
+#include "delta_layer.h"
 #include "graph.h"
 #include "panels.h"
 #include "pool.h"
@@ -17,40 +17,6 @@ using Floats = std::vector<float>;
 constexpr long FEWEST_NUMBERS = 1 << 14;  // of weights, or of lines
 constexpr int FEWEST_TOKENS = 16;         // of a head
 
-// in: qkv, z, b, a, conv_state, state, taps, log_a, dt_bias, norm, maybe lengths.
-inline void run_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim, float eps) {
-  constexpr int ARRAYS = 10;
-  Floats rooms[ARRAYS];
-  const float* of[ARRAYS];
-  for (int i = 0; i < ARRAYS; i++) of[i] = in[i].all(rooms[i]);
-  std::vector<int> room;
-  const int* lengths = int(in.size()) > ARRAYS ? in[ARRAYS].all(room) : nullptr;
-  const int batch = in[0].dim(0), width = in[0].dim(1);
-  const Layer layer{key_heads, key_dim, in[5].dim(1), in[5].dim(2), in[6].dim(0), eps,
-                    of[6], of[7], of[8], of[9]};
-  const long state_size = long(layer.values()) * key_dim, kept = long(layer.taps - 1) * layer.channels();
-  const int num_states = out.size() - 2;
-  std::vector<std::vector<float*>> states(batch);
-  std::vector<Row> rows;
-  for (int row = 0; row < batch; row++) {
-    const long token = long(row) * width;
-    for (int n = 0; n < num_states; n++) states[row].push_back(out[2 + n] + row * state_size);
-    rows.push_back({lengths ? std::clamp(lengths[row], 0, width) : width,
-                    of[0] + token * layer.channels(), of[1] + token * layer.values(),
-                    of[2] + token * layer.value_heads, of[3] + token * layer.value_heads,
-                    of[4] + row * kept, of[5] + row * state_size,
-                    out[0] + token * layer.values(), out[1] + row * kept, states[row].data(), num_states});
-    const Row& one = rows.back();
-    keep_past(layer, one, one.count);
-    // What comes out of padding means nothing, but is a number.
-    std::fill(one.out + long(one.count) * layer.values(), out[0] + (token + width) * layer.values(), 0.0f);
-  }
-  const int heads = layer.value_heads, block = std::max(1, FEWEST_TOKENS / std::max(width, 1));
-  Pool::shared().run(long(batch) * heads, block, [&](long from, long to) {
-    for (long i = from; i < to; i++) run_head(layer, rows[i / heads], i % heads);
-  });
-}
-
 // Line by line from `in` [batch, count, ...] without its first token to `out` [batch, most, ...]; then zeros.
 inline void keep_drafts(const float* in, float* out, int batch, int count, int most, long size) {
   for (int row = 0; row < batch; row++, in += count * size, out += most * size) {
@@ -59,39 +25,56 @@ inline void keep_drafts(const float* in, float* out, int batch, int count, int m
   }
 }
 
-// in: as run_layer, then of drafts of the step before qkv, b, a [batch, most, ...] and how many were accepted (int32).
-// out: what the output product reads, the states behind the first token, and maybe qkv, b, a of those behind it.
-inline void run_draft_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim, float eps) {
-  constexpr int ARRAYS = 13;
-  Floats rooms[ARRAYS];
-  const float* of[ARRAYS];
-  for (int i = 0; i < ARRAYS; i++) of[i] = in[i].all(rooms[i]);
-  std::vector<int> room;
-  const int* accepted = in[ARRAYS].all(room);
-  const int batch = in[0].dim(0), width = in[0].dim(1), most = in[10].dim(1);
-  const Layer layer{key_heads, key_dim, in[5].dim(1), in[5].dim(2), in[6].dim(0), eps,
-                    of[6], of[7], of[8], of[9]};
-  const long state_size = long(layer.values()) * key_dim, past_size = long(layer.taps - 1) * layer.channels();
-  const long channels = layer.channels(), heads = layer.value_heads;
-  std::vector<float*> states;
-  for (int row = 0; row < batch; row++) states.push_back(out[2] + row * state_size);
+enum DeltaInput {
+  QKV, Z, B, A, CONV_STATE, STATE, TAPS, LOG_A, DT_BIAS, GATED_NORM,
+  LENGTHS,  // int32 [batch]: tokens of each row, if not all of them; or, where rows verify drafts,
+  KEPT_QKV = LENGTHS, KEPT_B, KEPT_A,  // [batch, most, ...] of the drafts of the step before,
+  ACCEPTED,                            // int32 [batch]: how many of these were accepted
+  VERIFY_INPUTS,
+};
+
+// out: what the output product reads, the convolution's state, states; where rows verify drafts one state, behind the
+// first token, and maybe qkv, b, a of those behind it.
+inline void run_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim, float eps) {
+  const bool verifies = in.size() == VERIFY_INPUTS;
+  const size_t num_floats = verifies ? ACCEPTED : LENGTHS;
+  const float* of[ACCEPTED] = {};
+  for (size_t i = 0; i < num_floats; i++) of[i] = in[i].all();
+  const int* numbers = in.size() > num_floats ? in[num_floats].all<int>() : nullptr;
+  const int batch = in[QKV].dim(0), width = in[QKV].dim(1), most = verifies ? in[KEPT_QKV].dim(1) : 0;
+  const Layer layer{key_heads, key_dim, in[STATE].dim(1), in[STATE].dim(2), in[TAPS].dim(0), eps,
+                    of[TAPS], of[LOG_A], of[DT_BIAS], of[GATED_NORM]};
+  const long values = layer.values(), channels = layer.channels(), heads = layer.value_heads;
+  const long state_size = values * key_dim, past_size = (layer.taps - 1) * channels;
+  const int num_states = verifies ? 1 : out.size() - 2;
+  std::vector<std::vector<float*>> states(batch);
   std::vector<Row> rows;
   for (int row = 0; row < batch; row++) {
     const long token = long(row) * width, kept = long(row) * most;
-    rows.push_back({width, of[0] + token * channels, of[1] + token * layer.values(), of[2] + token * heads,
-                    of[3] + token * heads, of[4] + row * past_size, of[5] + row * state_size,
-                    out[0] + token * layer.values(), out[1] + row * past_size, &states[row], 1,
-                    std::clamp(accepted[row], 0, most), of[10] + kept * channels, of[11] + kept * heads,
-                    of[12] + kept * heads});
-    keep_past(layer, rows.back(), rows.back().num_kept + 1);
+    for (int n = 0; n < num_states; n++) states[row].push_back(out[2 + n] + row * state_size);
+    Row one{width, of[QKV] + token * channels, of[Z] + token * values, of[B] + token * heads, of[A] + token * heads,
+            of[CONV_STATE] + row * past_size, of[STATE] + row * state_size,
+            out[0] + token * values, out[1] + row * past_size, states[row].data(), num_states, verifies};
+    if (verifies) {
+      one.num_kept = std::clamp(numbers[row], 0, most);
+      one.kept_qkv = of[KEPT_QKV] + kept * channels;
+      one.kept_b = of[KEPT_B] + kept * heads;
+      one.kept_a = of[KEPT_A] + kept * heads;
+    } else if (numbers) {
+      one.count = std::clamp(numbers[row], 0, width);
+    }
+    keep_past(layer, one, verifies ? one.num_kept + 1 : one.count);
+    // What comes out of padding means nothing, but is a number.
+    std::fill(one.out + one.count * values, one.out + width * values, 0.0f);
+    rows.push_back(one);
   }
-  if (out.size() > 3) {
-    keep_drafts(of[0], out[3], batch, width, most, channels);
-    keep_drafts(of[2], out[4], batch, width, most, heads);
-    keep_drafts(of[3], out[5], batch, width, most, heads);
+  if (verifies && out.size() > 3) {
+    keep_drafts(of[QKV], out[3], batch, width, most, channels);
+    keep_drafts(of[B], out[4], batch, width, most, heads);
+    keep_drafts(of[A], out[5], batch, width, most, heads);
   }
-  Pool::shared().run(batch * heads, std::max(1, FEWEST_TOKENS / width), [&](long from, long to) {
-    for (long i = from; i < to; i++) verify_head(layer, rows[i / heads], i % heads);
+  Pool::shared().run(batch * heads, std::max(1, FEWEST_TOKENS / std::max(width, 1)), [&](long from, long to) {
+    for (long i = from; i < to; i++) run_head(layer, rows[i / heads], i % heads);
   });
 }
 
@@ -115,8 +98,7 @@ inline void rms_norm(const float* x, const float* weight, float eps, long count,
 }
 
 inline void run_rms_norm(const Inputs& in, const Outputs& out, float eps) {
-  Floats weights;
-  const float* weight = in.size() > 1 ? in[1].all(weights) : nullptr;
+  const float* weight = in.size() > 1 ? in[1].all() : nullptr;
   const long count = in[0].dim(-1);
   for_lines(in[0], [&](long line, Floats* rooms) {
     rms_norm(in[0].line(line, rooms[0]), weight, eps, count, out[0] + line * count);
@@ -132,21 +114,20 @@ inline void run_swiglu(const Inputs& in, const Outputs& out) {
   });
 }
 
-// A linear layer among those of one input.
-struct LinearLayer {
-  int num_out;
-  bool biased;
-};
+// `read(numbers)`, in whatever type they lie.
+template <typename F>
+void with_numbers(const View& x, const F& read) {
+  if (x.dtype() == mx::float16) return read(x.data<Float16>());
+  if (x.dtype() == mx::bfloat16) return read(x.data<BFloat16>());
+  read(x.data<float>());
+}
 
-// Packed weights lie as they are read, in whatever numbers.
+// Packed weights lie as they are read.
 inline void multiply_panel(const Product& product, const View& panels, long number) {
-  const auto with = [&](const auto* weights) {
+  with_numbers(panels, [&](const auto* weights) {
     using Number = std::remove_cvref_t<decltype(*weights)>;
     multiply<Number>(product, {number, weights + number * product.inputs * PANEL});
-  };
-  if (panels.dtype() == mx::float16) return with(panels.data<Float16>());
-  if (panels.dtype() == mx::bfloat16) return with(panels.data<BFloat16>());
-  with(panels.data<float>());
+  });
 }
 
 // All of several products as one task. `biases` has null where there is none, or is empty.
@@ -170,19 +151,19 @@ inline void multiply_all(const std::vector<Product>& products, const std::vector
   });
 }
 
-// in: x; of each layer its packed weights and maybe its bias.
-inline void run_linear(const Inputs& in, const Outputs& out, const std::vector<LinearLayer>& layers) {
-  std::vector<Floats> rooms(in.size());
-  const float* x = in[0].all(rooms[0]);
+// in: x; of each layer its packed weights and maybe its bias. `num_out`: outputs of each layer.
+inline void run_linear(const Inputs& in, const Outputs& out, const std::vector<int>& num_out) {
+  const float* x = in[0].all();
   std::vector<Product> products;
   std::vector<const View*> weights;
   std::vector<const float*> biases;
   size_t next = 1;
-  for (const LinearLayer& layer : layers) {
-    products.push_back({in[0].lines(), layer.num_out, in[0].dim(-1), x, out[products.size()]});
+  for (const int outputs : num_out) {
+    products.push_back({in[0].lines(), outputs, in[0].dim(-1), x, out[products.size()]});
     weights.push_back(&in[next++]);
-    biases.push_back(layer.biased ? in[next].all(rooms[next]) : nullptr);
-    next += layer.biased;
+    const bool biased = next < in.size() && in[next].axes() == 1;
+    biases.push_back(biased ? in[next].all() : nullptr);
+    next += biased;
   }
   multiply_all(products, weights, biases);
 }
@@ -199,10 +180,9 @@ inline void rotate(const float* x, const float* cos, const float* sin, long half
 
 // in: x [batch, heads, tokens, dim], frequencies [half], maybe offsets [batch] or [1] (int32).
 inline void run_rope(const Inputs& in, const Outputs& out, float scale, int offset) {
-  Floats room, angles;
-  std::vector<int> places;
-  const float* frequency = in[1].all(angles);
-  const int* offsets = in.size() > 2 ? in[2].all(places) : nullptr;
+  Floats room;
+  const float* frequency = in[1].all();
+  const int* offsets = in.size() > 2 ? in[2].all<int>() : nullptr;
   const long half = in[1].size(), tokens = in[0].dim(2), heads = in[0].dim(1), dim = in[0].dim(3);
   const long tables = offsets && in[2].size() > 1 ? in[0].dim(0) : 1;
   Floats cos(tables * tokens * half), sin(cos.size());
@@ -223,10 +203,8 @@ inline void run_rope(const Inputs& in, const Outputs& out, float scale, int offs
 // in: queries [batch, heads, tokens, dim], keys and values of fewer heads, maybe what may be seen (bool,
 // one for all heads).
 inline void run_attention(const Inputs& in, const Outputs& out, float scale, bool causal) {
-  Floats key_room, value_room;
-  std::vector<char> mask_room;
-  const float *all_keys = in[1].all(key_room), *all_values = in[2].all(value_room);
-  const char* mask = in.size() > 3 ? in[3].all(mask_room) : nullptr;
+  const float *all_keys = in[1].all(), *all_values = in[2].all();
+  const char* mask = in.size() > 3 ? in[3].all<char>() : nullptr;
   const int heads = in[0].dim(1), tokens = in[0].dim(2), groups = in[1].dim(1), shared = heads / groups;
   const int dim = in[1].dim(3), value_dim = in[2].dim(3);
   const long num_keys = in[1].dim(2);
@@ -251,10 +229,8 @@ inline void run_attention(const Inputs& in, const Outputs& out, float scale, boo
 
 // in: logits [rows, vocabulary], choices [rows, 4] as `Choice` has them, keys [rows, 2] (uint32); out: tokens, int32.
 inline void run_choose(const Inputs& in, const Outputs& out) {
-  Floats room;
-  std::vector<uint32_t> key_room;
-  const float* choices = in[1].all(room);
-  const uint32_t* keys = in[2].all(key_room);
+  const float* choices = in[1].all();
+  const uint32_t* keys = in[2].all<uint32_t>();
   const long count = in[0].dim(-1);
   int* tokens = reinterpret_cast<int*>(out[0]);
   Pool::shared().run(in[0].lines(), 1, [&](long from, long to) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "scratch.h"
@@ -65,6 +66,29 @@ inline float dot(const float* x, const float* y, long count) {
 }
 
 inline float sum_of_squares(const float* x, long count) { return dot(x, x, count); }
+
+inline float largest(const float* x, long count) {
+  float found[LANES];
+  std::fill(found, found + LANES, x[0]);
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    for (int lane = 0; lane < LANES; lane++) found[lane] = std::max(x[i + lane], found[lane]);
+  }
+  for (; i < count; i++) found[0] = std::max(x[i], found[0]);
+  return *std::max_element(found, found + LANES);
+}
+
+// exp(x) of what is not above zero, as activations.py has it; zero below 2^-126. What is no number stays none.
+inline Vector exp_nonpositive(Vector x) {
+  constexpr float LOG2_E = 1.4426950408889634f, ROUNDER = 12582912.0f;  // 1.5 * 2^23
+  const Vector power = x * LOG2_E, least = Vector{} - 127.0f;
+  const Vector held = power < least ? least : power;
+  const Vector whole = (held + ROUNDER) - ROUNDER, f = held - whole, f2 = f * f;
+  const Vector scale = std::bit_cast<Vector>((__builtin_convertvector(whole, Lanes) + 127) << 23);
+  const Vector high = (0.009618489071726799f + 0.0013399930903688073f * f) + 0.00015345810970757157f * f2;
+  const Vector middle = (0.24022646248340607f + 0.05550328642129898f * f) + high * f2;
+  return ((1.0f + 0.6931471824645996f * f) + middle * f2) * scale;
+}
 
 // 1 / (1 + exp(-x)) to 1e-7: (1 + tanh(x / 2)) / 2, tanh as Eigen's quotient of polynomials. Without a
 // call or a branch, so that a loop over it takes vectors. What is not a number stays none.
