@@ -121,7 +121,8 @@ others |= dict(positions="*i64", cells="*i64", eps="fp32")
     "place keys": """
 from pippin.backends.torch.kernels.attention.heads import _place_heads as kernel
 
-constants = dict(queries=None, HEADS=4, KV_HEADS=2, GATED=True, NORM=True, D=64, ROTATED=32, FIRST=4, PDL=True)
+constants = dict(HEADS=4, KV_HEADS=2, GATED=True, NORM=True, D=64, ROTATED=32, FIRST=4, PDL=True)
+constants |= dict(queries=None)
 values, aligned = ("qkv", "queries", "kv"), ()
 others = {name: "*fp32" for name in ("q_norm", "k_norm", "cos_table", "sin_table")}
 others |= dict(positions="*i64", cells="*i64", eps="fp32")
