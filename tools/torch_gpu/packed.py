@@ -1,12 +1,15 @@
 """Packed weights: do products with them agree with plain operations, and how fast are steps?
 
-`packed`: 4 bits against bfloat16 in decode steps, of two shapes. `packed_tiles`: what other tiles of the
-kernels would take.
+`packed`: 4 bits against bfloat16 in decode steps, of two shapes. `packed_tiles`: single products, and what
+other tiles of the kernel would take.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -141,41 +144,52 @@ def speeds(name: str, config: dict[str, Any]) -> float:
     return found["bfloat16"][1] / found["4 bits"][1]
 
 
-PRODUCTS = {"in_proj": (8224, 1024), "out_proj": (1024, 2048), "gate_up": (7168, 1024), "down": (1024, 3584), "head": (248_320, 1024)}
+SIZES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336), "head": (128_256, 4096)}
+SIZES |= {"0.8B in": (8224, 1024), "0.8B out": (1024, 2048), "0.8B up": (7168, 1024), "0.8B down": (1024, 3584)}
+TILE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def packed_tiles() -> None:
-    """Tiles of products with 4 bits, of the shapes of Qwen3.5-0.8B: one row, 8, 32, 64 and 128."""
-    from pippin.backends.torch.kernels.epilogues import NO_EPILOGUE
-    from pippin.backends.torch.kernels.packed.products import PackedRowTile, packed_row_tile_for, row_product
-    from pippin.backends.torch.kernels.packed.rows import PackedTile, dense_rows, few_rows
-
-    for name, (num_out, size) in PRODUCTS.items():
-        copies = max(1, (100 << 20) // (num_out * size // 2))  # more than the L2 holds
-        weights = [packed_weight("int4", 64, num_out, size, torch.bfloat16) for _ in range(copies)]
-
-        def timed(run: Callable[[Packed], object]) -> float:
-            return replayed_ms(lambda: [run(weight) for weight in weights]) / copies * 1e3
-
-        floor = weights[0].nbytes / 4.3e12 * 1e6
-        x = torch.randn(1, size, device="cuda").bfloat16()
-        found = {}
-        for tile in [PackedRowTile(n, warps) for n in (2, 4, 8, 16) for warps in (1, 2, 4, 8)]:
-            found[tile] = timed(lambda w, t=tile: row_product(x, w, None, None, NO_EPILOGUE, t))
-        ours = timed(lambda w: row_product(x, w, None, None, NO_EPILOGUE))
-        show(name, 1, floor, ours, found, packed_row_tile_for(num_out, weights[0].words.shape[1]))
-        for num_rows in (8, 32, 64):
-            x = torch.randn(num_rows, size, device="cuda").bfloat16()
-            rows = max(16, num_rows)
-            tiles = [PackedTile(rows, c, w, warps, s) for c in (16, 32, 64) for w in (16, 32, 64) for warps, s in ((4, 2), (4, 3), (2, 3))]
-            few: dict[Any, float] = {}
-            for few_tile in tiles[:: 1 if name in ("gate_up", "down") else 3]:
-                few[few_tile] = timed(lambda w, t=few_tile: few_rows(x, w, None, t))
-            dense = timed(lambda w: torch.nn.functional.linear(x, dense_rows(w)))
-            print(f"{name}, {num_rows} rows, unpacked for cuBLAS: {dense:.1f} us")
-            show(name, num_rows, floor, timed(lambda w: few_rows(x, w, None)), few, None)
+    """Products with 4 bits, of the sizes of Llama-3.1-8B and of Qwen3.5-0.8B, in us: by the kernel with its own tile and with
+    others (rows of the weight, warps, runs), by cuBLAS with the weight unpacked for it, and with a dense one."""
+    with ProcessPoolExecutor(16, get_context("spawn")) as pool:  # kernels are kept on disk
+        sizes = sorted({size for _, size in SIZES.values()})
+        for _ in pool.map(compile_tiles, *zip(*itertools.product(sizes, TILE_ROWS))):
+            pass
+    for name, (num_out, size) in SIZES.items():
+        time_tiles(name, num_out, size)
 
 
-def show(name: str, num_rows: int, floor: float, ours: float, found: dict[Any, float], tile: object) -> None:
-    best = "; ".join(f"{tile} {us:.1f}" for tile, us in sorted(found.items(), key=lambda item: item[1])[:4])
-    print(f"{name}, {num_rows} rows: bytes {floor:.1f} us; ours {ours:.1f} {tile or ''}; best: {best}", flush=True)
+def compile_tiles(size: int, num_rows: int) -> None:
+    weight, x = packed_weight("int4", 64, 64, size, torch.bfloat16), torch.randn(num_rows, size, device="cuda").bfloat16()
+    for run in products_of(num_rows).values():
+        run(x, weight)
+    torch.cuda.synchronize()
+
+
+def products_of(num_rows: int) -> dict[str, Callable[[torch.Tensor, Packed], torch.Tensor]]:
+    from pippin.backends.torch.kernels.packed.linear import packed_times
+    from pippin.backends.torch.kernels.packed.rows import MOST_ROWS, dense_rows, few_rows
+    from pippin.backends.torch.kernels.packed.sums import PackedTile
+
+    found = {"unpacked": lambda x, w: torch.nn.functional.linear(x, dense_rows(w)), "ours": lambda x, w: packed_times(x, w, None)}
+    few = ((16, 8, 1), (16, 8, 2), (32, 4, 2)) if num_rows <= 4 else ()
+    tiles = [PackedTile(num_rows, *of) for of in (*few, (32, 4, 1), (32, 8, 1), (64, 4, 1), (64, 8, 1)) if num_rows <= MOST_ROWS]
+    return found | {f"{t.columns}, {t.num_warps}, {t.runs}:": lambda x, w, t=t: few_rows(x, w, None, t) for t in tiles}
+
+
+def time_tiles(name: str, num_out: int, size: int) -> None:
+    copies = max(1, min(40, (200 << 20) // (num_out * size // 2)))  # more than the L2 holds
+    weights = [packed_weight("int4", 64, num_out, size, torch.bfloat16) for _ in range(copies)]
+    dense = [torch.randn(num_out, size, device="cuda", dtype=torch.bfloat16) for _ in range(max(1, copies // 4))]
+    for num_rows in TILE_ROWS:
+        x = torch.randn(num_rows, size, device="cuda").bfloat16()
+        us = {"dense": replayed_ms(lambda: [torch.nn.functional.linear(x, w) for w in dense]) / len(dense) * 1e3}  # noqa: B023
+        products = products_of(num_rows)
+        expected = products["unpacked"](x, weights[0]).float()
+        for kind, run in products.items():
+            off = float((run(x, weights[0]).float() - expected).norm() / expected.norm())
+            assert off < ROUNDING[torch.bfloat16], f"{name}, {num_rows} rows, {kind}: off by {off}"
+            us[kind] = replayed_ms(lambda: [run(x, w) for w in weights]) / copies * 1e3  # noqa: B023
+        floor = weights[0].nbytes / 4.25e12 * 1e6
+        print(f"{name}, {num_rows:2} rows: bytes {floor:.1f}; " + "; ".join(f"{kind} {value:.1f}" for kind, value in us.items()), flush=True)

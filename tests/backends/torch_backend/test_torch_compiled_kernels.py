@@ -110,6 +110,22 @@ others = {name: "*fp32" for name in ("decay", "dt_bias", "state", "out")}
 others |= {name: "*i32" for name in ("states_in", "states_out", "counts")}
 aligned = ()
 """,
+    "place heads": """
+from pippin.backends.torch.kernels.attention.heads import _place_heads as kernel
+
+constants = dict(HEADS=4, KV_HEADS=2, GATED=True, NORM=True, D=64, ROTATED=32, FIRST=0, PDL=True)
+values, aligned = ("qkv", "queries", "kv"), ()
+others = {name: "*fp32" for name in ("q_norm", "k_norm", "cos_table", "sin_table")}
+others |= dict(positions="*i64", cells="*i64", eps="fp32")
+""",
+    "place keys": """
+from pippin.backends.torch.kernels.attention.heads import _place_heads as kernel
+
+constants = dict(queries=None, HEADS=4, KV_HEADS=2, GATED=True, NORM=True, D=64, ROTATED=32, FIRST=4, PDL=True)
+values, aligned = ("qkv", "queries", "kv"), ()
+others = {name: "*fp32" for name in ("q_norm", "k_norm", "cos_table", "sin_table")}
+others |= dict(positions="*i64", cells="*i64", eps="fp32")
+""",
     "accept": """
 from pippin.backends.torch.kernels.verify.places import _accept as kernel
 
@@ -147,3 +163,44 @@ def test_weights_are_loaded_before_a_kernel_waits_for_the_one_before_it(kernel: 
     assert loads[0] == "griddepcontrol.launch_dependents"
     assert loads[1:waits].count("ld.global") >= 2
     assert "ld.global" in loads[waits:], "x cannot be there before"
+
+
+PACKED = """
+from pippin.backends.torch.kernels.packed.numbers import PackedArrays
+from pippin.backends.torch.kernels.packed.rows import _few_rows as kernel
+
+constants = dict(bias=None, K=1024, KIND=0, GROUP=64, PER_WORD=8, OFFSET=True, BIAS=False, ROWS=1)
+constants |= dict(TWO_AT_A_TIME=True, COLUMNS=32, WARPS=4, RUNS=1, PDL=True)
+values, others = ("x", "out"), dict(weight=PackedArrays("*i32", *["*bf16"] * 2))
+aligned = ("x", "weight", "out", "N")
+"""
+
+
+def test_packed_weights_go_from_memory_to_tensor_cores_in_registers() -> None:
+    """Loaded ahead, four words of each of a thread's four rows at a time. Shared memory has x."""
+    found = compiled(PACKED, "bf16")
+    waits, multiplied = found.index("griddepcontrol.wait"), found.rindex("mma.sync")
+    assert len(re.findall(r"ld\.global\S*\.v4", found[:waits])) == 4
+    assert re.search(r"ld\.global\S*\.v4", found[waits:multiplied]), "the next words"
+    assert found.count("mma.sync") == 16
+    # The 256 numbers of a thread would take 32 of them.
+    assert len(re.findall(r"st\.shared|stmatrix|shfl", found[:multiplied])) <= 4
+
+
+PACKED_EXPERTS = """
+from pippin.backends.torch.kernels.experts.products import _expert_product as kernel
+from pippin.backends.torch.kernels.packed.numbers import PackedArrays
+
+constants = dict(K=512, CHOSEN=2, SWIGLU=True, ORDERED=True, PAIRS=16, ROWS=16, CHANNELS=64)
+constants |= dict(STAGES=1, PRECISION="tf32", KIND=3, GROUP=128, PER_WORD=4, OFFSET=False)
+constants |= dict(TWO_AT_A_TIME=False, COLUMNS=32, WARPS=4, RUNS=1, PDL=True)
+values, aligned = ("x", "out"), ("x", "w", "out", "N")
+others = {name: "*i32" for name in ("experts", "order", "firsts", "ends")}
+others |= dict(w=PackedArrays("*i32", *["*fp32"] * 2))
+"""
+
+
+@pytest.mark.parametrize("pairs", [1, 16])
+def test_packed_experts_compile_for_a_gpu(pairs: int) -> None:
+    kernel = PACKED_EXPERTS.replace("PAIRS=16", f"PAIRS={pairs}")
+    assert "mma.sync" in compiled(kernel, "bf16")

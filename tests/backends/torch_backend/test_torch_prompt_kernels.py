@@ -211,6 +211,7 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
     """The kernels themselves are left out: which are launched, and in how many programs, is not."""
     from pippin.backends.torch.kernels import rows
     from pippin.backends.torch.kernels.attention import blocks as attention_blocks
+    from pippin.backends.torch.kernels.attention import heads
     from pippin.backends.torch.kernels.experts import products, routing
     from pippin.backends.torch.kernels.recurrent import convolution, delta_blocks
 
@@ -226,10 +227,11 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
                 self._launches.seen.append((self._name, grid))
                 return lambda *args, **options: None
 
-        for module in (attention_blocks, delta_blocks, convolution, rows, products, routing):
+        for module in (attention_blocks, heads, delta_blocks, convolution, rows, products, routing):
             names = (
                 "_attend_blocks",
                 "_sum_stretches",
+                "_place_heads",
                 "_solve",
                 "_scan",
                 "_keep_inputs",
@@ -246,6 +248,6 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
             run.hidden(inputs)
         found.append(launches.seen)
     assert found[0] == found[1]
-    expected = {"_attend_blocks", "_scan", "_keep_inputs"}
+    expected = {"_attend_blocks", "_place_heads", "_scan", "_keep_inputs"}
     expected |= {"_expert_product", "_order"} if name == "qwen3_5_moe" else set()
     assert expected <= {kernel for kernel, _ in found[0]}

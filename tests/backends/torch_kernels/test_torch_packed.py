@@ -12,12 +12,14 @@ from mlx_checkpoints import as_mlx_saves
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels.checks.agreement import kernel_errors
 from pippin.backends.torch.kernels.epilogues import NO_EPILOGUE, ConvStep, Epilogue
-from pippin.backends.torch.kernels.layers import feed_forward
+from pippin.backends.torch.kernels.experts.products import expert_tile_for
+from pippin.backends.torch.kernels.experts.routing import route
+from pippin.backends.torch.kernels.layers import feed_forward, run_experts
 from pippin.backends.torch.kernels.packed import linear as packed_linear
-from pippin.backends.torch.kernels.packed.few_rows import few_rows_in_registers
 from pippin.backends.torch.kernels.packed.linear import by_kernels, packed_times
 from pippin.backends.torch.kernels.packed.products import row_product
-from pippin.backends.torch.kernels.packed.rows import PackedTile, dense_rows, few_rows, splits_for
+from pippin.backends.torch.kernels.packed.rows import dense_rows, few_rows
+from pippin.backends.torch.kernels.packed.sums import PackedTile
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.load import load
 from pippin.backends.torch.models.packed import Numbers, Packed, Stacked, dense, pack, times
@@ -86,6 +88,16 @@ def test_one_row_with_its_norm_and_a_gated_product(numbers: Numbers) -> None:
     close(product(x, linear, norm=norm, swiglu=True), expected)
 
 
+def test_a_row_that_is_large_before_its_norm_in_half_precision() -> None:
+    weight, x = packed("int4", 21, 128, dtype=torch.float16), (drawn(1, 128) * 3000).half()
+    norm = Norm(drawn(128, seed=3).abs() * 100, 1e-6)
+    expected = norm(x.float()) @ dense(packed("int4", 21, 128)).T
+    found = product(x, Linear(weight), norm=norm)
+    torch.testing.assert_close(
+        found.float(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())
+    )
+
+
 def test_one_row_and_the_convolution_behind_it() -> None:
     """As behind a dense weight: results, and the inputs that are kept."""
     weight, x, norm = packed("int4", 24, 64), drawn(1, 64), Norm(drawn(64, seed=3), 1e-6)
@@ -99,23 +111,15 @@ def test_one_row_and_the_convolution_behind_it() -> None:
         close(mine, theirs)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("num_rows", [2, 19])
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_a_few_rows(numbers: Numbers, num_rows: int, splits: int) -> None:
-    weight, x = packed(numbers, 21, 1024, group=64), drawn(num_rows, 1024)
+def test_a_few_rows(numbers: Numbers, num_rows: int, group: int) -> None:
+    """Of more words than its warps read at a time, and not of a multiple of them."""
+    weight, x = packed(numbers, 21, 896, group=group), drawn(num_rows, 896)
     bias = drawn(21)
-    tile = PackedTile(16, 32, 16, 4, 2)
-    close(few_rows(x, weight, bias, tile, splits), times(x, weight, bias))
-
-
-@pytest.mark.parametrize("num_rows", [2, 3])
-@pytest.mark.parametrize("size", [96, 1280])
-@pytest.mark.parametrize("numbers", NUMBERS)
-def test_a_few_rows_in_registers(numbers: Numbers, size: int, num_rows: int) -> None:
-    weight, x = packed(numbers, 21, size, group=32), drawn(num_rows, size)
-    bias = drawn(21)
-    close(few_rows_in_registers(x, weight, bias), times(x, weight, bias))
+    tile = PackedTile(16, 16, 2, 2)
+    close(few_rows(x, weight, bias, tile), times(x, weight, bias))
 
 
 def test_integers_without_an_offset() -> None:
@@ -158,6 +162,22 @@ def test_packed_experts(numbers: Numbers, num_tokens: int) -> None:
     close(feed_forward(mlp, x), mlp(x))
 
 
+@pytest.mark.parametrize("numbers", ["int4", "fp8"])
+def test_packed_experts_of_few_tokens(numbers: Numbers) -> None:
+    """A block for each pair of a token and an expert: what half precision takes by itself."""
+    tile = expert_tile_for(6, 0.5, 2, packed=True)
+    assert tile.pairs == 1
+    mlp = ExpertMlp(
+        ExpertShape(5, 2, 96, normalised=True),
+        Linear(drawn(5, 64)),
+        packed(numbers, 5, 2 * 96, 64),
+        packed(numbers, 5, 64, 96),
+    )
+    x = drawn(6, 64) * 0.1
+    routes = route(mlp.router(x), mlp.shape)
+    close(run_experts(mlp, x, routes, tile), mlp.run(x, routes.weights, routes.chosen))
+
+
 def test_only_products_with_packed_weights_change() -> None:
     weight = Linear(packed("int4", 4, 32))
     dense_linear = Linear(drawn(4, 32))
@@ -166,13 +186,6 @@ def test_only_products_with_packed_weights_change() -> None:
     assert changed[0].times is packed_times
     assert changed[0].weight is weight.weight
     assert changed[1] is dense_linear
-
-
-def test_small_weights_are_shared_by_several_programs() -> None:
-    tile = PackedTile(16, 32, 32, 4, 3)
-    assert splits_for(32, 448, tile) == 7
-    assert splits_for(224, 128, tile) == 1
-    assert splits_for(1, 16, tile) == 1
 
 
 @pytest.mark.slow

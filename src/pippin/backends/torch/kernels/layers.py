@@ -28,6 +28,7 @@ from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.packed import Packed
 from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Mlp, Norm, SquaredMlp, gated
 
 
@@ -148,7 +149,9 @@ def run_experts(
 ) -> torch.Tensor:
     num_tokens, num_chosen = routes.chosen.shape
     num_pairs, num_experts = routes.chosen.numel(), mlp.shape.num_experts
-    tile = tile or expert_tile_for(num_tokens, num_pairs / num_experts, x.element_size())
+    packed = isinstance(mlp.gate_up, Packed) or isinstance(mlp.down, Packed)
+    each = num_pairs / num_experts
+    tile = tile or expert_tile_for(num_tokens, each, x.element_size(), packed=packed)
     blocks = blocks_of(routes.chosen, num_experts, tile.pairs)
     if not mlp.shape.gated:
         pairs = x.repeat_interleave(num_chosen, dim=0)

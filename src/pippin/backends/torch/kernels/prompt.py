@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from pippin.backends.torch.kernels.attention.blocks import attend_blocks
+from pippin.backends.torch.kernels.attention.heads import place_heads
 from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.recurrent.convolution import conv_rows, keep_inputs
 from pippin.backends.torch.kernels.recurrent.delta_blocks import delta_blocks
 from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
 from pippin.backends.torch.kernels.rows import gated_norm
-from pippin.backends.torch.models.attention_layer import Scoring
+from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
 from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
@@ -97,6 +98,11 @@ class _LaunchedRun(ChunkRun):
             self._lines,
         )
 
+    def _place(
+        self, mixer: AttentionLayer, x: torch.Tensor, kv: torch.Tensor, cells: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _place(mixer, x, kv, self._positions, cells)
+
     def _look_at_latents(
         self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
     ) -> torch.Tensor:
@@ -117,6 +123,11 @@ class _CapturedRun(LayerRun[HeldCells]):
         self._table = table
         self._inputs = inputs.recurrent
 
+    def _place(
+        self, mixer: AttentionLayer, x: torch.Tensor, kv: torch.Tensor, cells: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _place(mixer, x, kv, self._positions, cells)
+
     def _look(
         self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, scoring: Scoring
     ) -> torch.Tensor:
@@ -129,6 +140,17 @@ class _CapturedRun(LayerRun[HeldCells]):
 
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         return _recur(mixer, x, self._pools, number, self._inputs)
+
+
+def _place(
+    mixer: AttentionLayer,
+    x: torch.Tensor,
+    kv: torch.Tensor,
+    positions: torch.Tensor,
+    cells: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    qkv = mixer.normed(mixer.qkv(x))
+    return place_heads(qkv, mixer, kv, positions, cells), mixer.gate_of(qkv)
 
 
 def _attend_latents(

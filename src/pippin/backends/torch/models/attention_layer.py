@@ -71,6 +71,9 @@ class AttentionLayer:
         q, k = self.q_norm(q), self.k_norm(k)
         return torch.cat([q.flatten(1), gate, k.flatten(1), v], dim=-1)
 
+    def gate_of(self, qkv: torch.Tensor) -> torch.Tensor | None:
+        return self._split(qkv)[1] if self.shape.gated else None
+
     def _split(self, qkv: torch.Tensor) -> list[torch.Tensor]:
         shape = self.shape
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -76,9 +76,16 @@ class LayerRun(ABC, Generic[Held]):
         if mixer.shape.window and not mixer.shape.keeps_all:
             assert self._windows is not None
             kv, held = self._pools.window_kv, self._windows
-        q, k, v, gate = mixer.project(x, self._positions)
-        kv[number][held.cells] = torch.stack([k, v], dim=1)
+        q, gate = self._place(mixer, x, kv[number], held.cells)
         return mixer.finish(self._look(q, kv[number], held, mixer.scoring), gate)
+
+    def _place(
+        self, mixer: AttentionLayer, x: torch.Tensor, kv: torch.Tensor, cells: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries and gates; keys and values go into their cells."""
+        q, k, v, gate = mixer.project(x, self._positions)
+        kv[cells] = torch.stack([k, v], dim=1)
+        return q, gate
 
     @abstractmethod
     def _look(

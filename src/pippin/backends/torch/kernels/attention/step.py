@@ -21,7 +21,7 @@ from pippin.backends.torch.step.decode_inputs import Inputs
 
 PROGRAMS = 264  # of the first kernel that work, about: two for each processor of a large GPU
 MOST_PROGRAMS = 4096  # of it in all, where rows could be long
-AMPLE_PROGRAMS = 2048  # of it, which leave each row OF_LONG_ROWS stretches at least
+AMPLE_PROGRAMS = 1024  # of it, which leave each row OF_LONG_ROWS stretches at least
 OF_LONG_ROWS, MOST_SPLITS = 16, 64  # stretches of a row
 LEAST_TOKENS = 256  # of a stretch, where there are enough rows to keep a GPU busy
 LEAST_OF_FEW = 64  # the same, of few rows
@@ -119,7 +119,8 @@ def _attend(
     allow_next(PDL)
     if not EARLY:
         wait_for_previous(PDL)
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Heads of one token lie side by side, and are read at about the same time.
+    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_kv: tl.constexpr = HEADS // KV_HEADS
     half: tl.constexpr = ROTATED // 2
     position = tl.load(positions + row)
@@ -274,7 +275,7 @@ def attention_step(
     sizes["LEAST"] = least
     scoring = layer.scoring
     sizes["WINDOW"] = scoring.window > 0
-    _attend[(num_rows, layer.shape.num_kv_heads, splits)](
+    _attend[(layer.shape.num_kv_heads, num_rows, splits)](
         qkv,
         norms[0].weight if norms[0] else None,
         norms[1].weight if norms[1] else None,

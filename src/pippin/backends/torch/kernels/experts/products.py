@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
+from pippin.backends.torch.kernels.experts.packed import tile_sums
 from pippin.backends.torch.kernels.experts.routing import ExpertBlocks, Routes
-from pippin.backends.torch.kernels.packed.numbers import arrays_of, constants_of, packed_sums
+from pippin.backends.torch.kernels.packed.numbers import arrays_of, constants_of
+from pippin.backends.torch.kernels.packed.sums import PackedTile, packed_sums
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.packed import Packed, Weight
 
@@ -40,9 +42,13 @@ class ExpertTile:
         return max(1, min(4, SHARED_BYTES // stage))
 
 
-def expert_tile_for(num_tokens: int, pairs_per_expert: float, itemsize: int) -> ExpertTile:
+def expert_tile_for(
+    num_tokens: int, pairs_per_expert: float, itemsize: int, *, packed: bool = False
+) -> ExpertTile:
     """Few tokens cost what reading the weights costs; many are worth larger tiles."""
     channels = 256 // itemsize
+    if packed and itemsize == 2 and (num_tokens == 1 or pairs_per_expert <= 1):
+        return ExpertTile(1, 32, channels, 4)  # as one row is multiplied by dense layers
     if num_tokens <= 4:
         return ExpertTile(16, 32, channels, 4)
     if pairs_per_expert <= 16:
@@ -77,6 +83,10 @@ def _expert_product(
     GROUP: tl.constexpr = 0,
     PER_WORD: tl.constexpr = 0,  # numbers of a packed weight's word; 0: it is dense
     OFFSET: tl.constexpr = False,
+    TWO_AT_A_TIME: tl.constexpr = False,
+    COLUMNS: tl.constexpr = 0,
+    WARPS: tl.constexpr = 0,
+    RUNS: tl.constexpr = 0,
     PDL: tl.constexpr = False,
 ):
     allow_next(PDL)
@@ -99,19 +109,44 @@ def _expert_product(
             source, num_rows = pair // CHOSEN, 2 * N
         n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         in_n = n < N
-        row = expert * num_rows + n
-        x_rows = x + source.to(tl.int64)[:, None] * K
         sums = tl.zeros([PAIRS, ROWS], tl.float32)
         sums2 = tl.zeros([PAIRS, ROWS], tl.float32)
-        if PER_WORD > 0:
+        if PER_WORD > 0 and PAIRS == 1:
+            first_row = expert * num_rows
+            found, _ = packed_sums(
+                x + source.to(tl.int64)[None, :, None] * K,
+                None,
+                w,
+                first_row + tl.program_id(1) * ROWS,
+                first_row + N - 1,
+                N,
+                K,
+                KIND,
+                GROUP,
+                PER_WORD,
+                OFFSET,
+                TWO_AT_A_TIME,
+                PAIRS,
+                COLUMNS,
+                ROWS,
+                False,
+                WARPS,
+                RUNS,
+                False,
+            )
+            if SWIGLU:
+                sums, sums2 = tl.split(tl.permute(tl.reshape(found, [2, ROWS, PAIRS]), [2, 1, 0]))
+            else:
+                sums = tl.trans(found)
+        elif PER_WORD > 0:
             words: tl.constexpr = CHANNELS // PER_WORD if CHANNELS >= 16 * PER_WORD else 16
             for up in tl.static_range(2 if SWIGLU else 1):
-                found = packed_sums(
+                found = tile_sums(
                     tl.zeros([PAIRS, ROWS], tl.float32),
-                    x_rows,
+                    x + source.to(tl.int64)[:, None] * K,
                     is_pair,
                     w,
-                    row + up * N,
+                    expert * num_rows + n + up * N,
                     in_n,
                     0,
                     K // PER_WORD,
@@ -129,7 +164,8 @@ def _expert_product(
                 else:
                     sums2 = found
         else:
-            w_rows = w + row[None, :] * K
+            w_rows = w + (expert * num_rows + n)[None, :] * K
+            x_rows = x + source.to(tl.int64)[:, None] * K
             for start in tl.range(0, K, CHANNELS, num_stages=STAGES):
                 k = start + tl.arange(0, CHANNELS)
                 in_k = k < K
@@ -201,6 +237,11 @@ def expert_product(
     size, num_out = weight.shape[2], weight.shape[1] // (2 if swiglu else 1)
     rows = tile.rows // 2 if swiglu else tile.rows
     out = torch.empty(num_pairs, num_out, dtype=x.dtype, device=x.device)
+    constants = {"K": size, "num_warps": tile.num_warps, **dependent(x.device)}
+    if isinstance(weight, Packed) and tile.pairs == 1:
+        constants |= PackedTile(1, tile.rows, tile.num_warps, 1).arguments(x, weight)
+    elif isinstance(weight, Packed):
+        constants |= constants_of(weight)
     _expert_product[(blocks.num_blocks, triton.cdiv(num_out, rows))](
         x,
         arrays_of(weight) if isinstance(weight, Packed) else weight.contiguous(),
@@ -210,7 +251,6 @@ def expert_product(
         blocks.firsts,
         blocks.ends,
         num_out,
-        K=size,
         CHOSEN=num_chosen,
         SWIGLU=swiglu,
         ORDERED=blocks.order is not None,
@@ -219,9 +259,7 @@ def expert_product(
         CHANNELS=max(16, min(tile.channels, triton.next_power_of_2(size))),
         STAGES=tile.num_stages(x.element_size()),
         PRECISION=precision_of(x.dtype),
-        **(constants_of(weight) if isinstance(weight, Packed) else {}),
-        num_warps=tile.num_warps,
-        **dependent(x.device),
+        **constants,
     )
     return out
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from pippin.backends.torch.kernels.epilogues import NO_EPILOGUE
-from pippin.backends.torch.kernels.packed.few_rows import few_rows_in_registers, fits_registers
 from pippin.backends.torch.kernels.packed.products import row_product
 from pippin.backends.torch.kernels.packed.rows import MOST_ROWS, dense_rows, few_rows
 from pippin.backends.torch.models.decoder import Decoder
@@ -29,8 +28,6 @@ def packed_times(x: torch.Tensor, weight: AnyWeight, bias: torch.Tensor | None) 
         return times_dense(x, weight, bias, dense_rows, MOST_DENSE)
     if len(x) == 1:
         return row_product(x, weight, bias, None, NO_EPILOGUE)
-    if fits_registers(len(x), weight.words.shape[-1]):
-        return few_rows_in_registers(x, weight, bias)
     return few_rows(x, weight, bias)
 
 

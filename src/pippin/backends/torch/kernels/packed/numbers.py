@@ -12,11 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.packed.assembly import DOWN, registers, unpacking
 from pippin.backends.torch.models.packed import BITS, Packed
 
+_INT4_B, _INT4_H = (tl.constexpr(unpacking("int4", half)) for half in ("bf16x2", "f16x2"))
+_INT8_B, _INT8_H = (tl.constexpr(unpacking("int8", half)) for half in ("bf16x2", "f16x2"))
+_EIGHT, _FOUR = tl.constexpr(registers("int4")), tl.constexpr(registers("int8"))
+_DOWN = tl.constexpr(DOWN)
 KINDS = {"int4": 0, "int8": 1, "fp4": 2, "fp8": 3}
-_LIFT = 100  # as a power of 2, so that products with what lies that low are of a usual size
-_RISE = tl.constexpr(2.0 ** (149 - _LIFT))
 _INT4, _INT8, _FP4 = (tl.constexpr(KINDS[name]) for name in ("int4", "int8", "fp4"))
 
 
@@ -45,47 +48,11 @@ def constants_of(weight: Packed) -> dict[str, int | bool]:
     }
 
 
-@triton.constexpr_function
-def _shift_of(part, kind):
-    """By how much a word is shifted so that all of a part is among its lowest 24 bits."""
-    bits = 4 if kind == _INT4 else 8
-    return 8 if (part + 1) * bits > 24 else 0
-
-
-@triton.constexpr_function
-def _mask_of(part, kind):
-    bits = 4 if kind == _INT4 else 8
-    return (2**bits - 1) << (part * bits - _shift_of(part, kind))
-
-
-@triton.constexpr_function
-def _lift_of(part, kind):
-    bits = 4 if kind == _INT4 else 8
-    return 2.0 ** (_LIFT - part * bits + _shift_of(part, kind))
-
-
-@triton.jit
-def sunk(words, PART: tl.constexpr, KIND: tl.constexpr):
-    """float32: a part of each word. Of integers, times 2 ** (its place - 149): 24 bits of a word
-    are a float of that size as they are, so that masking is all there is to do."""
-    if KIND <= _INT8:
-        part = words >> _shift_of(PART, KIND) if _shift_of(PART, KIND) > 0 else words
-        found = (part & _mask_of(PART, KIND)).to(tl.float32, bitcast=True)
-    else:
-        found = number(words, PART, KIND)
-    return found
-
-
-@triton.jit
-def lifted(x, PART: tl.constexpr, KIND: tl.constexpr):
-    """float32: what a part of each word, as `sunk`, is multiplied with."""
-    return x * _lift_of(PART, KIND) if KIND <= _INT8 else x
-
-
-@triton.jit
-def risen(sums, KIND: tl.constexpr):
-    """Of sums of `sunk` times `lifted`: those of the numbers themselves."""
-    return sums * _RISE if KIND <= _INT8 else sums
+def two_at_a_time(x: torch.Tensor, weight: Packed) -> bool:
+    """Whether a GPU unpacks it two numbers an instruction."""
+    stored = [array.dtype for array in arrays_of(weight)[1:]]
+    half = x.dtype in (torch.bfloat16, torch.float16) and stored == [x.dtype, x.dtype]
+    return half and weight.numbers in ("int4", "int8") and x.is_cuda
 
 
 @triton.jit
@@ -121,51 +88,66 @@ def number(words, PART: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _weight_of(words, scale, offset, PART: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    found = number(words, PART, KIND) * scale.to(tl.float32) + offset.to(tl.float32)
+    return found.to(DTYPE)
+
+
+@triton.jit
+def weights_of(
+    words,
+    scale,
+    offset,
+    KIND: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TWO_AT_A_TIME: tl.constexpr,
+):
+    """Parts of words, scaled and rounded once: [..., 2, 2, 2] of eight, [..., 2, 2] of four."""
+    if TWO_AT_A_TIME:
+        if KIND == _INT4 and tl.bfloat16 == DTYPE:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                _INT4_B, _EIGHT, [words, scale, offset], (tl.bfloat16,) * 8, True, 2
+            )
+        elif KIND == _INT4:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                _INT4_H, _EIGHT, [words, scale, offset], (tl.float16,) * 8, True, 2
+            )
+        elif tl.bfloat16 == DTYPE:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _INT8_B, _FOUR, [words, scale, offset], (tl.bfloat16,) * 4, True, 2
+            )
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _INT8_H, _FOUR, [words, scale, offset], (tl.float16,) * 4, True, 2
+            )
+    else:
+        a = _weight_of(words, scale, offset, 0, KIND, DTYPE)
+        b = _weight_of(words, scale, offset, 1, KIND, DTYPE)
+        c = _weight_of(words, scale, offset, 2, KIND, DTYPE)
+        d = _weight_of(words, scale, offset, 3, KIND, DTYPE)
+        if PER_WORD == 8:
+            e = _weight_of(words, scale, offset, 4, KIND, DTYPE)
+            f = _weight_of(words, scale, offset, 5, KIND, DTYPE)
+            g = _weight_of(words, scale, offset, 6, KIND, DTYPE)
+            h = _weight_of(words, scale, offset, 7, KIND, DTYPE)
+    found = tl.join(tl.join(a, c), tl.join(b, d))
+    if PER_WORD == 8:
+        more = tl.join(tl.join(e, g), tl.join(f, h))
+        found = tl.permute(tl.join(found, more), [0, 1, 4, 2, 3])
+    return found
+
+
+@triton.jit
+def restored(sums, DTYPE: tl.constexpr, TWO_AT_A_TIME: tl.constexpr):
+    """Of sums of `weights_of` times x: those of the weights themselves."""
+    return sums / _DOWN if TWO_AT_A_TIME and tl.bfloat16 == DTYPE else sums
+
+
+@triton.jit
 def factor(scales, at, mask):
     """float32: scales that are numbers, or exponents of 2."""
     found = tl.load(scales + at, mask=mask, other=0)
     if scales.dtype.element_ty == tl.uint8:
         found = (found.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return found.to(tl.float32)
-
-
-@triton.jit
-def packed_sums(
-    sums,  # [tokens, rows]
-    x_rows,  # pointers [tokens, 1]
-    is_token,  # [tokens]
-    weight,  # PackedArrays
-    row,  # int64 [rows]: of the weight
-    is_row,
-    start,
-    end,  # words
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    OFFSET: tl.constexpr,
-    WORDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """`sums` and x W^T over some words of the weight's rows, by tensor cores."""
-    per_group: tl.constexpr = GROUP // PER_WORD
-    for first in tl.range(start, end, WORDS, num_stages=STAGES):
-        w = first + tl.arange(0, WORDS)
-        inside = (w < end)[:, None] & is_row[None, :]
-        words = tl.load(
-            weight.words + row[None, :] * (K // PER_WORD) + w[:, None], mask=inside, other=0
-        )
-        at = row[None, :] * (K // GROUP) + (w // per_group)[:, None]
-        scale = factor(weight.scales, at, inside)
-        if OFFSET:
-            offset = tl.load(weight.offsets + at, mask=inside, other=0.0).to(tl.float32)
-        channel = (w // per_group) * GROUP + w % per_group
-        for part in tl.static_range(PER_WORD):
-            x_at = x_rows + (channel + part * per_group)[None, :]
-            x = tl.load(x_at, mask=is_token[:, None] & (w < end)[None, :], other=0.0)
-            found = number(words, part, KIND) * scale
-            if OFFSET:
-                found += offset
-            sums = tl.dot(x, found.to(x.dtype), sums, input_precision=PRECISION)
-    return sums

@@ -1,13 +1,10 @@
 """Products of a few rows with packed weights, and whole weights unpacked for many rows.
 
-few rows     tensor cores on tiles that are unpacked in registers; where a weight has few rows,
-             several programs share them, each with a stretch of their words
+few rows     tensor cores on tiles that are unpacked in registers
 many rows    the weight is unpacked in parts, for cuBLAS
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,39 +20,18 @@ from pippin.backends.torch.kernels.packed.numbers import (
     constants_of,
     factor,
     number,
-    packed_sums,
+    weights_of,
 )
-from pippin.backends.torch.kernels.products import precision_of
+from pippin.backends.torch.kernels.packed.sums import PackedTile, packed_sums, packed_tile_for
 from pippin.backends.torch.models.packed import Packed
 from pippin.backends.torch.step.decode_inputs import Inputs
 
-MOST_ROWS = 64  # more of them are worth a dense weight
-PROGRAMS = 264  # two for each multiprocessor of an H200
-MOST_SPLITS = 8
-UNPACKED = 256  # words of a program
+MOST_ROWS = 32  # more of them are worth a dense weight
+LOOKED_UP = 256  # words of a program
+UNPACKED = 4096  # numbers of a program
 
 
-@dataclass(frozen=True)
-class PackedTile:
-    rows: int  # of x
-    columns: int  # rows of the weight
-    words: int  # that are read at a time
-    num_warps: int
-    num_stages: int
-
-
-def packed_tile_for(num_rows: int) -> PackedTile:
-    rows = max(16, min(64, triton.next_power_of_2(num_rows)))
-    return PackedTile(rows, 32 if rows < 64 else 64, 32, 4, 3 if rows < 64 else 2)
-
-
-def splits_for(num_programs: int, num_words: int, tile: PackedTile) -> int:
-    """Programs that share a tile's words, so that the whole GPU reads."""
-    wanted = min(PROGRAMS // max(num_programs, 1), num_words // (2 * tile.words), MOST_SPLITS)
-    return max(wanted, 1)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows(
     x,
     weight,
@@ -63,52 +39,48 @@ def _few_rows(
     out,
     num_rows,
     N,
-    words_each,
     K: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     PER_WORD: tl.constexpr,
     OFFSET: tl.constexpr,
+    TWO_AT_A_TIME: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WORDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WARPS: tl.constexpr,
+    RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
-    wait_for_previous(PDL)
-    n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    first_row = tl.program_id(0).to(tl.int64) * COLUMNS
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(2)
-    is_token, is_row = m < num_rows, n < N
-    start = split * words_each
-    end = tl.minimum(start + words_each, K // PER_WORD)
-    sums = packed_sums(
-        tl.zeros([ROWS, COLUMNS], tl.float32),
-        x + m[:, None] * K,
-        is_token,
+    sums, _ = packed_sums(
+        x + tl.minimum(m, num_rows - 1)[None, :, None] * K,
+        None,
         weight,
-        n,
-        is_row,
-        start,
-        end,
+        first_row,
+        N - 1,
+        0,
         K,
         KIND,
         GROUP,
         PER_WORD,
         OFFSET,
-        WORDS,
-        STAGES,
-        PRECISION,
+        TWO_AT_A_TIME,
+        ROWS,
+        COLUMNS,
+        COLUMNS,
+        False,
+        WARPS,
+        RUNS,
+        PDL,
     )
+    n = first_row + tl.arange(0, COLUMNS)[:, None]
     if BIAS:
-        found = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
-        sums += tl.where(split == 0, found, 0.0)[None, :]
-    at = (split * num_rows + m[:, None]) * N + n[None, :]
-    inside = is_token[:, None] & is_row[None, :]
-    tl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
+        sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    inside = (m < num_rows)[None, :] & (n < N)
+    tl.store(out + m[None, :] * N + n, sums.to(out.dtype.element_ty), mask=inside)
 
 
 def few_rows(
@@ -116,38 +88,23 @@ def few_rows(
     weight: Packed,
     bias: torch.Tensor | None,
     tile: PackedTile | None = None,
-    splits: int | None = None,
 ) -> torch.Tensor:
     """[rows, N]"""
-    (num_rows, size), num_out = x.shape, weight.shape[0]
-    tile = tile or packed_tile_for(num_rows)
-    x = x.contiguous()
-    grid = triton.cdiv(num_out, tile.columns), triton.cdiv(num_rows, tile.rows)
-    num_words = weight.words.shape[-1]
-    splits = splits or splits_for(grid[0] * grid[1], num_words, tile)
-    words_each = triton.cdiv(triton.cdiv(num_words, splits), tile.words) * tile.words
-    kept = x.dtype if splits == 1 else torch.float32
-    out = torch.empty(splits, num_rows, num_out, dtype=kept, device=x.device)
-    _few_rows[(*grid, splits)](
-        x,
+    num_rows, num_out = len(x), weight.shape[0]
+    tile = tile or packed_tile_for(num_rows, num_out, weight.words.shape[-1], x.element_size())
+    out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+    _few_rows[triton.cdiv(num_out, tile.columns), triton.cdiv(num_rows, tile.rows)](
+        x.contiguous(),
         arrays_of(weight),
         bias,
         out,
         num_rows,
         num_out,
-        words_each,
-        K=size,
-        **constants_of(weight),
         BIAS=bias is not None,
         ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        WORDS=tile.words,
-        STAGES=tile.num_stages,
-        PRECISION=precision_of(x.dtype),
-        num_warps=tile.num_warps,
-        **dependent(x.device),
+        **tile.arguments(x, weight),
     )
-    return out[0] if splits == 1 else out.sum(dim=0).to(x.dtype)
+    return out
 
 
 @triton.jit
@@ -177,20 +134,31 @@ def _unpack_words(
         tl.store(out + channel + part * per_group, found.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _unpack(
     weight,
     out,
-    K: tl.constexpr,
+    num_groups,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     PER_WORD: tl.constexpr,
     OFFSET: tl.constexpr,
-    WORDS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    _unpack_words(weight, row, out + row * K, w, K, KIND, GROUP, PER_WORD, OFFSET)
+    """Groups, which lie one behind the other in all rows. Stored in the order of channels."""
+    per_group: tl.constexpr = GROUP // PER_WORD
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    inside = (group < num_groups)[:, None]
+    at = group[:, None] * per_group + tl.arange(0, per_group)[None, :]
+    words = tl.load(weight.words + at, mask=inside, other=0)
+    scale = factor(weight.scales, group[:, None], inside)
+    offset = scale * 0.0
+    if OFFSET:
+        offset = tl.load(weight.offsets + group[:, None], mask=inside, other=0.0)
+    found = weights_of(words, scale, offset, KIND, PER_WORD, out.dtype.element_ty, False)
+    found = tl.reshape(found, [GROUPS, per_group, PER_WORD])
+    found = tl.reshape(tl.permute(found, [0, 2, 1]), [GROUPS, GROUP])
+    tl.store(out + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], found, mask=inside)
 
 
 @triton.jit
@@ -223,17 +191,18 @@ def _look_up(
 
 def _grid(num_rows: int, num_words: int) -> tuple[tuple[int, int], dict[str, int]]:
     """And the constants that it is for."""
-    block = min(UNPACKED, triton.next_power_of_2(num_words))
+    block = min(LOOKED_UP, triton.next_power_of_2(num_words))
     constants = {"WORDS": block, "num_warps": max(1, min(4, block // 32))}
     return (num_rows, triton.cdiv(num_words, block)), constants
 
 
 def dense_rows(weight: Packed) -> torch.Tensor:
     """As `models/packed.py: dense`."""
-    num_rows, size = weight.shape
-    out = torch.empty(num_rows, size, dtype=weight.dtype, device=weight.device)
-    grid, block = _grid(num_rows, weight.words.shape[-1])
-    _unpack[grid](arrays_of(weight), out, K=size, **constants_of(weight), **block)
+    num_groups, groups = weight.scales.numel(), UNPACKED // weight.group
+    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    _unpack[(triton.cdiv(num_groups, groups),)](
+        arrays_of(weight), out, num_groups, **constants_of(weight), GROUPS=groups, num_warps=4
+    )
     return out
 
 

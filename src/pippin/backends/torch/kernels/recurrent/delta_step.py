@@ -136,7 +136,7 @@ def _conv_step(
     found = newest.to(tl.float32) * last.to(tl.float32)
     if BIASED:
         found += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
-    older = ()
+    older = tl.tuple(())
     for tap in tl.static_range(TAPS - 1):
         value = tl.load(before + tap * num_channels, mask=inside, other=0.0)
         weight = tl.load(taps + tap * num_channels + c, mask=inside, other=0.0)

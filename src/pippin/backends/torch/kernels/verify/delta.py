@@ -68,7 +68,7 @@ def _conv_verify(
     held: tl.constexpr = TAPS - 1
     # Everything is loaded before anything is stored: a load behind a store would wait for it, and
     # what is read may lie where other threads write. What earlier steps left is loaded at once.
-    weights, old = (), ()
+    weights, old = tl.tuple(()), tl.tuple(())
     for tap in tl.static_range(TAPS):
         found = tl.load(taps + tap * num_channels + c, mask=is_conv, other=0.0)
         weights += (found.to(tl.float32),)
@@ -78,7 +78,7 @@ def _conv_verify(
     for t in tl.static_range(KEPT):
         found = tl.load(own + t * width + c, mask=inside & (c * 0 + t < count), other=0.0)
         old += (found.to(tl.float32),)
-    last = ()  # before the new ones
+    last = tl.tuple(())  # before the new ones
     for tap in tl.static_range(held):
         found = old[tap]
         for t in tl.static_range(KEPT):
@@ -218,7 +218,7 @@ def _delta_verify(
     count = tl.load(counts + row)
     wait_for_previous(PDL)
     # All tokens are loaded before anything is stored: a load behind a store would wait for it.
-    accepted, tokens, queries = (), (), ()
+    accepted, tokens, queries = tl.tuple(()), tl.tuple(()), tl.tuple(())
     for t in tl.static_range(KEPT):  # those behind the last that was accepted are not used
         x = replayed + (row * KEPT + t).to(tl.int64) * width
         found = _token(

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 
 from pippin.backends.torch.drafts.entries import Entries, StepDrafter
+from pippin.backends.torch.kernels.attention.heads import place_keys
 from pippin.backends.torch.kernels.attention.step import attention_step
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.layers import most_fused, run_fused, run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.rows import gated_norm, norm_rows
 from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
-from pippin.backends.torch.kernels.verify.keys import write_keys
 from pippin.backends.torch.kernels.verify.places import accept, expand
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
@@ -126,8 +126,9 @@ class VerifyKernels:
         mixer, number = layer.mixer, layer.number
         if isinstance(mixer, AttentionLayer):
             projected, kv = mixer.normed(projected), self._pools.kv[number]
-            write_keys(projected, mixer, kv, places.inputs)
-            return attention_step(projected, mixer, kv, self._table, places.inputs)
+            inputs = places.inputs
+            place_keys(projected, mixer, kv, inputs.position, inputs.cell)
+            return attention_step(projected, mixer, kv, self._table, inputs)
         assert isinstance(mixer, DeltaLayer)
         conv, recurrent = self._pools.conv[number], self._pools.recurrent[number]
         kept = self._kept.of_layer(number)
