@@ -197,8 +197,8 @@ def test_a_logging_canary_has_a_doubtful_prefix_computed_again(
     ask_all(client, [prompt])
     prompts = [[*prompt[:130], 9, 10], prompt]
     for node in nodes_of(client, prompt):
-        assert node.chain is not None
-        node.chain[0] ^= np.uint64(1)
+        assert node.path_hash is not None
+        node.path_hash ^= 1
     warm = ask_all(client, prompts)
     assert_same(warm, cold(name, prompts))
     assert [reply.cached_tokens for reply in warm] == [0, 0]

@@ -12,13 +12,11 @@ from naive_cache import A, Ledger, S
 
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.canary import (
-    BASE,
-    LEAST_POWERS,
-    SEED,
+    LEAST_WEIGHTS,
     CacheCorruption,
     Canary,
-    _mix,
-    chain_hashes,
+    _weights,
+    hash_tokens,
 )
 from pippin.cache.tree.radix import as_tokens
 
@@ -33,20 +31,19 @@ def filled(canary: Canary | None) -> tuple[PrefixCache, Ledger, list[int]]:
     return cache, ledger, tokens
 
 
-def test_chain_hash_equals_its_recurrence_token_by_token() -> None:
+def test_a_hash_is_a_sum_of_weighted_tokens() -> None:
     tokens = as_tokens([random.Random(0).randrange(150_000) for _ in range(300)])
-    h, expected = SEED, []
-    for position, token in enumerate(tokens.tolist(), start=5):
-        mixed = _mix(np.array([token | position << 32], dtype=np.uint64))
-        h = (h * BASE + int(mixed[0]) * 1) % (1 << 64)
-        expected.append(h)
-    assert chain_hashes(tokens, 5, SEED).tolist() == expected
+    weights = _weights(305).tolist()
+    assert all(weight % 2 for weight in weights)
+    assert len(set(weights)) == len(weights)
+    expected = sum(t * weights[at] for at, t in enumerate(tokens.tolist(), start=5))
+    assert hash_tokens(tokens, 5) == expected % (1 << 64)
 
 
-def test_chain_goes_on_from_its_predecessor() -> None:
+def test_hashes_of_parts_add_up() -> None:
     tokens = as_tokens(range(50))
-    whole = chain_hashes(tokens, 0, SEED)
-    assert (chain_hashes(tokens[20:], 20, int(whole[19])) == whole[20:]).all()
+    parts = hash_tokens(tokens[:20], 0) + hash_tokens(tokens[20:], 20)
+    assert hash_tokens(tokens, 0) == parts % (1 << 64)
 
 
 @pytest.mark.parametrize("mode", ["log", "raise"])
@@ -61,7 +58,7 @@ def test_sound_entries_pass_through_splits_and_forks(mode: Literal["log", "raise
     assert canary.faults == 0
 
 
-@pytest.mark.parametrize("what", ["tokens", "chain", "payload"])
+@pytest.mark.parametrize("what", ["tokens", "hash", "payload"])
 def test_a_disturbed_entry_is_caught_on_restore_and_by_the_sweep(what: str) -> None:
     cache, ledger, tokens = filled(Canary("raise"))
     node = cache.match(np.array(tokens)).node
@@ -69,9 +66,9 @@ def test_a_disturbed_entry_is_caught_on_restore_and_by_the_sweep(what: str) -> N
         assert node.parent is not None
         node.parent.tokens, kept = node.parent.tokens[::-1], node.parent.tokens
         assert kept != node.parent.tokens
-    elif what == "chain":
-        assert node.chain is not None
-        node.chain[1] ^= np.uint64(1)
+    elif what == "hash":
+        assert node.path_hash is not None
+        node.path_hash ^= 1
     else:
         next(piece for piece in ledger.live.values() if piece is node.payloads[2]).contents ^= 1
     with pytest.raises(CacheCorruption, match=r"cache entry over tokens \["):
@@ -85,8 +82,8 @@ def test_log_mode_reports_and_recomputes(caplog: pytest.LogCaptureFixture) -> No
     canary = Canary("log")
     cache, _, tokens = filled(canary)
     node = cache.match(np.array(tokens)).node
-    assert node.chain is not None
-    node.chain[0] ^= np.uint64(1)
+    assert node.path_hash is not None
+    node.path_hash ^= 1
     with caplog.at_level(logging.ERROR):
         match = cache.match(np.array(tokens))
     assert (match.length, dict(match.payloads)) == (0, {})
@@ -99,7 +96,7 @@ def test_off_costs_nothing_and_breaks_nothing(canary: Canary | None) -> None:
     cache, _, tokens = filled(canary)
     match = cache.match(np.array(tokens))
     assert match.length == 20
-    assert match.node.chain is None
+    assert match.node.path_hash is None
     assert cache.sweep(10) == 0
 
 
@@ -140,11 +137,32 @@ def test_an_empty_tree_can_be_swept() -> None:
     assert cache.sweep(10) == 0
 
 
-def test_chains_longer_than_any_before_are_right() -> None:
-    """Powers are kept, and computed again where more are needed."""
-    tokens = as_tokens(range(3 * LEAST_POWERS))
-    whole = chain_hashes(tokens, 0, SEED)
-    cut = LEAST_POWERS - 1
-    first = chain_hashes(tokens[:cut], 0, SEED)
-    assert (whole[:cut] == first).all()
-    assert (chain_hashes(tokens[cut:], cut, int(first[-1])) == whole[cut:]).all()
+def test_hashes_of_sequences_longer_than_any_before_are_right() -> None:
+    """Weights are kept, and computed again where more are needed."""
+    cut = LEAST_WEIGHTS - 1
+    first = hash_tokens(as_tokens(range(cut)), 0)
+    tokens = as_tokens(range(3 * LEAST_WEIGHTS))
+    rest = hash_tokens(tokens[cut:], cut)
+    assert hash_tokens(tokens, 0) == (first + rest) % (1 << 64)
+
+
+def test_a_split_does_not_cover_up_what_changed_before() -> None:
+    """The part that was cut off is not hashed from the tokens that it has by now."""
+    canary = Canary("log")
+    cache, _, tokens = filled(canary)
+    tokens[2] = 9
+    node = cache.radix.walk(as_tokens(range(100, 108)))[0][0]
+    node.tokens = as_tokens(tokens[:8]).tobytes()
+    assert not canary.verify_restore(as_tokens(tokens[:5]), cache.tree.split(node, 5))
+
+
+@pytest.mark.parametrize("field", ["start", "end"])
+def test_a_node_that_says_other_positions_is_a_fault(field: str) -> None:
+    canary = Canary("log")
+    cache, _, tokens = filled(canary)
+    end = cache.match(np.array(tokens)).node
+    for change in (-1, 1):
+        setattr(end, field, getattr(end, field) + change)
+        assert not canary.verify_restore(as_tokens(tokens), end)
+        setattr(end, field, getattr(end, field) - change)
+    assert canary.verify_restore(as_tokens(tokens), end)

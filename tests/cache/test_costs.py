@@ -167,8 +167,8 @@ def test_a_logging_canary_does_not_count_a_large_tree_when_idle(
     assert cache.radix.num_nodes > MAX_COUNTED
     assert num_lines(cache.check_when_idle) < 10_000
     node = next(iter(cache.radix.root.children.values()))
-    assert node.chain is not None
-    node.chain[0] ^= np.uint64(1)
+    assert node.path_hash is not None
+    node.path_hash ^= 1
     for _ in range(cache.radix.num_nodes // NUM_SWEPT + 1):  # still, every node's turn comes
         cache.check_when_idle()
     assert "holds another sequence" in caplog.text

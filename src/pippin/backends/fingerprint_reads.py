@@ -33,10 +33,11 @@ class FingerprintReads:
 
     def read(self, step: int) -> tuple[Damage, ...]:
         """What is known when a step has been waited for."""
-        due = [found for found in self._launched if found.due <= step]
-        self._launched = [found for found in self._launched if found.due > step]
-        for found in sorted(due, key=lambda found: found.due):
-            found.read()
+        if self._launched:
+            due = [found for found in self._launched if found.due <= step]
+            self._launched = [found for found in self._launched if found.due > step]
+            for found in sorted(due, key=lambda found: found.due):
+                found.read()
         damaged, self._damaged = tuple(self._damaged), []
         return damaged
 

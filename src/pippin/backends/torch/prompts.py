@@ -65,11 +65,11 @@ class Prompts:
         for row in rows:
             if row.restore is not None:
                 self._restore(row.slot, row.restore)
+                step.check_restored(row.slot, row.restore)
             assert parts.rows.lengths[row.slot] == row.start, "chunks must follow each other"
             if parts.slots.continues_reply(row):
                 parts.future.note_read(np.array([row.slot]))
                 parts.slots.sampler.count(row.slot, row.tokens[1:])  # the first was, when drawn
-        step.check_restored((row.slot, row.restore) for row in rows if row.restore is not None)
         self._sample_restored(step, [row for row in rows if not len(row.tokens)])
         for chunks in self._groups([row for row in rows if len(row.tokens)]):
             self._run_chunks(step, chunks)

@@ -1,11 +1,12 @@
 """Detects cache entries whose content has changed. Knows no schedule; payloads stay opaque.
 
-Beside each cached token stands a hash of the token, its position and its predecessor's hash:
+Each node keeps a hash of all tokens up to its end, at their positions:
 
-    h[i] = h[i-1] * B + mix(token[i], i)   (mod 2**64)
+    h(end) = h(start) + sum of token[i] * weight[i]   (mod 2**64)
 
 so a node under the wrong parent, at the wrong position or over the wrong tokens shows at once.
-B is odd, hence invertible: h[i] = B**i * (h[0] + sum of mix[j] * B**-j), two numpy scans, no loop.
+Weights are odd, so no single token changes unseen. A sum does not know where nodes end: a split
+needs that of its lower part alone, and a prompt is hashed once for all nodes that replace it.
 `raise` is for debugging and also keeps a fingerprint of each payload's bytes, which waits for the
 device.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Literal, cast
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pippin.cache.tree.components import COMPONENTS
-from pippin.cache.tree.radix import Node, RadixTree, TokenArray, as_tokens
+from pippin.cache.tree.radix import TOKEN_BYTES, Node, RadixTree, TokenArray, as_tokens
 from pippin.types import Payload
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,11 @@ logger = logging.getLogger(__name__)
 Hashes = npt.NDArray[np.uint64]
 
 SEED = 0x9E3779B97F4A7C15
-BASE = 0xD1342543DE82EF95
-BASE_INVERSE = pow(BASE, -1, 1 << 64)
+MASK = (1 << 64) - 1
 NUM_SWEPT = 64  # nodes at a time
 MAX_COUNTED = 1_000  # nodes: some milliseconds
-IDLE_SHARE = 0.005  # of the time, for checks in `log` mode: what ends now is sent after the check
-LEAST_POWERS = 4_096  # of a base, that are computed at once
+IDLE_SHARE = 0.002  # of the time, for checks in `log` mode: what ends now is sent after the check
+LEAST_WEIGHTS = 4_096  # that are computed at once
 
 
 class CacheCorruption(RuntimeError):
@@ -63,29 +63,29 @@ class Canary:
 
     def mark(self, node: Node) -> None:
         """Hash the tokens of a node that was just added to the tree."""
-        node.chain = chain_hashes(node.token_ids, node.start, _last_hash(node.parent))
+        node.path_hash = _hash_to_end(node)
 
     def seal(self, node: Node, index: int) -> None:
         """Fingerprint a payload that was just attached."""
-        payload = node.payloads[index]
-        node.prints[index] = payload.fingerprint() if self.deep and payload is not None else None
+        if self.deep:
+            payload = node.payloads[index]
+            node.prints[index] = None if payload is None else payload.fingerprint()
 
     def divide(self, upper: Node, lower: Node) -> None:
-        """Follow a split; hashes divide with their tokens, the parts' bytes are hashed again."""
-        if lower.chain is not None:
-            upper.chain = lower.chain[: upper.num_tokens].copy()
-            lower.chain = lower.chain[upper.num_tokens :].copy()
+        """Follow a split: the lower part ends where the node did; the parts' bytes are hashed
+        again. The upper part's hash is what the kept one says, not what its tokens are now."""
+        if lower.path_hash is not None:
+            upper.path_hash = lower.path_hash - hash_tokens(lower.token_ids, lower.start) & MASK
         for index in range(len(COMPONENTS)):
             self.seal(upper, index)
             self.seal(lower, index)
 
     def verify_restore(self, tokens: TokenArray, node: Node) -> bool:
         """Check the path to `node` against the tokens that it replaces."""
-        expected = chain_hashes(tokens, 0, SEED)
+        path = list(node.ancestors())
         sound = True
-        for above in node.ancestors():
-            fault = self._fault(above, expected[above.start : above.end])
-            sound = self._passed(above, fault) and sound
+        for above, expected in zip(path, _hashes_at(tokens, path), strict=True):
+            sound = self._passed(above, self._fault(above, expected)) and sound
         return sound
 
     def sweep(self, tree: RadixTree, num_nodes: int) -> int:
@@ -99,8 +99,7 @@ class Canary:
             node = self._pending.pop()
             if node.attached:
                 self._pending.extend(node.children.values())
-                expected = chain_hashes(node.token_ids, node.start, _last_hash(node.parent))
-                self._passed(node, self._fault(node, expected))
+                self._passed(node, self._fault(node, _hash_to_end(node)))
         return self.faults - before
 
     def check_when_idle(self, tree: RadixTree, count: Callable[[], None]) -> None:
@@ -127,22 +126,20 @@ class Canary:
         tokens = as_tokens(range(7, 7 + 16))
         node = tree.append(tree.root, tokens)
         self.mark(node)
-        chain = node.chain
-        assert chain is not None
+        kept = node.path_hash
+        assert kept is not None
         swapped = tokens.copy()
         swapped[[3, 4]] = swapped[[4, 3]]
-        flipped = chain.copy()
-        flipped[5] ^= np.uint64(1)
-        expected = chain_hashes(tokens, 0, SEED)
+        expected = _after(SEED, hash_tokens(tokens, 0))
         perturbed = {
-            "tokens out of order": (chain, chain_hashes(swapped, 0, SEED)),
-            "another position": (chain, chain_hashes(tokens, 64, SEED)),
-            "another predecessor": (chain, chain_hashes(tokens, 0, SEED + 1)),
-            "a flipped bit": (flipped, expected),
+            "tokens out of order": (kept, _after(SEED, hash_tokens(swapped, 0))),
+            "another position": (kept, _after(SEED, hash_tokens(tokens, 64))),
+            "another predecessor": (kept, _after(SEED + 1, hash_tokens(tokens, 0))),
+            "a flipped bit": (kept ^ 1, expected),
         }
-        for what, (node.chain, hashes) in perturbed.items():
-            self._expect(what, node, hashes, is_fault=True)
-        node.chain = chain
+        for what, (node.path_hash, found) in perturbed.items():
+            self._expect(what, node, found, is_fault=True)
+        node.path_hash = kept
         self._expect("a sound entry", node, expected, is_fault=False)
         if self.deep:
             content = [1]
@@ -152,17 +149,18 @@ class Canary:
             content[0] += 1
             self._expect("changed bytes", node, expected, is_fault=True)
 
-    def _expect(self, what: str, node: Node, expected: Hashes, *, is_fault: bool) -> None:
+    def _expect(self, what: str, node: Node, expected: int | None, *, is_fault: bool) -> None:
         if (self._fault(node, expected) is not None) != is_fault:
             result = "not noticed" if is_fault else "reported as a fault"
             raise CacheCorruption(f"canary self-test: {what}: {result}")
 
-    def _fault(self, node: Node, expected: Hashes) -> str | None:
-        if node.chain is None or len(node.chain) != len(expected):
-            return "has no hash for each of its tokens"
-        wrong = np.flatnonzero(node.chain != expected)
-        if len(wrong):
-            return f"holds another sequence from token {node.start + int(wrong[0])}"
+    def _fault(self, node: Node, expected: int | None) -> str | None:
+        if node.path_hash is None or len(node.tokens) != node.num_tokens * TOKEN_BYTES:
+            return "has no hash of its tokens"
+        if node.path_hash != expected:
+            return "holds another sequence"
+        if not self.deep:
+            return None
         for index, component in enumerate(COMPONENTS):
             payload, kept = node.payloads[index], node.prints[index]
             if payload is not None and kept is not None and payload.fingerprint() != kept:
@@ -184,25 +182,38 @@ class Canary:
         logger.error(fault)
 
 
-def chain_hashes(tokens: TokenArray, start: int, previous: int) -> Hashes:
-    """The hash beside each token of a run that starts at position `start` after `previous`."""
-    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
-    mixed = _mix(tokens.astype(np.uint64) | positions << np.uint64(32))
-    scaled = mixed * _powers(BASE_INVERSE, len(tokens))
-    total = np.cumsum(scaled, dtype=np.uint64) + np.uint64(previous % (1 << 64))
-    return total * _powers(BASE, len(tokens))
+def hash_tokens(tokens: TokenArray, start: int) -> int:
+    """What a run of tokens from position `start` on adds to the hash before it."""
+    return int(np.dot(tokens.astype(np.uint64), _weights(start + len(tokens))[start:]))
 
 
-_POWERS: dict[int, Hashes] = {}  # by base, from the first power on
+def _hash_to_end(node: Node) -> int:
+    above = node.parent
+    before = SEED if above is None or above.path_hash is None else above.path_hash
+    return _after(before, hash_tokens(node.token_ids, node.start))
 
 
-def _powers(base: int, count: int) -> Hashes:
-    found = _POWERS.get(base)
-    if found is None or len(found) < count:
-        number = max(LEAST_POWERS, 1 << (count - 1).bit_length())
-        found = np.cumprod(np.full(number, base, dtype=np.uint64), dtype=np.uint64)
-        _POWERS[base] = found
-    return found[:count]
+def _hashes_at(tokens: TokenArray, path: Sequence[Node]) -> list[int | None]:
+    """Of a sequence, the hash at the end of each node of its path; None: it does not reach it."""
+    sums = np.cumsum(tokens.astype(np.uint64) * _weights(len(tokens)), dtype=np.uint64)
+    ends = [node.end for node in path]
+    return [_after(SEED, int(sums[end - 1])) if 0 < end <= len(sums) else None for end in ends]
+
+
+def _after(before: int, added: int) -> int:
+    return before + added & MASK
+
+
+_known_weights: Hashes = np.zeros(0, dtype=np.uint64)
+
+
+def _weights(count: int) -> Hashes:
+    """Of the positions [0, count): odd."""
+    global _known_weights
+    if len(_known_weights) < count:
+        number = max(LEAST_WEIGHTS, 1 << (count - 1).bit_length())
+        _known_weights = _mix(np.arange(1, number + 1, dtype=np.uint64)) | np.uint64(1)
+    return _known_weights[:count]
 
 
 def _mix(x: Hashes) -> Hashes:
@@ -210,7 +221,3 @@ def _mix(x: Hashes) -> Hashes:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _last_hash(node: Node | None) -> int:
-    return SEED if node is None or node.chain is None else int(node.chain[-1])

@@ -57,7 +57,7 @@ class Node:
     window_uses: int = 0
     hits: int = 0  # matches that ended here, and were locked
     placement: Placement = Placement.GRID  # why the state was placed here
-    chain: npt.NDArray[np.uint64] | None = None  # the canary's hash beside each token
+    path_hash: int | None = None  # the canary's, of all tokens up to `end`
     prints: list[int | None] = field(default_factory=lambda: [None] * 4)  # of each payload's bytes
 
     def __post_init__(self) -> None:

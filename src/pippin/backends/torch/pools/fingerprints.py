@@ -19,6 +19,7 @@ import torch
 
 from pippin.backends.base import Damage, Restore
 from pippin.backends.fingerprint_reads import FingerprintReads
+from pippin.backends.torch.pools.layout import KV_KINDS
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.streams import Arrival, Streams
@@ -30,7 +31,7 @@ ALIGNED = 2  # starts, of 8 bytes: a kernel is compiled again for what begins el
 
 # Of int32 memory, the words from each start (int64, on the device) on: int64, one for each.
 SumWords = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-Reader = Callable[[np.ndarray], None]  # of a payload's prints: int64, one for each token
+PRINTED = (KVPayload, StatePayload, HiddenPayload)
 Compared = tuple[Payload, Callable[[], None]]  # what is called if it has changed
 
 
@@ -41,6 +42,7 @@ class TorchFingerprints(FingerprintReads):
         self._pools = pools
         self._streams = streams
         self._sum_words = sum_words
+        self._cell_words = {kind: pools.layout.cell_bytes(kind) // 4 for kind in KV_KINDS}
 
     def of_restored(self, slot: int, restore: Restore) -> Iterator[Compared]:
         for component, start, end, payload in restore.placed():
@@ -53,12 +55,10 @@ class TorchFingerprints(FingerprintReads):
         if not payloads:
             return
         arrival, places = self._sum(payloads)
-        readers: list[Reader] = [_comparer(*asked) for asked in compared]
-        readers += [_keeper(payload) for payload in made]
-        found, num_compared = list(zip(places, readers, strict=True)), len(compared)
-        for due, part in ((step, found[:num_compared]), (step + 1, found[num_compared:])):
-            if part:
-                self.add(step, due, partial(_read, arrival, part))
+        if compared:
+            self.add(step, step, partial(_compare, arrival, places[: len(compared)], compared))
+        if made:
+            self.add(step, step + 1, partial(_keep, arrival, places[len(compared) :], made))
 
     def _sum(self, payloads: Sequence[Payload]) -> tuple[Arrival, list[slice]]:
         """Sums on their way, and where among them each payload's are."""
@@ -69,16 +69,17 @@ class TorchFingerprints(FingerprintReads):
             if isinstance(payload, HiddenPayload):
                 hidden.append(number)
             else:
-                starts, num_words = self._runs(payload)
-                runs[num_words].append((number, starts))
+                lines, num_words = self._lines(payload)
+                runs[num_words].append((number, lines))
         end, groups = 0, dict[int, np.ndarray]()
         for num_words, parts in runs.items():
-            for number, starts in parts:
-                places[number] = slice(end, end + len(starts))
-                end += len(starts)
-            padding = [starts[-1:]] * (end % ALIGNED)
+            for number, lines in parts:
+                places[number] = slice(end, end + len(lines))
+                end += len(lines)
+            padding = [lines[-1:]] * (end % ALIGNED)
             end += len(padding)
-            groups[num_words] = np.concatenate([*(starts for _, starts in parts), *padding])
+            every = np.concatenate([*(lines for _, lines in parts), *padding])
+            groups[num_words] = every.astype(np.int64) * num_words
         sums = self._sum_runs(groups)
         if hidden:
             sums.append(_sum_hidden([payloads[number] for number in hidden]))
@@ -86,15 +87,12 @@ class TorchFingerprints(FingerprintReads):
                 places[number] = slice(place, place + 1)
         return self._streams.bring([torch.cat(sums) if len(sums) > 1 else sums[0]]), places
 
-    def _runs(self, payload: Payload) -> tuple[np.ndarray, int]:
-        """Where a payload's words lie: int64 starts, and how many from each on."""
-        layout = self._pools.layout
+    def _lines(self, payload: Payload) -> tuple[np.ndarray, int]:
+        """Which lines of memory a payload has, and how many words each."""
         if isinstance(payload, KVPayload):
-            num_words = layout.cell_bytes(payload.kind) // 4
-            return payload.cells.astype(np.int64) * num_words, num_words
+            return payload.cells, self._cell_words[payload.kind]
         assert isinstance(payload, StatePayload)
-        num_words = layout.slab_bytes // 4
-        return np.array([payload.slab * num_words]), num_words
+        return np.array([payload.slab]), self._pools.layout.slab_bytes // 4
 
     def _sum_runs(self, groups: Mapping[int, np.ndarray]) -> list[torch.Tensor]:
         """int64, in pieces. `groups`: starts, by how many words from each on."""
@@ -119,13 +117,6 @@ class TorchFingerprints(FingerprintReads):
             yield lines[self._pools.index(starts[i : i + size] // num_words)].sum(dim=1)
 
 
-def _read(arrival: Arrival, readers: Sequence[tuple[slice, Reader]]) -> None:
-    (sums,) = arrival.wait()
-    found = sums.numpy()
-    for place, reader in readers:
-        reader(found[place].copy())
-
-
 def _sum_hidden(payloads: Sequence[Payload]) -> torch.Tensor:
     vectors = [p.hidden for p in payloads if isinstance(p, HiddenPayload) and p.hidden is not None]
     assert len(vectors) == len(payloads)
@@ -134,19 +125,19 @@ def _sum_hidden(payloads: Sequence[Payload]) -> torch.Tensor:
     return content.view(words).sum(dim=1)
 
 
-def _keeper(payload: Payload) -> Reader:
-    def keep(found: np.ndarray) -> None:
-        assert isinstance(payload, KVPayload | StatePayload | HiddenPayload)
-        payload.keep_prints(found)
+def _keep(arrival: Arrival, places: Sequence[slice], made: Sequence[Payload]) -> None:
+    (sums,) = arrival.wait()
+    found = sums.numpy().copy()  # once: each payload keeps a part of it
+    for place, payload in zip(places, made, strict=True):
+        assert isinstance(payload, PRINTED)
+        payload.keep_prints(found[place])
 
-    return keep
 
-
-def _comparer(payload: Payload, on_change: Callable[[], None]) -> Reader:
-    def compare(found: np.ndarray) -> None:
-        assert isinstance(payload, KVPayload | StatePayload | HiddenPayload)
+def _compare(arrival: Arrival, places: Sequence[slice], compared: Sequence[Compared]) -> None:
+    (sums,) = arrival.wait()
+    found = sums.numpy()
+    for place, (payload, on_change) in zip(places, compared, strict=True):
+        assert isinstance(payload, PRINTED)
         kept = payload.prints
-        if kept is not None and not np.array_equal(kept, found):
+        if kept is not None and kept.tobytes() != found[place].tobytes():
             on_change()
-
-    return compare

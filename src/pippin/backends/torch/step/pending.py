@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,11 +44,10 @@ class TorchPending(StepOutputs):
         self.read_all()
         return self.result()
 
-    def check_restored(self, restored: Iterable[tuple[int, Restore]]) -> None:
-        """Have what rows are restored from compared with what it was."""
+    def check_restored(self, slot: int, restore: Restore) -> None:
+        """Have what a row is restored from compared with what it was."""
         if self.fingerprints is not None:
-            for slot, restore in restored:
-                self.compared += self.fingerprints.of_restored(slot, restore)
+            self.compared += self.fingerprints.of_restored(slot, restore)
 
     def read_later(self, arrival: Arrival, read: Callable[..., None]) -> None:
         """With the tensors that arrive."""
