@@ -19,6 +19,7 @@ from builders import AMPLE_BYTES, Client, FixedPace, Reply, make_tiers
 from bundled import load_bundled
 from families import FAMILIES, build
 from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
@@ -50,9 +51,14 @@ BUNDLED_ON_EITHER = (BUNDLED, *(f"{TORCH}{BUNDLED}" for _ in TORCH_MODELS[:1]))
 NUM_SLOTS = 16
 
 
-@functools.cache
 def served(name: str) -> LoadedModel:
-    return load_bundled() if name == BUNDLED else prepare(*build(name))
+    return load_bundled() if name == BUNDLED else _prepared(name, operations() is not None)
+
+
+@functools.cache
+def _prepared(name: str, with_operations: bool) -> LoadedModel:
+    """One that was prepared without operations stays without."""
+    return prepare(*build(name))
 
 
 def make_backend(
