@@ -124,7 +124,7 @@ def test_what_was_handed_over_is_preempted_and_resumed(monkeypatch: pytest.Monke
         loop = decode.client.loop
         loop.scheduler.budget.capacity = 3 * loop.backend.row_bytes(PROMPT_LEN + 20)
         prompts = [make_prompt(seed) for seed in range(4)]
-        params = {"max_tokens": 80}
+        params = {"max_tokens": 160}
         replies = ask_all(prefill, decode, prompts, **params)
         assert loop.scheduler.metrics.preemptions > 0
         assert sum(reply.peer_tokens for reply in replies) >= 2 * PROMPT_LEN
