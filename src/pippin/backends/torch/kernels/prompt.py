@@ -73,7 +73,17 @@ class PromptKernels:
         return run_layers(self._decoder, x, run.mix)
 
 
-class _LaunchedRun(ChunkRun):
+class _KernelRun(LayerRun[HeldCells]):
+    """Heads are placed by one kernel."""
+
+    def _place(
+        self, mixer: AttentionLayer, x: torch.Tensor, kv: torch.Tensor, cells: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        qkv = mixer.normed(mixer.qkv(x))
+        return place_heads(qkv, mixer, kv, self._positions, cells), mixer.gate_of(qkv)
+
+
+class _LaunchedRun(_KernelRun, ChunkRun):
     """Plain attention is torch's own."""
 
     def __init__(self, batch: ChunkBatch, pools: Pools, table: torch.Tensor) -> None:
@@ -98,11 +108,6 @@ class _LaunchedRun(ChunkRun):
             self._lines,
         )
 
-    def _place(
-        self, mixer: AttentionLayer, x: torch.Tensor, kv: torch.Tensor, cells: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _place(mixer, x, kv, self._positions, cells)
-
     def _look_at_latents(
         self, mixer: LatentLayer, q: torch.Tensor, kept: torch.Tensor
     ) -> torch.Tensor:
@@ -114,7 +119,7 @@ class _LaunchedRun(ChunkRun):
         return _recur(mixer, x, self._pools, number, self._inputs)
 
 
-class _CapturedRun(LayerRun[HeldCells]):
+class _CapturedRun(_KernelRun):
     """Windows are plain operations."""
 
     def __init__(self, inputs: ChunkInputs, pools: Pools, table: torch.Tensor) -> None:
@@ -122,11 +127,6 @@ class _CapturedRun(LayerRun[HeldCells]):
         super().__init__(pools, inputs.position.long(), cells, windows=None)
         self._table = table
         self._inputs = inputs.recurrent
-
-    def _place(
-        self, mixer: AttentionLayer, x: torch.Tensor, kv: torch.Tensor, cells: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _place(mixer, x, kv, self._positions, cells)
 
     def _look(
         self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, scoring: Scoring
@@ -140,17 +140,6 @@ class _CapturedRun(LayerRun[HeldCells]):
 
     def _recur(self, mixer: RecurrentLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         return _recur(mixer, x, self._pools, number, self._inputs)
-
-
-def _place(
-    mixer: AttentionLayer,
-    x: torch.Tensor,
-    kv: torch.Tensor,
-    positions: torch.Tensor,
-    cells: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    qkv = mixer.normed(mixer.qkv(x))
-    return place_heads(qkv, mixer, kv, positions, cells), mixer.gate_of(qkv)
 
 
 def _attend_latents(
