@@ -6,6 +6,7 @@ row. It stands in for kernels where there are none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,24 +16,26 @@ from pippin.backends.base import PrefillRow
 from pippin.backends.sampling.rules import FAR
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.device import find_device
-from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps
+from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps, mixed_steps
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.plain.gated_delta import gated_delta_step
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.batches import take_chunks
+from pippin.backends.torch.step.batches import Batch, HeldCells, take_mixed
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
 from pippin.backends.torch.step.noise import add_gumbel_noise
-from pippin.backends.torch.step.sizes import ROOM_ROWS, Room
+from pippin.backends.torch.step.sizes import ROOM_ROWS, MixedSize, Room
 from torch_serving import load_torch
 
 DEVICE = find_device()
+NO_ROWS: Mapping[int, int] = {}
 
 
 def chunk(slot: int, start: int, length: int, *checkpoints: int) -> PrefillRow:
@@ -41,9 +44,12 @@ def chunk(slot: int, start: int, length: int, *checkpoints: int) -> PrefillRow:
 
 
 class MadeUpChunks:
-    """Rows with KV and states of noise, and these chunks to run behind them."""
+    """Rows with KV and states of noise, and these chunks to run behind them, beside one token each
+    of other rows: `beside` has positions by slot."""
 
-    def __init__(self, name: str, chunks: tuple[PrefillRow, ...]) -> None:
+    def __init__(
+        self, name: str, chunks: tuple[PrefillRow, ...], beside: Mapping[int, int] = NO_ROWS
+    ) -> None:
         self.decoder: Decoder = load_torch(name, kernels=True).decoder
         self.layout = PoolLayout(self.decoder.shape, self.decoder.dtype)
         self.pools = Pools(self.layout, 40 * self.layout.slab_bytes, DEVICE)
@@ -52,12 +58,14 @@ class MadeUpChunks:
             for view in views:
                 view.normal_(generator=generator)
         self.pools.memory[: self.layout.slab_bytes] = 0
-        self.held = Rows(self.pools, max(row.slot for row in chunks), max_len=256)
-        for row in chunks:
-            self.held.grow(row.slot, row.start)
-            if row.start:  # it has a state of its own, which it may write in place
-                self.held.next_states(np.array([row.slot]))
-        self.taken = take_chunks(chunks, self.held, self.pools)
+        lengths = {row.slot: row.start for row in chunks} | dict(beside)
+        self.held = Rows(self.pools, max(lengths), max_len=256)
+        for slot, length in lengths.items():
+            self.held.grow(slot, length)
+            if length:  # it has a state of its own, which it may write in place
+                self.held.next_states(np.array([slot]))
+        slots, positions = (np.array([*x], dtype=np.int64) for x in (beside, beside.values()))
+        self.rows, self.taken = take_mixed(slots, positions, chunks, self.held, self.pools)
         self.before = self.pools.memory.clone()
 
     def inputs(self, room: Room) -> ChunkInputs:
@@ -170,3 +178,33 @@ def capture_chunks(backend: TorchBackend, recorder: Any) -> CapturedSteps[Room]:
     graphs = chunk_steps(prompt, head, prompt.choose, future, backend._layout, recorder, logits)
     backend.runner.prompts.graphs = graphs
     return graphs
+
+
+class PlainMixed:
+    """What `mixed_steps` captures: the rows, and then the chunks."""
+
+    def __init__(self, prompt: PlainPrompt, plain: PlainForward, table: torch.Tensor) -> None:
+        self._prompt, self._plain, self._table = prompt, plain, table
+
+    def hidden(self, rows: SampleInputs, chunks: ChunkInputs, future: torch.Tensor) -> torch.Tensor:
+        slots, positions, cells = rows.slot.long(), rows.position.long(), rows.cell
+        self._table[slots, positions] = cells
+        places = zip(slots.tolist(), positions.tolist(), strict=True)
+        seen = tuple(self._table[slot, : position + 1].long() for slot, position in places)
+        states = rows.state_in.long(), rows.state_out.long()
+        held = HeldCells(cells.long(), seen)
+        batch = Batch([1] * len(seen), future[slots].long(), positions, *states, held, None)
+        return torch.cat([self._plain.tokens(batch), self._prompt.hidden(chunks)])
+
+
+def capture_mixed(backend: TorchBackend, recorder: Any) -> CapturedSteps[MixedSize]:
+    """The same, of decode rows beside chunks."""
+    runner, decoder = backend.runner, backend._decoder
+    table, future = runner.rows.table, backend._future_map.tokens
+    prompt = PlainPrompt(decoder, runner.pools, table)
+    kernels = PlainMixed(prompt, PlainForward(decoder, runner.pools), table)
+    logits = torch.empty(0, backend.spec.vocab_size, dtype=decoder.dtype, device=DEVICE)
+    runner.mixed.steps = mixed_steps(
+        kernels, decoder.head, prompt.choose, future, backend._layout, recorder, logits
+    )
+    return runner.mixed.steps

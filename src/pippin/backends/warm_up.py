@@ -73,7 +73,9 @@ class WarmUp:
 
     def _run_shape(self, shape: WarmUpShape) -> None:
         tokens = shape.num_before + shape.num_tokens + shape.num_steps + shape.depth
-        if not self._can_hold(shape.num_rows * self._backend.row_bytes(tokens)):
+        num_bytes = shape.num_rows * self._backend.row_bytes(tokens)
+        num_bytes += shape.beside * self._backend.row_bytes(2)
+        if not self._can_hold(num_bytes):
             return
         *steps, end = plans(shape, self._steps)
         try:
@@ -112,14 +114,20 @@ def plans(shape: WarmUpShape, steps: Iterator[int]) -> list[StepPlan]:
         )
         for slot in slots
     ]
-    admit = tuple(Admit(slot, params, (), prompt, seed=slot) for slot in slots)
-    found = [StepPlan(next(steps), admit=admit, prefill=tuple(before if shape.num_before else ()))]
-    found.append(StepPlan(next(steps), prefill=tuple(chunks)))
+    others = range(shape.num_rows + 1, shape.num_rows + shape.beside + 1)
+    admit = [Admit(slot, params, (), prompt, seed=slot) for slot in slots]
+    admit += [Admit(slot, params, (), prompt[:1], seed=slot) for slot in others]
+    first = before if shape.num_before else []
+    first += [PrefillRow(slot, 0, prompt[:1], samples=True) for slot in others]
+    found = [StepPlan(next(steps), admit=tuple(admit), prefill=tuple(first))]
+    decode = tuple(DecodeRow(slot, 1) for slot in others)
+    found.append(StepPlan(next(steps), decode=decode, prefill=tuple(chunks)))
     found += [
         StepPlan(next(steps), decode=tuple(_row(shape, slot, position) for slot in slots))
         for position in range(length, length + shape.num_steps)
     ]
-    return [*found, StepPlan(next(steps), retire=tuple(Retire(slot) for slot in slots))]
+    ends = tuple(Retire(slot) for slot in (*slots, *others))
+    return [*found, StepPlan(next(steps), retire=ends)]
 
 
 def _row(shape: WarmUpShape, slot: int, position: int) -> DecodeRow:

@@ -109,6 +109,7 @@ class WarmUpShape:
     num_steps: int = 0  # tokens of the reply,
     depth: int = 0  # and drafts that the first of these steps verifies
     drafts_itself: bool = False  # these are the backend's own, and as many are left behind them
+    beside: int = 0  # other requests, which decode in the step of the chunk
 
 
 class Backend(Costs, Protocol):

@@ -11,7 +11,7 @@ from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.step.batches import decode_batch
-from pippin.backends.torch.step.decode_inputs import Choice, RowArrays, pack_inputs
+from pippin.backends.torch.step.decode_inputs import RowArrays, pack_inputs
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sizes import width_for
@@ -51,9 +51,7 @@ class Decodes:
         if self._verifies.takes(decodes, slots, positions):
             self._verifies.run(step, decodes)
             return
-        if self._drafts is not None:
-            self._drafts.pass_over(decodes)
-        parts.future.note_read(slots)
+        self.begin(decodes, slots)
         parts.pools.arena.make_room(len(slots), parts.rows.num_new_states(slots))
         cells = parts.rows.grow_each(slots, positions)
         rows = RowArrays(slots, positions, cells, *parts.rows.next_states(slots))
@@ -68,6 +66,12 @@ class Decodes:
         parts.draws.check(step, slots.tolist(), logits)
         parts.draws.sample(step, decodes, logits)
 
+    def begin(self, decodes: Sequence[DecodeRow], slots: np.ndarray) -> None:
+        """Rows without drafts are about to run."""
+        if self._drafts is not None:
+            self._drafts.pass_over(decodes)
+        self._parts.future.note_read(slots)
+
     def _run_kernels(
         self,
         step: TorchPending,
@@ -76,14 +80,16 @@ class Decodes:
         rows: RowArrays,
     ) -> None:
         """One copy and one replay, unless a row needs the sampler."""
-        parts, slots = self._parts, rows.slots
-        columns = parts.slots.columns
-        generated = parts.slots.num_generated(slots, rows.positions + 1)
-        width = width_for(len(slots))
-        words = pack_inputs(width, rows, parts.pools.layout.waste_cell)
-        columns.fill(words, slots, generated)
-        choice = columns.choice(slots, generated)
-        if any(decode.masked for decode in decodes):
-            choice = Choice.LOGITS
+        parts, width = self._parts, width_for(len(decodes))
+        words = self.words(width, rows)
         steps.prepare(width)
-        parts.draws.take_drawn(step, decodes, steps.run(width, words, choice))
+        ran = steps.run(width, words, parts.slots.choice_of(decodes))
+        parts.draws.take_drawn(step, decodes, ran)
+
+    def words(self, width: int, rows: RowArrays) -> np.ndarray:
+        """int32 [fields, width]: what these rows read, and how they sample."""
+        parts = self._parts
+        words = pack_inputs(width, rows, parts.pools.layout.waste_cell)
+        generated = parts.slots.num_generated(rows.slots, rows.positions + 1)
+        parts.slots.columns.fill(words, rows.slots, generated)
+        return words

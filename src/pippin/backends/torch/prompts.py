@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from pippin.backends.base import PrefillRow, Restore
 from pippin.backends.chunking import cut_chunk, grid_blocks
 from pippin.backends.torch.drafts.row_drafts import RowDrafts
-from pippin.backends.torch.graphs.steps import CapturedSteps
+from pippin.backends.torch.graphs.steps import CapturedSteps, Ran
 from pippin.backends.torch.models.parts import Linear
 from pippin.backends.torch.plain.forward import ChunkForward
 from pippin.backends.torch.pools.layout import ZERO_SLAB
@@ -60,7 +60,8 @@ class Prompts:
     def retire(self, slot: int) -> None:
         self._scores.retire(slot)
 
-    def run(self, step: TorchPending, rows: Sequence[PrefillRow]) -> None:
+    def begin(self, step: TorchPending, rows: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
+        """Restores prefixes. The chunks to run, those of each forward."""
         parts = self._parts
         for row in rows:
             if row.restore is not None:
@@ -71,8 +72,7 @@ class Prompts:
                 parts.future.note_read(np.array([row.slot]))
                 parts.slots.sampler.count(row.slot, row.tokens[1:])  # the first was, when drawn
         self._sample_restored(step, [row for row in rows if not len(row.tokens)])
-        for chunks in self._groups([row for row in rows if len(row.tokens)]):
-            self._run_chunks(step, chunks)
+        return self._groups([row for row in rows if len(row.tokens)])
 
     def _restore(self, slot: int, restore: Restore) -> None:
         cells, windows = (
@@ -112,14 +112,10 @@ class Prompts:
             [part for part in parts_now if part is not None] for parts_now in zip_longest(*parts)
         ]
 
-    def _run_chunks(self, step: TorchPending, chunks: Sequence[PrefillRow]) -> None:
+    def run(self, step: TorchPending, chunks: Sequence[PrefillRow]) -> None:
+        """Chunks that share a forward."""
         parts = self._parts
-        slots = np.array([chunk.slot for chunk in chunks])
-        num_taps = sum(len(inner_checkpoints(chunk)) for chunk in chunks)
-        parts.pools.arena.make_room(
-            sum(len(chunk.tokens) for chunk in chunks),
-            parts.rows.num_new_states(slots) + num_taps * parts.rows.keeps_states,
-        )
+        parts.pools.arena.make_room(*self.room_of(chunks))
         taken = take_chunks(chunks, parts.rows, parts.pools)
         step.captures += parts.captures.of_chunks(taken)
         if (room := self._room(chunks)) is None:
@@ -127,6 +123,13 @@ class Prompts:
         else:
             self._replay(step, taken, room)
         step.forwards = replace(step.forwards, prefill=step.forwards.prefill + 1)
+
+    def room_of(self, chunks: Sequence[PrefillRow]) -> tuple[int, int]:
+        """Cells and states that they will take."""
+        rows, slots = self._parts.rows, np.array([chunk.slot for chunk in chunks])
+        num_taps = sum(len(inner_checkpoints(chunk)) for chunk in chunks)
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        return num_tokens, rows.num_new_states(slots) + num_taps * rows.keeps_states
 
     def _room(self, chunks: Sequence[PrefillRow]) -> Room | None:
         """Of a graph that runs these chunks, if there is one."""
@@ -153,12 +156,15 @@ class Prompts:
         parts, chunks = self._parts, taken.rows
         words = pack_chunks(room, taken, parts.rows, parts.pools.layout)
         choice = parts.slots.fill_samples(words.samples, chunks)
-        ran = self.graphs.run(room, words.words, choice)
+        self.take(step, chunks, self.graphs.run(room, words.words, choice))
+
+    def take(self, step: TorchPending, chunks: Sequence[PrefillRow], ran: Ran) -> None:
+        """What a graph made of these."""
         assert ran.hidden is not None
         assert ran.every_hidden is not None
         self._scores.add(step, chunks, ran.every_hidden)
         self._keep_hidden(step, chunks, ran.hidden)
-        parts.draws.take_drawn(step, chunks, ran)
+        self._parts.draws.take_drawn(step, chunks, ran)
         if self._drafts is not None:
             self._drafts.behind_chunks(chunks, ran.every_hidden)
 

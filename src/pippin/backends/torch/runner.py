@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from pippin.backends.torch.graphs.steps import (
     CapturedSteps,
     chunk_steps,
     decode_steps,
+    mixed_steps,
     verify_steps,
 )
+from pippin.backends.torch.mixed import MixedRows
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
 from pippin.backends.torch.plain.verify import PlainVerify
@@ -41,7 +43,16 @@ from pippin.backends.torch.step.draws import Draws
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.sizes import ROOM_ROWS, ROOMS, WIDTHS, Room, width_for
+from pippin.backends.torch.step.sizes import (
+    MIXED_ROOMS,
+    MIXED_WIDTHS,
+    ROOM_ROWS,
+    ROOMS,
+    WIDTHS,
+    MixedSize,
+    Room,
+    width_for,
+)
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.verify.words import MOST_TOKENS, VerifySize, span_for
 from pippin.backends.torch.streams import Streams
@@ -79,12 +90,34 @@ class Ways:
             num_rows = room.least_rows
             if num_rows <= self.num_slots:
                 shapes.append(WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows))
+        if self.chunk_graphs:
+            shapes += self._mixed_shapes()
         return shapes + [
             WarmUpShape(width, 1, num_steps=1, depth=depth, drafts_itself=self.drafts_itself)
             for width in widths
             for depth in range(1, self.max_depth + 1)
             if width * (1 + depth) <= MOST_TOKENS
         ]
+
+    def _mixed_shapes(self) -> list[WarmUpShape]:
+        """One chunk in each room beside rows of each width."""
+        most = self.num_slots - 1
+        narrower = zip(MIXED_WIDTHS, (0, *MIXED_WIDTHS), strict=False)
+        beside = [min(width, most) for width, less in narrower if less < most]
+        return [
+            WarmUpShape(1, num_tokens=room.num_tokens, beside=num)
+            for num in beside
+            for room in MIXED_ROOMS
+        ]
+
+
+class _Captured(NamedTuple):
+    """None: launched, or in plain operations."""
+
+    decode: CapturedSteps[int] | None = None
+    chunks: CapturedSteps[Room] | None = None
+    mixed: CapturedSteps[MixedSize] | None = None
+    verify: CapturedSteps[VerifySize] | None = None
 
 
 class Runner:
@@ -117,9 +150,7 @@ class Runner:
         parts = StepParts(self.pools, self.rows, self._captures, slots, future, self.draws, streams)
         plain = PlainForward(decoder, self.pools)
         forward: ChunkForward = plain
-        steps: CapturedSteps[int] | None = None
-        graphs: CapturedSteps[Room] | None = None
-        verify: CapturedSteps[VerifySize] | None = None
+        captured = _Captured()
         kept = KeptInputs(layout, ways.num_slots, ways.max_depth, decoder.device)
         self._drafts: RowDrafts | None = None
         drafter: StepDrafter | None = None
@@ -127,15 +158,15 @@ class Runner:
             made = make_drafts(parts, decoder, draft, ways.num_slots, kernels=ways.kernels)
             self._drafts, drafter = made or (None, None)
         if ways.kernels:
-            forward, steps, graphs, verify = self._make_kernels(plain, kept, drafter)
+            forward, captured = self._make_kernels(plain, kept, drafter)
         plain_verify = PlainVerify(decoder, self.pools, kept)
         self._verifies = Verifies(
-            parts, plain_verify, decoder.head, verify, ways.max_depth, self._drafts
+            parts, plain_verify, decoder.head, captured.verify, ways.max_depth, self._drafts
         )
         self.decodes = Decodes(
             parts,
             plain,
-            steps,
+            captured.decode,
             self._verifies,
             deterministic=ways.deterministic,
             drafts=self._drafts,
@@ -144,11 +175,12 @@ class Runner:
             parts,
             forward,
             decoder.head,
-            graphs,
+            captured.chunks,
             deterministic=ways.deterministic,
             max_tokens=ways.prefill_tokens,
             drafts=self._drafts,
         )
+        self.mixed = MixedRows(parts, self.decodes, self.prompts, self._verifies, captured.mixed)
 
     def execute(self, step: TorchPending, plan: StepPlan) -> None:
         sent = self._transfers.send(plan.load)
@@ -158,8 +190,7 @@ class Runner:
             self._slots.admit(admit)
             if self._drafts is not None:
                 self._drafts.start(admit)
-        self.decodes.run(step, plan.decode)
-        self.prompts.run(step, plan.prefill)
+        self.mixed.run(step, plan)
         if self._drafts is not None:
             self._drafts.note_sampled(step)
         for spill in plan.spill:
@@ -189,7 +220,8 @@ class Runner:
             self.draws.sample_masked(step, masks)
 
     def captured(self) -> Iterator[CapturedSteps[Any]]:
-        for steps in (self.decodes.steps, self.prompts.graphs, self._verifies.steps):
+        kinds = (self.decodes.steps, self.prompts.graphs, self.mixed.steps, self._verifies.steps)
+        for steps in kinds:
             if steps is not None:
                 yield steps
 
@@ -199,6 +231,9 @@ class Runner:
             self.decodes.steps.prepare(width_for(self._ways.num_slots))
         if self.prompts.graphs is not None:
             self.prompts.graphs.prepare(ROOMS[-1])
+        if self.mixed.steps is not None:
+            most = max(w for w in MIXED_WIDTHS if w <= width_for(self._ways.num_slots))
+            self.mixed.steps.prepare(MixedSize(most, MIXED_ROOMS[-1]))
         if (steps := self._verifies.steps) is not None:
             depth = self._ways.max_depth
             width = max(w for w in WIDTHS if w * (1 + depth) <= MOST_TOKENS)
@@ -217,15 +252,11 @@ class Runner:
 
     def _make_kernels(
         self, plain: PlainForward, kept: KeptInputs, drafter: StepDrafter | None
-    ) -> tuple[
-        ChunkForward,
-        CapturedSteps[int],
-        CapturedSteps[Room] | None,
-        CapturedSteps[VerifySize] | None,
-    ]:
+    ) -> tuple[ChunkForward, _Captured]:
         # Triton is not everywhere.
         from pippin.backends.torch.kernels.decode import DecodeKernels
         from pippin.backends.torch.kernels.draw import choose
+        from pippin.backends.torch.kernels.mixed import MixedKernels
         from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
         from pippin.backends.torch.kernels.verify.forward import VerifyKernels
 
@@ -239,27 +270,20 @@ class Runner:
             most_rows, decoder.shape.vocab_size, dtype=decoder.dtype, device=decoder.device
         )
         steps = decode_steps(decode, choose, future, pools.layout.waste_cell, recorder, logits)
-        graphs = None
+        chunks, mixed = None, None
         if recorder is not None and self._ways.chunk_graphs:
-            prompt = PromptKernels(decoder, pools, table)
-            graphs = chunk_steps(
-                prompt,
-                decoder.head,
-                choose,
-                future,
-                pools.layout,
-                recorder,
-                logits,
-            )
+            of_prompts = (decoder.head, choose, future, pools.layout, recorder, logits)
+            chunks = chunk_steps(PromptKernels(decoder, pools, table), *of_prompts)
+            mixed = mixed_steps(MixedKernels(decoder, pools, table, decode), *of_prompts)
         verify = None
         if max_depth := self._ways.max_depth:
             drafts = VerifyKernels(decoder, pools, kept, table, self._future, drafter)
             span = span_for(max_depth)
             verify = verify_steps(drafts, future, span, pools.layout, recorder, logits[:0])
-        chunks: ChunkForward = plain
+        forward: ChunkForward = plain
         if self._ways.chunk_kernels:
-            chunks = ChunkKernels(decoder, pools, table)
-        return chunks, steps, graphs, verify
+            forward = ChunkKernels(decoder, pools, table)
+        return forward, _Captured(steps, chunks, mixed, verify)
 
     def _make_fingerprints(self) -> TorchFingerprints:
         if not self._ways.kernels:

@@ -26,7 +26,7 @@ from pippin.backends.torch.graphs.capture import CudaGraphs, Recorded
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, ChunkWords
 from pippin.backends.torch.step.decode_inputs import FIELDS, NO_ROWS, Choice, Inputs, pack_inputs
-from pippin.backends.torch.step.sizes import ROOMS, Room
+from pippin.backends.torch.step.sizes import MIXED_ROOMS, MIXED_WIDTHS, ROOMS, MixedSize, Room
 from pippin.backends.torch.step.verify.words import MOST_TOKENS, VerifySize, padding_words
 from pippin.errors import DeviceFailed
 
@@ -50,8 +50,8 @@ class Ran:
     """What a step left: overwritten by the next one."""
 
     drawn: torch.Tensor  # int32 [2, rows]: tokens, and whether logits are NaN
-    logits: torch.Tensor | None  # [rows, vocab], where they are left to the sampler
-    hidden: torch.Tensor | None
+    logits: torch.Tensor | None = None  # [rows, vocab], where they are left to the sampler
+    hidden: torch.Tensor | None = None
     every_hidden: torch.Tensor | None = None
 
 
@@ -88,6 +88,11 @@ class CapturedSteps(Generic[Size]):
         if not self.busy:
             self._capture(size, self._choices)
         return self.works
+
+    def has(self, size: Size, choice: Choice) -> bool:
+        """Whether that is captured, if need be now."""
+        self.prepare(size)
+        return (size, choice) in self.graphs
 
     def run(self, size: Size, words: np.ndarray, choice: Choice) -> Ran:
         """words, int32: in one copy, without waiting. What it returns lasts until the next run."""
@@ -143,6 +148,12 @@ class DecodeForward(Protocol):
 class PromptForward(Protocol):
     def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
         """[tokens, hidden]: what the head reads, if it does."""
+        ...
+
+
+class MixedForward(Protocol):
+    def hidden(self, rows: Inputs, chunks: ChunkInputs, future: torch.Tensor) -> torch.Tensor:
+        """[rows + tokens, hidden]: what the head reads, of rows and behind them of chunks."""
         ...
 
 
@@ -202,6 +213,47 @@ def chunk_steps(
 
     return CapturedSteps(
         "chunks of prompts", recorder, ROOMS[-1], padding, forward, choose, future, logits
+    )
+
+
+def mixed_steps(
+    kernels: MixedForward,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    choose: Choose,
+    future: torch.Tensor,
+    layout: PoolLayout,
+    recorder: CudaGraphs,
+    logits: torch.Tensor,
+) -> CapturedSteps[MixedSize]:
+    """Words and results have the decode rows first. What needs the sampler is not run here."""
+    largest = MixedSize(MIXED_WIDTHS[-1], MIXED_ROOMS[-1])
+    sizes = largest.room.num_tokens, layout.shape.hidden
+    kept = torch.empty(sizes, dtype=layout.dtype, device=logits.device)  # by all graphs
+
+    def forward(size: MixedSize, words: torch.Tensor) -> Forwarded:
+        num_words = len(FIELDS) * size.width
+        rows = Inputs(words[:num_words].view(len(FIELDS), size.width))
+        chunks = ChunkInputs.of(words[num_words:], size.room, layout)
+        found = kernels.hidden(rows, chunks, future)
+        every = kept[: size.room.num_tokens].copy_(found[size.width :])
+        hidden = torch.cat([found[: size.width], every[chunks.last.long()]])
+        inputs = Inputs(torch.cat([rows.words, chunks.samples.words], dim=1))
+        return Forwarded(head(hidden), inputs, hidden[size.width :], every)
+
+    def padding(size: MixedSize) -> np.ndarray:
+        rows = pack_inputs(size.width, NO_ROWS, layout.waste_cell)
+        return np.concatenate([rows.ravel(), ChunkWords.padding(size.room, layout).words])
+
+    return CapturedSteps(
+        "decode rows beside chunks",
+        recorder,
+        largest,
+        padding,
+        forward,
+        choose,
+        future,
+        logits,
+        choices=(Choice.DRAWN, Choice.TOP_P),
     )
 
 

@@ -13,7 +13,13 @@ import torch
 from pippin.backends.torch.kernels.attention.latent_step import latent_step
 from pippin.backends.torch.kernels.attention.step import attention_step
 from pippin.backends.torch.kernels.epilogues import ConvStep
-from pippin.backends.torch.kernels.layers import most_fused, run_fused, run_layers
+from pippin.backends.torch.kernels.layers import (
+    Projecting,
+    first_of,
+    most_fused,
+    run_fused,
+    run_layers,
+)
 from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.packed.rows import look_up_packed
 from pippin.backends.torch.kernels.products import product
@@ -22,7 +28,7 @@ from pippin.backends.torch.kernels.recurrent.mamba_step import mamba_step
 from pippin.backends.torch.kernels.rows import look_up, norm_rows
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.conv_layer import ConvLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.models.mamba_layer import MambaLayer
@@ -45,12 +51,16 @@ class DecodeKernels:
 
     def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] of the tokens that `future`, int32 [slots], has of the rows."""
-        x = self._decoder.scaled(self._look_up(future, inputs))
+        x = self.embedded(inputs, future)
         if len(x) <= self._most_fused:
             return self._fused(x, inputs)
-        return self._decoder.head(run_layers(self._decoder, x, partial(self._mix, inputs=inputs)))
+        return self._decoder.head(run_layers(self._decoder, x, partial(self.mix, inputs=inputs)))
 
-    def _look_up(self, future: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    def embedded(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] of these tokens. Their cells go into the table."""
+        return self._decoder.scaled(self._look_up(inputs, future))
+
+    def _look_up(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
         embed = self._decoder.embed
         if isinstance(embed, torch.Tensor):
             return look_up(embed, future, self._table, inputs)
@@ -64,39 +74,41 @@ class DecodeKernels:
             before = self._pools.conv[layer.number]
             return ConvStep(before, mixer.taps, inputs.state_in, inputs.state_out)
 
-        mix = partial(self._mix_projected, inputs=inputs)
+        mix = partial(self._mix_few, inputs=inputs)
         y = run_fused(self._decoder, x, mix, conv_of)
         if len(x) == 1:
             return product(y, self._decoder.head, norm=self._decoder.norm)
         return self._decoder.head(norm_rows(y, self._decoder.norm))
 
-    def _mix_projected(
+    def _mix_few(
         self, layer: DecoderLayer, projected: torch.Tensor, inputs: Inputs
     ) -> torch.Tensor:
-        """Of few rows: what the last product reads."""
+        if len(projected) > 1 or isinstance(layer.mixer, AttentionLayer):
+            return self.mix_projected(layer, projected, inputs)
+        assert isinstance(layer.mixer, DeltaLayer)  # the convolution was part of the product
+        return self._recur(layer.mixer, layer.number, projected, inputs)
+
+    def mix(self, layer: DecoderLayer, normed: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        mixer = layer.mixer
+        if isinstance(mixer, Projecting):
+            return mixer.out(self.mix_projected(layer, first_of(mixer)(normed), inputs))
+        if isinstance(mixer, LatentLayer):
+            return self._attend_latents(mixer, layer.number, normed, inputs)
+        assert isinstance(mixer, ConvLayer)
+        conv = self._pools.conv[layer.number]
+        return self._convolve(mixer, conv, mixer.project(normed), inputs)
+
+    def mix_projected(
+        self, layer: DecoderLayer, projected: torch.Tensor, inputs: Inputs
+    ) -> torch.Tensor:
+        """What the last product reads."""
         mixer = layer.mixer
         if isinstance(mixer, AttentionLayer):
             return self._attend(mixer, layer.number, projected, inputs)
-        assert isinstance(mixer, DeltaLayer)
-        if len(projected) > 1:
-            conv = self._pools.conv[layer.number]
-            conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)
-        return self._recur(mixer, layer.number, projected, inputs)
-
-    def _mix(self, layer: DecoderLayer, normed: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """Of many rows."""
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionLayer):
-            return mixer.out(self._attend(mixer, layer.number, mixer.qkv(normed), inputs))
-        if isinstance(mixer, LatentLayer):
-            return self._attend_latents(mixer, layer.number, normed, inputs)
-        assert isinstance(mixer, RecurrentLayer)
-        projected = mixer.project(normed)
+        assert isinstance(mixer, DeltaLayer | MambaLayer)
         conv = self._pools.conv[layer.number]
-        if isinstance(mixer, ConvLayer):
-            return self._convolve(mixer, conv, projected, inputs)
         conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)
-        return mixer.out(self._recur(mixer, layer.number, projected, inputs))
+        return self._recur(mixer, layer.number, projected, inputs)
 
     def _attend_latents(
         self, mixer: LatentLayer, number: int, normed: torch.Tensor, inputs: Inputs

@@ -28,8 +28,17 @@ from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.models.packed import Packed
-from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Mlp, Norm, SquaredMlp, gated
+from pippin.backends.torch.models.parts import (
+    DenseMlp,
+    ExpertMlp,
+    Linear,
+    Mlp,
+    Norm,
+    SquaredMlp,
+    gated,
+)
 
 
 def run_layers(decoder: Decoder, x: torch.Tensor, mix: Mix) -> torch.Tensor:
@@ -55,11 +64,18 @@ def run_fused(
     for layer in decoder.layers:
         mixer = layer.mixer
         assert isinstance(mixer, AttentionLayer | DeltaLayer)
-        first = mixer.qkv if isinstance(mixer, AttentionLayer) else mixer.project
-        projected = product(x, first, norm=layer.input_norm, conv=conv_of(layer))
+        projected = product(x, first_of(mixer), norm=layer.input_norm, conv=conv_of(layer))
         x = product(mix(layer, projected), mixer.out, residual=x)
         x = _fused_mlp(layer, x)
     return x
+
+
+Projecting = AttentionLayer | DeltaLayer | MambaLayer  # between two products
+
+
+def first_of(mixer: Projecting) -> Linear:
+    """The product before them."""
+    return mixer.qkv if isinstance(mixer, AttentionLayer) else mixer.project
 
 
 def _fused_mlp(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,10 @@ from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
 from pippin.backends.torch.kernels.rows import gated_norm
 from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
 from pippin.backends.torch.models.conv_layer import ConvLayer
-from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.plain.forward import ChunkRun, LayerRun
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import ChunkBatch, HeldCells
@@ -68,7 +69,7 @@ class PromptKernels:
         self._table = table
 
     def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
-        run = _CapturedRun(inputs, self._pools, self._table)
+        run = CapturedRun(inputs, self._pools, self._table)
         x = self._decoder.embedded(inputs.token.long())
         return run_layers(self._decoder, x, run.mix)
 
@@ -79,7 +80,12 @@ class _KernelRun(LayerRun[HeldCells]):
     def _place(
         self, mixer: AttentionLayer, x: torch.Tensor, kv: torch.Tensor, cells: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        qkv = mixer.normed(mixer.qkv(x))
+        return self._place_projected(mixer, mixer.qkv(x), kv, cells)
+
+    def _place_projected(
+        self, mixer: AttentionLayer, projected: torch.Tensor, kv: torch.Tensor, cells: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        qkv = mixer.normed(projected)
         return place_heads(qkv, mixer, kv, self._positions, cells), mixer.gate_of(qkv)
 
 
@@ -119,7 +125,7 @@ class _LaunchedRun(_KernelRun, ChunkRun):
         return _recur(mixer, x, self._pools, number, self._inputs)
 
 
-class _CapturedRun(_KernelRun):
+class CapturedRun(_KernelRun):
     """Windows are plain operations."""
 
     def __init__(self, inputs: ChunkInputs, pools: Pools, table: torch.Tensor) -> None:
@@ -127,6 +133,16 @@ class _CapturedRun(_KernelRun):
         super().__init__(pools, inputs.position.long(), cells, windows=None)
         self._table = table
         self._inputs = inputs.recurrent
+
+    def mix_projected(self, layer: DecoderLayer, projected: torch.Tensor) -> torch.Tensor:
+        """What the last product reads."""
+        mixer, held = layer.mixer, self._held
+        if isinstance(mixer, AttentionLayer):
+            kv = self._pools.kv[layer.number]
+            q, gate = self._place_projected(mixer, projected, kv, held.cells)
+            return mixer.gated(self._look(q, kv, held, mixer.scoring), gate)
+        assert isinstance(mixer, DeltaLayer | MambaLayer)
+        return _recur_projected(mixer, projected, self._pools, layer.number, self._inputs)
 
     def _look(
         self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, scoring: Scoring
@@ -158,15 +174,35 @@ def _attend_latents(
 def _recur(
     mixer: RecurrentLayer, x: torch.Tensor, pools: Pools, number: int, inputs: RecurrentInputs
 ) -> torch.Tensor:
-    recurrent, conv = pools.recurrent[number], pools.conv[number]
-    mixed, z, gates = mixer.split(mixer.project(x))
-    convolved = conv_rows(mixed, conv, mixer, inputs.places, inputs.states_in)
-    keep_inputs(mixed, conv, inputs.blocks)
-    if isinstance(mixer, ConvLayer):
-        return mixer.finish(convolved, z)
+    projected = mixer.project(x)
+    if not isinstance(mixer, ConvLayer):
+        return mixer.out(_recur_projected(mixer, projected, pools, number, inputs))
+    mixed, z, _ = mixer.split(projected)
+    return mixer.finish(_convolve(mixer, mixed, pools.conv[number], inputs), z)
+
+
+def _recur_projected(
+    mixer: DeltaLayer | MambaLayer,
+    projected: torch.Tensor,
+    pools: Pools,
+    number: int,
+    inputs: RecurrentInputs,
+) -> torch.Tensor:
+    """What the last product reads."""
+    recurrent = pools.recurrent[number]
+    mixed, z, gates = mixer.split(projected)
+    convolved = _convolve(mixer, mixed, pools.conv[number], inputs)
     if isinstance(mixer, DeltaLayer):
         y = delta_blocks(convolved, gates, mixer, recurrent, inputs)
-        return mixer.out(gated_norm(y, z, mixer.norm))
+        return gated_norm(y, z, mixer.norm)
     y = mamba_blocks(convolved, gates, mixer, recurrent, inputs).flatten(1)
     groups = y.unflatten(1, (mixer.shape.num_groups, -1))
-    return mixer.out(gated_norm(groups, z, mixer.norm, gate_first=True))
+    return gated_norm(groups, z, mixer.norm, gate_first=True)
+
+
+def _convolve(
+    mixer: RecurrentLayer, mixed: torch.Tensor, conv: torch.Tensor, inputs: RecurrentInputs
+) -> torch.Tensor:
+    convolved = conv_rows(mixed, conv, mixer, inputs.places, inputs.states_in)
+    keep_inputs(mixed, conv, inputs.blocks)
+    return convolved

@@ -79,7 +79,10 @@ class AttentionLayer:
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         return list(qkv.split([q_size, q_size * shape.gated, kv_size, kv_size], dim=-1))
 
-    def finish(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        """attended [n, heads, channels]"""
+    def gated(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """attended [n, heads, channels], to what the last product reads."""
         y = attended.flatten(1)
-        return self.out(y if gate is None else y * torch.sigmoid(gate))
+        return y if gate is None else y * torch.sigmoid(gate)
+
+    def finish(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        return self.out(self.gated(attended, gate))

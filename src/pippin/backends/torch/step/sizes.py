@@ -1,4 +1,5 @@
-"""How much captured graphs have room for: widths of decode steps, rooms of prompts' chunks.
+"""How much captured graphs have room for: widths of decode steps, rooms of prompts' chunks, and
+both, of decode rows beside chunks in one forward.
 
 A few sizes each, so that there are few graphs.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pippin.backends.base import PrefillRow
 from pippin.backends.chunking import cut_chunk
@@ -49,6 +51,27 @@ def room_for(num_tokens: int, num_rows: int) -> Room | None:
     """The smallest one; None: there is none."""
     fits = (r for r in ROOMS if r.num_tokens >= num_tokens and r.num_rows >= num_rows)
     return next(fits, None)
+
+
+class MixedSize(NamedTuple):
+    width: int  # decode rows
+    room: Room
+
+
+MIXED_WIDTHS = (8, 16, 32, 64, 128, 256)
+# Longer chunks are bound by their tokens: a forward of their own costs little more.
+MOST_MIXED = 1024
+MIXED_ROOMS = tuple(
+    room for room in ROOMS if room.num_rows == ROOM_ROWS[-1] and room.num_tokens <= MOST_MIXED
+)
+
+
+def mixed_size_for(num_decodes: int, num_tokens: int, num_rows: int) -> MixedSize | None:
+    """The smallest one; None: there is none."""
+    width = next((width for width in MIXED_WIDTHS if width >= num_decodes), None)
+    fits = (r for r in MIXED_ROOMS if r.num_tokens >= num_tokens and r.num_rows >= num_rows)
+    room = next(fits, None)
+    return None if width is None or room is None else MixedSize(width, room)
 
 
 def group_by_room(chunks: Sequence[PrefillRow]) -> list[list[PrefillRow]]:

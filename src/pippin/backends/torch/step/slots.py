@@ -59,14 +59,22 @@ class Slots:
 
     def fill_samples(self, words: np.ndarray, rows: Sequence[PrefillRow]) -> Choice:
         """How they sample, into the columns of `pack_inputs`. Those that do not are padding."""
-        samples = [row for row in rows if row.samples]
         slots = np.array([row.slot if row.samples else 0 for row in rows])
         generated = self.num_generated(slots, np.array([row.end for row in rows]))
         self.columns.fill(words, slots, generated)
         words[FIELDS.index("slot"), : len(slots)] = slots
-        if not samples or any(row.masked for row in samples):
+        return self.choice_of(rows) if slots.any() else Choice.LOGITS
+
+    def choice_of(self, rows: Sequence[DecodeRow | PrefillRow]) -> Choice:
+        """That of the most demanding row which samples."""
+        samples = [row for row in rows if row.samples]
+        if any(row.masked for row in samples):
             return Choice.LOGITS
-        return self.columns.choice(slots[slots > 0], generated[slots > 0])
+        if not samples:
+            return Choice.GREEDY
+        slots = np.array([row.slot for row in samples])
+        generated = self.num_generated(slots, np.array([row.end for row in samples]))
+        return self.columns.choice(slots, generated)
 
     def num_generated(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Tokens of the replies that were sampled, of rows that hold so many tokens: int64."""
