@@ -6,6 +6,7 @@
                 on the GPU and on the CPU
     chunks      captured chunks of prompts against launched ones: the same tokens, and both times; where
                 it fails, CHUNK_GRAPHS = False in backends/torch/backend.py serves without them
+    mixed       decode rows beside chunks of prompts in one forward: the tokens are those apart, and the times
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
     families    every family that transformers writes: the tokens and log probabilities that it says
@@ -61,7 +62,7 @@ import torch
 
 from torch_gpu.allocations import allocations
 from torch_gpu.right import correct
-from torch_gpu.chunks import chunks
+from torch_gpu.chunks import chunks, mixed
 from torch_gpu.families import families
 from torch_gpu.filters import top_p
 from torch_gpu.host import host
@@ -112,6 +113,7 @@ USUAL = {
     "environment": environment,
     "correct": correct,
     "chunks": chunks,
+    "mixed": mixed,
     "moe": moe,
     "families": families,
     "packed": packed,

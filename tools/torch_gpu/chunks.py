@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torch_gpu.plays import DRAWN, GREEDY, Requests, random_model
+from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Requests, gpu_ms, make_model, random_model
 
-from make_random_hybrid import TINY, write_weights
-from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from make_random_hybrid import QWEN3_0_6B, QWEN3_5_0_8B, TINY, write_weights
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import load
-from pippin.backends.torch.step.sizes import ROOMS, Room
+from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.sizes import ROOMS, Room, mixed_size_for, room_for, width_for
 from pippin.types import SamplingParams
 
 HELP = "chunks of prompts are not captured (the warning above says why): CHUNK_GRAPHS = False in backends/torch/backend.py launches them"
@@ -100,3 +101,74 @@ def timed(backend: TorchBackend, room: Room) -> tuple[float, float]:
         times.append(time.perf_counter() - began)
         prompts.end()
     return statistics.median(times[1:]) * 1e3, times[0]
+
+
+def mixed() -> None:
+    """Decode rows beside a chunk: the same tokens as apart, and the time of one forward against two."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(Path(folder), TINY, torch.float32)
+        loaded = load(Path(folder), dtype="float32")
+        apart, together = (TorchBackend(loaded, num_slots=80) for _ in range(2))
+        apart.runner.mixed.steps = None
+        for num_rows, num_tokens in ((3, 40), (8, 200), (60, 700)):
+            for params in (GREEDY, DRAWN):
+                found, expected = (Beside(backend, num_rows, num_tokens, params).run() for backend in (together, apart))
+                assert found == expected, f"{num_rows} rows beside {num_tokens} tokens say something else"
+        assert together.runner.mixed.steps.graphs, "nothing was captured"
+    print("decode rows beside chunks say what they say apart", flush=True)
+    for name, config in (("Qwen3.5-0.8B", QWEN3_5_0_8B), ("Qwen3-0.6B", QWEN3_0_6B)):
+        backend = TorchBackend(make_model(config, torch.bfloat16), num_slots=260, pool_bytes=24 << 30)
+        print(f"\n{name}\n\n| rows | tokens | decode, ms | chunk, ms | both in one, ms |\n|---|---|---|---|---|", flush=True)
+        for num_rows in (8, 64, 256):
+            beside = Beside(backend, num_rows, 1024, GREEDY)
+            for num_tokens in (64, 256, 512, 1024):
+                print("| {} | {} | {:.2f} | {:.2f} | {:.2f} |".format(num_rows, num_tokens, *beside.times(num_tokens)), flush=True)
+            beside.end()
+
+
+class Beside(Requests):
+    """Rows of 512 tokens, and a prompt that arrives while they run."""
+
+    def __init__(self, backend: TorchBackend, num_rows: int, num_tokens: int, params: SamplingParams) -> None:
+        super().__init__(backend, num_rows + 1)
+        rng, vocab = np.random.default_rng(num_rows), backend.spec.vocab_size
+        *self.rows, self.last = self.slots
+        prompts = {slot: rng.integers(10, vocab, CONTEXT).astype(np.int32) for slot in self.rows}
+        for slot, prompt in prompts.items():
+            self.take(self.launch(admit=(Admit(slot, params, (), prompt, seed=slot),), prefill=(PrefillRow(slot, 0, prompt, samples=True),)))
+        self.context, self.params, self.num_tokens = CONTEXT, params, num_tokens
+        self.prompt = rng.integers(10, vocab, 70 + num_tokens).astype(np.int32)
+
+    def step(self, *chunks: PrefillRow) -> None:
+        self.take(self.launch(decode=tuple(DecodeRow(slot, self.context) for slot in self.rows), prefill=chunks))
+        self.context += 1
+
+    def arrive(self, num_tokens: int) -> None:
+        """In two chunks, and leave again."""
+        prompt = self.prompt[: 70 + num_tokens]
+        self.take(self.launch(admit=(Admit(self.last, self.params, (), prompt, seed=self.last),)))
+        self.step(PrefillRow(self.last, 0, prompt[:70], captures=True, checkpoints=(64, 70)))
+        self.step(PrefillRow(self.last, 70, prompt[70:], samples=True))
+        self.take(self.launch(retire=(Retire(self.last),)))
+
+    def run(self) -> dict[int, list[int]]:
+        self.arrive(self.num_tokens)
+        self.step()
+        self.end()
+        return self.tokens
+
+    def times(self, num_tokens: int) -> tuple[float, float, float]:
+        """Replays of what was captured: a decode step, the chunk, both in one forward."""
+        runner = self.backend.runner
+        steps, runner.mixed.steps = runner.mixed.steps, None
+        self.arrive(num_tokens)
+        runner.mixed.steps = steps
+        self.arrive(num_tokens)
+        size = mixed_size_for(len(self.rows), num_tokens, 1)
+        graphs = (
+            runner.decodes.steps.graphs[width_for(len(self.rows)), Choice.GREEDY],
+            runner.prompts.graphs.graphs[room_for(num_tokens, 1), Choice.GREEDY],
+            steps.graphs[size, Choice.DRAWN],
+        )
+        with torch.cuda.stream(self.backend._streams._forward):
+            return tuple(gpu_ms(graph.replay, repeats=10) for graph in graphs)
