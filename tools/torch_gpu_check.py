@@ -41,6 +41,8 @@
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
                 and the gaps of streams meanwhile
+    attention_tiles    attention of decode steps: ways to divide and to read its tokens, against the present kernel;
+                only where it is asked for
     recurrence, profile, products, packed_tiles    the time of each part, and what other sizes of kernels would take;
                 only where they are asked for
 
@@ -60,6 +62,7 @@ from collections.abc import Callable
 import torch
 
 from torch_gpu.allocations import allocations
+from torch_gpu.attention_tiles import attention_tiles
 from torch_gpu.right import correct
 from torch_gpu.chunks import chunks
 from torch_gpu.families import families
@@ -135,7 +138,7 @@ USUAL = {
     "beside": beside,
     "churn": churn,
 }
-SECTIONS = USUAL | {"allocations": allocations, "state_prompts": state_prompts, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
+SECTIONS = USUAL | {"allocations": allocations, "state_prompts": state_prompts, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles, "attention_tiles": attention_tiles}
 
 
 def main() -> int:
