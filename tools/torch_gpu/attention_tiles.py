@@ -27,6 +27,10 @@ from torch_gpu.attention_variants import _attend, _list, _sum  # isort: skip
 
 GRID, FOUND, LISTED = range(3)
 ATTENTION = {"0.6B": (16, 8, 128, False), "0.8B": (8, 2, 256, True)}  # heads, of keys, channels, gated
+KINDS = {  # and how many rows
+    "0.6B": {"8 x 512": 8, "32 x 512": 32, "64 mixed": 64, "256 mixed": 256},
+    "0.8B": {"32 x 512": 32, "64 mixed": 64},
+}
 TABLE_WIDTH = 4096
 REPEATS = 20
 MOST_ROWS = 256
@@ -252,12 +256,22 @@ def compile_variant(name: str, variant: Variant) -> str:
     return ""
 
 
+def run_present(name: str, num_rows: int) -> None:
+    """The same, of the present kernel, which is compiled for each number of stretches."""
+    device = torch.device("cuda")
+    with torch.inference_mode():
+        AttentionCase(make_layer(name, device), [5] * num_rows, make_pool(name, 6 * num_rows, device)).present()
+
+
 def compile_all() -> list[tuple[str, Variant]]:
     """Those that can be compiled, in turns of the models."""
     jobs = [(name, variant) for name, variants in ATTENTION_VARIANTS.items() for variant in variants]
     jobs.sort(key=lambda job: ATTENTION_VARIANTS[job[0]].index(job[1]))
     compiled = []
     with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as compilers:
+        for name, kinds in KINDS.items():
+            for num_rows in kinds.values():
+                compilers.submit(run_present, name, num_rows)
         waiting = [(job, compilers.submit(compile_variant, *job)) for job in jobs]
         for job, done in waiting:
             try:
@@ -274,14 +288,12 @@ def compile_all() -> list[tuple[str, Variant]]:
 
 def make_cases(device: torch.device) -> dict[tuple[str, str], AttentionCase]:
     rng = np.random.default_rng(0)
-    mixed = {n: rng.permutation(np.geomspace(*MIXED, n)).astype(int).tolist() for n in (64, 256)}
     cases = {}
-    for name in ATTENTION:
+    for name, kinds in KINDS.items():
         kv, layer = make_pool(name, POOL_CELLS, device), make_layer(name, device)
-        kinds = {"32 x 512": [512] * 32, "64 mixed": mixed[64]}
-        if name == "0.6B":
-            kinds |= {"8 x 512": [512] * 8, "256 mixed": mixed[256]}
-        cases |= {(name, kind): AttentionCase(layer, lengths, kv) for kind, lengths in kinds.items()}
+        for kind, n in kinds.items():
+            lengths = rng.permutation(np.geomspace(*MIXED, n)).astype(int) if "mixed" in kind else np.full(n, 512)
+            cases[name, kind] = AttentionCase(layer, lengths.tolist(), kv)
     return cases
 
 
