@@ -2,7 +2,7 @@
 
 They differ in who takes which stretch (GRID: a program for each stretch that a row could have; FOUND: each program
 looks for its stretch among the lengths of all rows; LISTED: a kernel before them writes a list), in how keys arrive
-(one or two blocks ahead in registers, or asynchronous copies), in how many heads of keys a program takes, and in
+(one or two blocks ahead in registers, or asynchronous copies; the first ones by way of the L2), in how many heads of keys a program takes, and in
 whether a row of one stretch is finished at once.
 """
 
@@ -73,6 +73,7 @@ def _attend(
     ROTATED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, BY: tl.constexpr,
     LAST_FIRST: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr, ALONE: tl.constexpr,
+    TOUCH: tl.constexpr, TOUCHING: tl.constexpr,
 ):  # fmt: skip
     allow_next(PDL)
     kv_group = tl.program_id(0)
@@ -121,6 +122,10 @@ def _attend(
     cells_of = table + slot.to(tl.int64) * table_stride
     here = kv + kv_group * width
     values = KV_HEADS * D
+    if TOUCH > 0:  # the first tokens' keys and values are on their way to the L2 before anything else is done
+        touched, _ = _cells(cells_of, first + tl.arange(0, TOUCH), end, position, kv_stride)
+        pieces = (here + touched[:, None] + (tl.arange(0, 2) * values)[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(TOUCHING, "=r,l", [pieces], dtype=tl.int32, is_pure=False, pack=1)
     n, g, i, w = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, D), tl.arange(0, width)
     if AHEAD > 0:
         cell, is_old = _cells(cells_of, first + n, end, position, kv_stride)
