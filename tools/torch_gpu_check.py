@@ -62,7 +62,6 @@ from collections.abc import Callable
 import torch
 
 from torch_gpu.allocations import allocations
-from torch_gpu.attention_tiles import attention_tiles
 from torch_gpu.right import correct
 from torch_gpu.chunks import chunks
 from torch_gpu.families import families
@@ -77,7 +76,7 @@ from torch_gpu.speculate import drafts, speculate
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.state_prompts import state_prompts
 from torch_gpu.tails import beside, tails
-from torch_gpu.tuning import products, profile, recurrence
+from torch_gpu.tuning import attention_tiles, products, profile, recurrence
 
 LIMIT_SECONDS = 420.0  # no section is started after that
 STARTED = time.perf_counter()

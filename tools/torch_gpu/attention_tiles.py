@@ -332,7 +332,7 @@ def time_variant(variant: Variant, case: AttentionCase, expected: torch.Tensor, 
     return ", ".join(f"{us:.1f} ({policy}){says}" for policy, (us, says) in best)
 
 
-def attention_tiles() -> None:
+def time_all() -> None:
     """Variants of a decode step's attention, compiled in processes of their own, against the present kernel."""
     began, device = time.perf_counter(), torch.device("cuda")
     compiled = compile_all()
