@@ -116,9 +116,12 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("startup.describe_checkpoint", "startup.find_checkpoint", "startup.memory_remedy"),
         *("startup.memory_shares", "startup.supervised_engine"),
     },
-    "startup.draft_model": {"config", "text", "startup.find_checkpoint"},
+    "startup.drafts": {
+        *("version", "config", "text", "startup.find_checkpoint"),
+        *("backends.host", "backends.nvidia"),
+    },
     "startup.resolve": {
-        *("config", "startup.draft_model", "startup.find_checkpoint", "api.http.keys"),
+        *("config", "startup.drafts", "startup.find_checkpoint", "api.http.keys"),
         *("backends.nvidia", "backends.torch.config"),
     },
     "startup.servable": {
@@ -159,7 +162,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "terminal.cache_directory": {"cache.disk"},
     "terminal.doctor": {
         *("", "types", "amounts", "config", "offline.offline_requests", "startup.resolve"),
-        *("backends.host", "backends.nvidia", "backends.mlx", "backends.torch"),
+        *("startup.drafts", "backends.host", "backends.nvidia", "backends.mlx", "backends.torch"),
     },
     "service": set(),
     "switching": {"messages", "engine.engine_client"},

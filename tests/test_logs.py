@@ -6,7 +6,10 @@ import json
 import logging
 import sys
 
-from pippin.logs import JSONFormatter, TextFormatter
+import pytest
+
+from pippin.logs import JSONFormatter, TextFormatter, configure_logging
+from pippin.startup.drafts import by_default
 
 
 def record(message: str = "request", *, failed: bool = False) -> logging.LogRecord:
@@ -35,3 +38,14 @@ def test_json_is_one_object_a_line() -> None:
     assert (told["level"], told["message"], told["id"]) == ("info", "request", "req_1")
     assert told["status"] == 200
     assert "KeyError: 'why'" in told["exception"]
+
+
+def test_a_server_logs_requests_and_why_it_has_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    names = ("pippin.requests", by_default.__name__)
+    for name in (*names, "pippin.startup.drafts"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger("pippin"), "level", logging.WARNING)
+    configure_logging("text")
+    assert all(logging.getLogger(name).isEnabledFor(logging.INFO) for name in names)
+    assert not logging.getLogger("pippin.scheduler").isEnabledFor(logging.INFO)

@@ -36,8 +36,8 @@
     mtp         the bundled model with drafts of its MTP head: the same tokens in float32, and how much faster
     draft_model a random model that drafts for itself: the same tokens, and nearly every draft right
     expert_speed       eight layers of Qwen3-30B-A3B's shape, against the time to read their weights
-    tails       requests of all kinds and lengths after load: nothing is compiled or captured for them, and the
-                first of a shape takes at most 50 ms longer than the next one
+    tails       requests of all kinds and lengths after load, without drafts and with some: nothing is compiled or
+                captured for them, and without drafts the first of a shape takes at most 50 ms longer than the next one
     beside      eight streams while prompts of 4,096 tokens are computed: gaps, and the prompts' first tokens
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 
 def configure_logging(format: Literal["text", "json"]) -> None:
-    """Log requests, warnings and errors of this process to standard error."""
+    """Log requests, warnings and errors of this process to standard error, and why it has drafts
+    that it was not asked for."""
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if format == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("pippin.requests").setLevel(logging.INFO)
+    for name in ("pippin.requests", "pippin.startup.drafts"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 class TextFormatter(logging.Formatter):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pippin.backends import host
-from pippin.backends.host import cpu_quota, host_memory_bytes, num_threads
+from pippin.backends.host import cpu_name, cpu_quota, host_memory_bytes, num_threads
 
 
 def write(root: Path, **files: str) -> None:
@@ -52,6 +52,24 @@ def test_a_quota_of_the_first_version(
     group = tmp_path / "fs" / "cpu"  # a container sees its own group at the root
     write(group, cpu__cfs_quota_us=microseconds, cpu__cfs_period_us="100000")
     assert cpu_quota(tmp_path / "cgroup", tmp_path / "fs") == quota
+
+
+@pytest.mark.parametrize(
+    ("facts", "found"),
+    [
+        ("processor : 0\nmodel name\t: A 9\n\nmodel name : B", "m A 9"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd0c", "m 0x41 0xd0c"),
+    ],
+)
+def test_a_cpu_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: str, found: str
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "m")
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr(host, "CPU_INFO", tmp_path / "cpuinfo")
+    assert cpu_name() == "m"
+    (tmp_path / "cpuinfo").write_text(facts)
+    assert cpu_name() == found
 
 
 def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ class Driver:
                 target, attribute, _ = arguments
                 pointed = ctypes.cast(target, ctypes.POINTER(ctypes.c_int))  # type: ignore[arg-type]
                 pointed.contents.value = {75: 9, 76: 1}[attribute]  # type: ignore[index]
+            if name == "cuDeviceGetName" and not self._fails.get(name):
+                arguments[0].value = b"NVIDIA H200"  # type: ignore[attr-defined]
             return self._fails.get(name, 0)
 
         call.__name__ = name
@@ -37,6 +39,13 @@ def linux(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_gpu_says_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
     assert nvidia.compute_capability() == (9, 1)
+
+
+def test_the_first_gpu_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert nvidia.gpu_name() == "NVIDIA H200"
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: Driver(cuDeviceGetName=100))
+    assert nvidia.gpu_name() is None
 
 
 @pytest.mark.parametrize("name", ["cuInit", "cuDeviceGet", "cuDeviceGetAttribute"])

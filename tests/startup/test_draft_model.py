@@ -14,7 +14,7 @@ from bundled import BUNDLED_PATH
 from pippin import LLM
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ConfigError, LoadError
-from pippin.startup.draft_model import resolve_draft_model
+from pippin.startup.drafts.draft_model import resolve_draft_model
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -30,10 +30,15 @@ def make_draft(folder: Path, change: Change = lambda _: None) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("given", "found"), [("off", "draft"), ("auto", "auto"), ("draft",) * 2])
+@pytest.mark.parametrize(("given", "found"), [(None, "draft"), ("auto", "auto"), ("draft",) * 2])
 def test_a_draft_model_turns_drafts_on(tmp_path: Path, given: Any, found: str) -> None:
     engine = EngineConfig(draft_model=make_draft(tmp_path), speculate=given)
     assert resolve_draft_model(engine, BUNDLED_PATH).speculate == found
+
+
+def test_drafts_that_are_off_need_no_draft_model(tmp_path: Path) -> None:
+    engine = EngineConfig(draft_model=make_draft(tmp_path), speculate="off")
+    assert resolve_draft_model(engine, BUNDLED_PATH) == EngineConfig(speculate="off")
 
 
 def swap(tokenizer: dict[str, Any]) -> None:

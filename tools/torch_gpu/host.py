@@ -86,11 +86,11 @@ class Asker:
         self.loop.scheduler.cache.flush()
 
 
-def make_loop(backend: Backend, memory: str, host_cache: str | None, max_running: int = 16) -> Any:
+def make_loop(backend: Backend, memory: str, host_cache: str | None, max_running: int = 16, speculate: str = "off") -> Any:
     from pippin.engine.build_loop import build_loop
     from pippin.config import Config, EngineConfig, ModelConfig
 
-    engine = EngineConfig(max_running=max_running, memory=memory, host_cache=host_cache)
+    engine = EngineConfig(max_running=max_running, memory=memory, host_cache=host_cache, speculate=speculate)
     return build_loop(Config(ModelConfig("random", backend="torch"), engine), lambda _: None, backend=backend)
 
 

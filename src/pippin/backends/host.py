@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_NAMES = ("model name", "CPU implementer", "CPU part")  # the first: not on Arm
 THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # that the user may have set
 
 
@@ -19,6 +23,19 @@ def host_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     except OSError:
         return physical
     return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def cpu_name() -> str:
+    """As the system calls it: machines with another one take other times."""
+    if platform.system() == "Darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        first = CPU_INFO.read_text().split("\n\n")[0].splitlines()
+    except OSError:  # containers may hide it
+        first = []
+    facts = [line.partition(":")[2].strip() for line in first if line.startswith(CPU_NAMES)]
+    return " ".join([platform.machine(), *facts])
 
 
 def num_threads() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+MAX_NAME_BYTES = 256
 MAX_ID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,18 @@ def memory_bytes() -> int | None:
         logger.info("cuDeviceTotalMem says %d: no GPU", status)
         return None
     return found.value
+
+
+def gpu_name() -> str | None:
+    """Of the same GPU, such as "NVIDIA H200"."""
+    if (opened := _first_gpu()) is None:
+        return None
+    driver, device = opened
+    name = ctypes.create_string_buffer(MAX_NAME_BYTES)
+    if status := driver.cuDeviceGetName(name, MAX_NAME_BYTES, device):
+        logger.info("cuDeviceGetName says %d: no GPU", status)
+        return None
+    return name.value.decode(errors="replace")
 
 
 def gpu_ids() -> list[str] | None:

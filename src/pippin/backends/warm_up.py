@@ -24,6 +24,7 @@ from pippin.backends.base import (
     Proposal,
     Retire,
     StepPlan,
+    StepResult,
     WarmUpShape,
 )
 from pippin.types import SamplingParams
@@ -72,15 +73,18 @@ class WarmUp:
             self._give_up(error)
 
     def _run_shape(self, shape: WarmUpShape) -> None:
-        tokens = shape.num_before + shape.num_tokens + shape.num_steps + shape.depth
+        tokens = shape.num_before + shape.num_tokens + shape.num_steps * (1 + shape.depth)
         num_bytes = shape.num_rows * self._backend.row_bytes(tokens)
         num_bytes += shape.beside * self._backend.row_bytes(2)
         if not self._can_hold(num_bytes):
             return
         *steps, end = plans(shape, self._steps)
         try:
+            held = -1 + shape.num_before + shape.num_tokens  # all but what was sampled last
             for plan in steps:
-                self._run(plan)
+                held += len(self._run(plan).tokens.get(1, ()))
+            if shape.depth:  # behind drafts that are kept
+                self._run(StepPlan(next(self._steps), retire=(Retire(1, 0, held, captures=True),)))
         except Exception as error:
             self._give_up(error)
         self._run(end)
@@ -90,9 +94,11 @@ class WarmUp:
         logger.warning("no more warming up: %s", error, exc_info=error)
         self._left.clear()
 
-    def _run(self, plan: StepPlan) -> None:
-        for capture in self._backend.launch(plan).wait().captures:
+    def _run(self, plan: StepPlan) -> StepResult:
+        result = self._backend.launch(plan).wait()
+        for capture in result.captures:
             capture.release()
+        return result
 
 
 def plans(shape: WarmUpShape, steps: Iterator[int]) -> list[StepPlan]:
@@ -122,18 +128,20 @@ def plans(shape: WarmUpShape, steps: Iterator[int]) -> list[StepPlan]:
     found = [StepPlan(next(steps), admit=tuple(admit), prefill=tuple(first))]
     decode = tuple(DecodeRow(slot, 1) for slot in others)
     found.append(StepPlan(next(steps), decode=decode, prefill=tuple(chunks)))
-    found += [
-        StepPlan(next(steps), decode=tuple(_row(shape, slot, position) for slot in slots))
-        for position in range(length, length + shape.num_steps)
-    ]
+    for number in range(shape.num_steps):
+        # At most: drafts before it count as accepted.
+        position = length + number + shape.depth * ((number + 1) // 2)
+        rows = tuple(_row(shape, slot, position, number) for slot in slots)
+        found.append(StepPlan(next(steps), decode=rows))
     ends = tuple(Retire(slot) for slot in (*slots, *others))
     return [*found, StepPlan(next(steps), retire=ends)]
 
 
-def _row(shape: WarmUpShape, slot: int, position: int) -> DecodeRow:
-    if not shape.depth:
+def _row(shape: WarmUpShape, slot: int, position: int, number: int) -> DecodeRow:
+    """Of a step of the reply: none but the first can know the backend's own drafts."""
+    if not shape.depth or number % 2:
         return DecodeRow(slot, position)
-    if shape.drafts_itself:
+    if shape.drafts_itself and not number:
         return DecodeRow(slot, position, depth=shape.depth, num_drafts=shape.depth)
     proposal = Proposal(position + 1, np.zeros(shape.depth, dtype=np.int32))
     return DecodeRow(slot, position, depth=shape.depth, proposal=proposal)

@@ -43,19 +43,21 @@ class EngineConfig:
     """Compute several tokens in one step where a grammar allows only one continuation, if that is
     faster."""
 
-    speculate: Speculate = "off"
+    speculate: Speculate | None = None
     """Verify several guessed tokens of a reply in one step; the reply is the same. `suffix` guesses
     what followed the last tokens earlier, in the request itself, in the prefix cache or in other
     requests with the same salt: faster for replies that repeat text, such as edits. `mtp` guesses
     with the MTP head of the checkpoint, and is refused where there is none. `draft` guesses with
     --draft-model. `auto`: `suffix`, and the draft model or else the MTP head if there is one. Only
-    as far as it is measured to pay while serving; `pippin bench speculate` measures it."""
+    as far as it is measured to pay while serving; `pippin bench speculate` measures it. Default:
+    `auto` if `pippin doctor` measured that it pays for this model on this machine, otherwise
+    `off`."""
 
     draft_model: str | None = None
     """Smaller model with the same tokenizer that guesses tokens of replies: a directory, or a
-    Hugging Face id. Turns --speculate draft on, unless --speculate auto is given. Its weights, and
-    the keys and values that it keeps of each running request, count towards --memory. Default:
-    none."""
+    Hugging Face id. Turns --speculate draft on, unless --speculate auto or off is given. Its
+    weights, and the keys and values that it keeps of each running request, count towards --memory.
+    Default: none."""
 
     prefix_cache: bool = True
     """Reuse the KV cache and recurrent states of prompt prefixes that requests have in common."""
@@ -106,12 +108,12 @@ class EngineConfig:
         if not self.max_gap > 0.0:
             raise ConfigError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
         check_at_least(self, buffer_limit=1)
-        if self.deterministic and self.speculate != "off":
+        if self.deterministic and self.speculate not in (None, "off"):
             raise ConfigError(
                 "speculate and deterministic exclude each other: a token's numbers depend on how "
                 "many are verified beside it; remove --speculate or --deterministic"
             )
-        if self.safe and self.speculate != "off":
+        if self.safe and self.speculate not in (None, "off"):
             raise ConfigError(
                 "speculate and safe exclude each other: drafts are verified by operations of "
                 "Pippin's own; remove --speculate or --safe"
@@ -137,6 +139,11 @@ class EngineConfig:
                     f"{name} requires the prefix cache, which is off: remove "
                     f"--{name.replace('_', '-')} or --no-prefix-cache"
                 )
+
+    def without_usual_drafts(self) -> EngineConfig:
+        """The same, with drafts only where they are asked for: what is timed is to depend on what
+        is given alone."""
+        return replace(self, speculate=self.speculate or "off")
 
     def with_rows(self, num_rows: int) -> EngineConfig:
         """The same, where at least so many requests run at the same time."""

@@ -163,7 +163,7 @@ def _build_speculation(
 
 
 def _max_depth(config: EngineConfig) -> int:
-    return 0 if config.speculate == "off" else MAX_DEPTH
+    return 0 if config.speculate in (None, "off") else MAX_DEPTH
 
 
 def rows_on(config: EngineConfig, device: DeviceInfo) -> RunningRows:

@@ -15,7 +15,8 @@ from pippin.backends.nvidia import compute_capability
 from pippin.backends.torch.config import read_config, read_shape, suit_kernels
 from pippin.config import BackendName, Config, EngineConfig, ServerConfig
 from pippin.errors import LoadError
-from pippin.startup.draft_model import resolve_draft_model
+from pippin.startup.drafts.by_default import resolve_speculate
+from pippin.startup.drafts.draft_model import resolve_draft_model
 from pippin.startup.find_checkpoint import find_checkpoint, model_name
 
 LEAST_CAPABILITY = (8, 0)
@@ -29,14 +30,13 @@ def resolve(config: Config) -> Config:
     model, server = config.model, with_keys(config.server)
     path = find_checkpoint(model)
     served_name = server.served_name or model_name(model)
+    model = dataclasses.replace(
+        model, model=str(path), backend=choose_backend(model.backend, path, config.engine)
+    )
     return dataclasses.replace(
         config,
-        engine=resolve_draft_model(config.engine, path),
-        model=dataclasses.replace(
-            model,
-            model=str(path),
-            backend=choose_backend(model.backend, path, config.engine),
-        ),
+        engine=resolve_speculate(resolve_draft_model(config.engine, path), model),
+        model=model,
         server=dataclasses.replace(
             server,
             served_name=served_name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -251,7 +252,10 @@ def test_first_requests_and_streams_beside_prompts_are_timed(
         with pytest.raises(AssertionError, match="captured while requests ran"):
             tails.tails()
     said = capsys.readouterr().out
-    assert "2 rounds: 0 kernels compiled, 0 captures" in said
+    assert "2 rounds, 0 drafts: 0 kernels compiled, 0 captures" in said
+    drafted = re.findall(r"2 rounds, ([\d,]+) drafts: 0 kernels compiled, 0 captures", said)
+    assert len(drafted) == 2
+    assert drafted[1] != "0"
     assert "2 streams, 2 prompts of 200: gaps p50" in said
 
 

@@ -17,7 +17,7 @@ from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.step.decode_inputs import FIELDS, Inputs
 from pippin.backends.torch.step.verify.words import Places, VerifySize, span_for
 from test_contract import Steps, admit, make_tokens, restore
-from test_draft_contract import MAX_DEPTH, Reply, goes_on, started
+from test_draft_contract import MAX_DEPTH, OWN_DRAFTS, Reply, goes_on, started
 from torch_serving import load_torch
 
 
@@ -124,3 +124,21 @@ def test_a_convolution_reads_nothing_behind_the_last_new_token() -> None:
         mixed, _ = conv_verify(beyond[:1], mixer, conv, kept, places)
     newest = beyond[0, :channels] * mixer.taps[-1]
     torch.testing.assert_close(mixed[0], torch.nn.functional.silu(newest), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_steps_may_leave_more_drafts_than_their_rows_asked_for() -> None:
+    """There is one graph for each depth, which leaves as many."""
+    backend = TorchBackend(
+        load_torch("qwen3", draft="qwen3"),
+        num_slots=1,
+        pool_bytes=AMPLE_BYTES,
+        kernels=True,
+        max_depth=2,
+        debug=True,
+    )
+    steps, reply = Steps(backend), Reply(f"torch, {OWN_DRAFTS}", 1, 5)
+    reply.settle(steps.run(**reply.start()))
+    for num_drafts, accepted in ((1, 0), (2, 1), (0, 2), (0, 0), (2, 0), (1, 2), (0, 1)):
+        assert reply.settle(steps.run(decode=(reply.own_row(num_drafts),))) == accepted
+    reply.check()

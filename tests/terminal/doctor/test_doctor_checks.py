@@ -18,12 +18,21 @@ from pippin.backends.mlx import environment
 from pippin.backends.mlx.cpu.operations.library import OperationsReport
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.offline.offline_requests import Completion
+from pippin.startup.drafts import measured_gain
+from pippin.startup.drafts.measured_gain import Gain
+from pippin.startup.resolve import resolve
 from pippin.terminal.doctor import drafts, replies
 from pippin.terminal.doctor.engine import Engine
 from pippin.terminal.doctor.findings import TimeLimit
 from pippin.terminal.doctor.on_mlx import kernels as mlx_kernels
 from pippin.terminal.doctor.on_mlx.choices import decode_steps, products
 from pippin.types import TokenLogprobs
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is measured here decides for no other test."""
+    monkeypatch.setattr(measured_gain, "user_cache_path", tmp_path.joinpath)
 
 
 def test_recurrences_that_drift_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +237,36 @@ def test_drafts_are_worth_what_they_were_timed_to_be(
 
     monkeypatch.setattr(drafts, "timed_reply", reply)
     engine = Engine(Config(ModelConfig(backend="fake")))
-    (found,) = drafts.drafts(engine, TimeLimit(60.0))
+    found, default = drafts.drafts(engine, TimeLimit(60.0))
     assert found.value.startswith(words)
     assert found.level == level
+    pays = seconds == (2.0, 1.0) and not wrong
+    expected = "`pippin serve` uses --speculate auto" if pays else "off: `pippin serve` has no"
+    assert default.value.startswith(expected)
+    assert resolve(Config(ModelConfig(backend="fake"))).engine.speculate == (
+        "auto" if pays else "off"
+    )
+
+
+def test_a_gain_that_cannot_be_kept_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(gain: Gain) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(drafts, "keep_gain", fail)
+    engine = Engine(Config(ModelConfig(backend="fake")))
+    _, default = drafts.drafts(engine, TimeLimit(60.0))
+    assert (default.level, default.value) == ("warning", "not kept: read-only")
+
+
+def test_a_gain_with_a_draft_model_is_of_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(Config(ModelConfig(backend="fake")))
+    monkeypatch.setattr(Engine, "has_draft_model", True)
+    (found,) = drafts.drafts(engine, TimeLimit(60.0))
+    assert "with the draft model" in found.value
 
 
 def test_replies_with_and_without_drafts_are_timed() -> None:
     engine = Engine(Config(ModelConfig(backend="fake")))
-    (found,) = drafts.drafts(engine, TimeLimit(60.0))
+    found, _ = drafts.drafts(engine, TimeLimit(60.0))
     assert found.level == "ok"
     assert found.numbers["ratio"] > 0.0

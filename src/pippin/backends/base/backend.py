@@ -107,8 +107,8 @@ class WarmUpShape:
     num_tokens: int  # of a chunk
     num_before: int = 0  # tokens before it
     num_steps: int = 0  # tokens of the reply,
-    depth: int = 0  # and drafts that the first of these steps verifies
-    drafts_itself: bool = False  # these are the backend's own, and as many are left behind them
+    depth: int = 0  # and drafts that every other of these steps verifies, from the first on
+    drafts_itself: bool = False  # the first ones are the backend's own, and as many are left then
     beside: int = 0  # other requests, which decode in the step of the chunk
 
 

@@ -79,13 +79,17 @@ class Ways:
         """That there can be."""
         if not self.kernels:
             return 0
-        return len(Choice) * len(self.shapes_to_warm_up())
+        shapes = self.shapes_to_warm_up()
+        drafted = [shape for shape in shapes if shape.depth]
+        num_sizes = len(shapes) + self.drafts_itself * len(drafted)  # with drafts left, without
+        if drafted:
+            num_sizes += len(self._widths)  # of steps without drafts, behind some
+        return len(Choice) * num_sizes
 
     def shapes_to_warm_up(self) -> list[WarmUpShape]:
         if not self.kernels:
             return []
-        widths = [width for width in WIDTHS if width <= self.num_slots]
-        shapes = [WarmUpShape(width, num_tokens=1, num_steps=1) for width in widths]
+        shapes = [WarmUpShape(num_rows, num_tokens=1, num_steps=1) for num_rows in self._widths]
         for room in ROOMS if self.chunk_graphs else ():
             num_rows = room.least_rows
             if num_rows <= self.num_slots:
@@ -93,10 +97,10 @@ class Ways:
         if self.chunk_graphs:
             shapes += self._mixed_shapes()
         return shapes + [
-            WarmUpShape(width, 1, num_steps=1, depth=depth, drafts_itself=self.drafts_itself)
-            for width in widths
+            WarmUpShape(num_rows, 1, num_steps=3, depth=depth, drafts_itself=self.drafts_itself)
+            for num_rows in self._widths
             for depth in range(1, self.max_depth + 1)
-            if width * (1 + depth) <= MOST_TOKENS
+            if width_for(num_rows) * (1 + depth) <= MOST_TOKENS
         ]
 
     def _mixed_shapes(self) -> list[WarmUpShape]:
@@ -109,6 +113,18 @@ class Ways:
             for num in beside
             for room in MIXED_ROOMS
         ]
+
+    @property
+    def _widths(self) -> list[int]:
+        """Rows of decode steps, of each width."""
+        most = width_for(self.num_slots)
+        return [min(width, self.num_slots) for width in WIDTHS if width <= most]
+
+    def without_drafts(self) -> list[VerifySize]:
+        """Of steps behind some with drafts, which are wider than any that has drafts."""
+        widths = [width_for(num_rows) for num_rows in self._widths]
+        span = span_for(self.max_depth)
+        return [VerifySize(width, 0, span) for width in widths if 2 * width > MOST_TOKENS]
 
 
 class _Captured(NamedTuple):
@@ -238,6 +254,8 @@ class Runner:
             depth = self._ways.max_depth
             width = max(w for w in WIDTHS if w * (1 + depth) <= MOST_TOKENS)
             num_drafts = 0 if self._drafts is None else depth
+            for size in self._ways.without_drafts():
+                steps.prepare(size)
             steps.prepare(VerifySize(width, depth, span_for(depth), num_drafts))
 
     def run_largest_drafts(self) -> None:

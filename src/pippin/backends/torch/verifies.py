@@ -60,12 +60,16 @@ class Verifies:
         )
 
     def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
-        parts = self._parts
         if self._drafts is not None:
             self._drafts.prepare(decodes)
         if self.steps is not None and (sized := self._size(decodes)) is not None:
             self._replay(step, self.steps, decodes, *sized)
-            return
+        else:
+            self._launch(step, decodes)
+
+    def _launch(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
+        """In plain operations."""
+        parts = self._parts
         taken = take_rows(decodes, parts.rows, parts.pools)
         parts.future.note_read(taken.slots)
         batch = verify_batch(taken, parts.rows, parts.future, parts.pools)
@@ -94,7 +98,9 @@ class Verifies:
         numbers = parts.slots.num_generated(slots, positions + 1)
         choice = parts.slots.columns.choice(slots, numbers)
         depth = max(decode.depth for decode in decodes)
-        num_drafts = max(decode.num_drafts for decode in decodes)
+        if num_drafts := max(decode.num_drafts for decode in decodes):
+            # Where they differ, drafting begins or its depth changes: no graphs of their own.
+            depth = num_drafts = max(depth, num_drafts)
         size = VerifySize(width_for(len(decodes)), depth, span_for(self._max_depth), num_drafts)
         num_unsure = int((positions - parts.rows.least_lengths[slots]).max())
         if (

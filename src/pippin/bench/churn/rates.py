@@ -79,7 +79,9 @@ def widths_to_measure(decode_rows: Iterable[int]) -> list[int]:
 
 
 def measure_rates(config: Config, widths: Sequence[int]) -> Rates:
-    engine = replace(config.engine.with_rows(max(widths)), prefix_cache=False)
+    engine = replace(
+        config.engine.without_usual_drafts().with_rows(max(widths)), prefix_cache=False
+    )
     with TemporaryDirectory() as folder, LLM(config=replace(config, engine=engine)) as llm:
         log = llm.metrics.log = StepLog(Path(folder) / "steps")
         timings = []

@@ -197,7 +197,8 @@ def features(
     num_tokens: int,
     num_pairs: int,
 ) -> Report:
-    with LLM(config=config) as llm:
+    engine = config.engine.without_usual_drafts()
+    with LLM(config=replace(config, engine=engine)) as llm:
         bench = FeatureBench(llm, num_streams, num_tokens, num_pairs)
         parts = {
             "overlap": bench.overlap,

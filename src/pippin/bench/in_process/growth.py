@@ -49,7 +49,7 @@ def curve(title: str, x: str, y: str, points: list[tuple[float, float]], most: f
 
 def skew(config: Config) -> Part:
     """One long row among short ones, over the long row alone plus the short ones alone."""
-    engine = config.engine.with_rows(SKEWED_ROWS)
+    engine = config.engine.without_usual_drafts().with_rows(SKEWED_ROWS)
     short = [SHORT_CONTEXT] * (SKEWED_ROWS - 1)
     points = []
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:

@@ -63,7 +63,9 @@ def one_batch(
     wants_ceilings: bool = True,
 ) -> Report:
     notes = busy_note()
-    engine = dataclasses.replace(config.engine.with_rows(max(batches)), prefix_cache=False)
+    engine = dataclasses.replace(
+        config.engine.without_usual_drafts().with_rows(max(batches)), prefix_cache=False
+    )
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
         timings = []
         for batch, input_len in itertools.product(batches, input_lens):

@@ -1,13 +1,17 @@
-"""What --speculate would gain here for one request at a time. Knows no backend."""
+"""What --speculate would gain here for one request at a time. Knows no backend.
+
+What was measured is kept: by it `pippin serve` decides whether drafts are on by default.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
-from time import monotonic
+from time import monotonic, strftime
 
 from pippin import LLM, SamplingParams
+from pippin.startup.drafts.measured_gain import LEAST_GAIN, Gain, keep_gain, served_by
 from pippin.terminal.doctor.engine import MARGINS, Engine
 from pippin.terminal.doctor.findings import SAFE, Finding, TimeLimit, checked
 
@@ -15,7 +19,6 @@ NAME = "--speculate auto"
 PROMPT = "A little girl named Lily found a small red box under her bed. She"
 PARAMS = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
 NUM_PAIRS = 3
-WORTH_IT = 1.1
 
 
 def drafts(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
@@ -35,15 +38,36 @@ def drafts(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
         rounds = engine.margin > MARGINS["float32"]  # and then decides between nearly equal tokens
     ratio = median(plain[0] / drafted[0] for plain, drafted in pairs)
     by = "with the draft model, " if engine.has_draft_model else ""
-    advice = "worth it for few requests" if ratio >= WORTH_IT else "not worth it here"
+    advice = "worth it for few requests" if ratio >= LEAST_GAIN else "not worth it here"
+    same_reply = rounds or all(plain[1] == drafted[1] for plain, drafted in pairs)
     yield checked(
         NAME,
         f"{ratio:.2f} times as fast, {by}one request at a time, greedy: {advice}",
-        ok=rounds or all(plain[1] == drafted[1] for plain, drafted in pairs),
+        ok=same_reply,
         means="replies with drafts differ from those without",
         remedy=SAFE,
         numbers={"ratio": ratio},
     )
+    if not engine.has_draft_model:  # which is on where it is given
+        yield kept(Gain(served_by(engine.model), ratio, same_reply, strftime("%Y-%m-%d")))
+
+
+def kept(gain: Gain) -> Finding:
+    """What `pippin serve` and `LLM` do from now on."""
+    name = "default of --speculate"
+    try:
+        keep_gain(gain)
+    except OSError as error:
+        return Finding(
+            name,
+            f"not kept: {error}",
+            "warning",
+            means="`pippin serve` does not know that drafts were measured here",
+            remedy="make the directory writable and run `pippin doctor` again, or give --speculate",
+        )
+    if gain.pays:
+        return Finding(name, "`pippin serve` uses --speculate auto for this model from now on")
+    return Finding(name, "off: `pippin serve` has no drafts of this model without --speculate")
 
 
 def timed_reply(llm: LLM, *, speculate: bool) -> tuple[float, list[int]]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pippin import LLM
 from pippin.amounts import show_bytes
-from pippin.config import Config, EngineConfig
+from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.terminal.doctor.findings import ISSUE, Finding
 
 # How far apart, in log probability, two tokens may be whose order depends on the shape of a batch.
@@ -78,6 +78,11 @@ class Engine:
 
     def drafting(self) -> LLM:
         return self._instead(replace(self._config.engine, speculate="auto"))
+
+    @property
+    def model(self) -> ModelConfig:
+        """As it was resolved: what is loaded."""
+        return self.llm.config.model
 
     @property
     def has_draft_model(self) -> bool:

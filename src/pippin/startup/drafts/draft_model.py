@@ -12,11 +12,13 @@ from pippin.text.tokenizer import Tokenizer
 
 
 def resolve_draft_model(engine: EngineConfig, model: Path) -> EngineConfig:
-    """With the draft model as a directory, and drafts on where one is given."""
+    """With the draft model as a directory, and drafts on unless they were turned off."""
     if (name := engine.draft_model) is None:
         if engine.speculate == "draft":
             raise LoadError("speculate is draft, and no draft model is given: add --draft-model")
         return engine
+    if engine.speculate == "off":
+        return replace(engine, draft_model=None)
     if engine.speculate in ("suffix", "mtp"):
         raise LoadError(
             f"draft_model is {name}, and speculate is {engine.speculate}, which does not use it: "
@@ -24,8 +26,7 @@ def resolve_draft_model(engine: EngineConfig, model: Path) -> EngineConfig:
         )
     path = find_checkpoint(ModelConfig(model=name))
     _check_tokens(Tokenizer.load(path).vocabulary, Tokenizer.load(model).vocabulary, name)
-    speculate = "draft" if engine.speculate == "off" else engine.speculate
-    return replace(engine, draft_model=str(path), speculate=speculate)
+    return replace(engine, draft_model=str(path), speculate=engine.speculate or "draft")
 
 
 def _check_tokens(draft: dict[int, str], own: dict[int, str], name: str) -> None:
