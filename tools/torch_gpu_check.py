@@ -42,8 +42,6 @@
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
                 and the gaps of streams meanwhile
-    attention_tiles    attention of decode steps: ways to divide and to read its tokens, against the present kernel;
-                only where it is asked for
     recurrence, profile, products, packed_tiles    the time of each part, and what other sizes of kernels would take;
                 only where they are asked for
 
@@ -77,7 +75,7 @@ from torch_gpu.speculate import drafts, speculate
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.state_prompts import state_prompts
 from torch_gpu.tails import beside, tails
-from torch_gpu.tuning import attention_tiles, products, profile, recurrence
+from torch_gpu.tuning import products, profile, recurrence
 
 LIMIT_SECONDS = 420.0  # no section is started after that
 STARTED = time.perf_counter()
@@ -139,7 +137,7 @@ USUAL = {
     "beside": beside,
     "churn": churn,
 }
-SECTIONS = USUAL | {"allocations": allocations, "state_prompts": state_prompts, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles, "attention_tiles": attention_tiles}
+SECTIONS = USUAL | {"allocations": allocations, "state_prompts": state_prompts, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
 
 
 def main() -> int:

@@ -64,13 +64,6 @@ def products() -> None:
             print(f"{name}, {num_rows} rows: read {floor:.1f} us; cuBLAS {found['cuBLAS']:.1f}; " + "; ".join(f"{key} {us:.1f}" for key, us in best), flush=True)
 
 
-def attention_tiles() -> None:
-    """Ways to divide and to read the tokens of a decode step's attention."""
-    from torch_gpu.attention_tiles import time_all
-
-    time_all()
-
-
 def profile() -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler

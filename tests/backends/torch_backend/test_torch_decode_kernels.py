@@ -153,12 +153,14 @@ def test_a_state_is_gone_through_in_parts_or_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5", "llama"])
+@pytest.mark.parametrize("many_groups", [1, 512], ids=["copies", "registers"])
+@pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss", "gemma2"])
 def test_a_long_row_is_attended_by_more_programs_than_the_short_ones_beside_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, many_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stretches of 64 tokens and four programs a row: as rows of 100,000 tokens have with 64."""
     monkeypatch.setattr(attention_step, "splits_for", lambda num_groups: (4, 64))
+    monkeypatch.setattr(attention_step, "MANY_GROUPS", many_groups)
     step = Step(name, (0, 600, 63, 64, 255, 256, 257, 130), max_len=1024)
     with torch.inference_mode():
         expected = step.plain()
@@ -173,7 +175,10 @@ def test_programs_are_enough_for_long_rows_and_not_too_many_for_short_ones(num_g
     assert splits & (splits - 1) == 0
     assert splits == 1 or splits * num_groups <= attention_step.MOST_PROGRAMS
     assert splits * max(num_groups, 64) * 2 > min(attention_step.MOST_PROGRAMS, num_groups)
-    assert all(least % attention_step.tile_for(dim, 2)[0] == 0 for dim in (64, 128, 256))
+    for dim in (64, 128, 256, 512):
+        tile = attention_step.tile_for(dim, 2, num_groups)
+        assert least % tile.block == 0
+        assert tile.copies * tile.block * dim * 2 * 2 <= 227 << 10  # a processor's shared memory
     short = -(-512 // max(least, -(-512 // splits)))  # stretches of 512 tokens
     assert short <= max(attention_step.PROGRAMS // num_groups, 8)
 

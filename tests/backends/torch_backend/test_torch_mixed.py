@@ -5,6 +5,7 @@ a stand-in runs again what it recorded, in plain operations that read the graphs
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -141,15 +142,16 @@ def test_nothing_that_one_of_them_reads_is_written_by_another() -> None:
 
 
 def test_sizes() -> None:
-    assert mixed_size_for(1, 1, 1) == MixedSize(8, Room(64, 16))
-    assert mixed_size_for(9, 65, 16) == MixedSize(16, Room(128, 16))
+    assert mixed_size_for(1, 1, 1) == MixedSize(16, Room(64, 16))
+    assert mixed_size_for(17, 513, 1) == MixedSize(32, Room(1024, 16))
+    assert mixed_size_for(16, 65, 16) == MixedSize(16, Room(128, 16))
     assert mixed_size_for(256, 1024, 1) == MixedSize(256, Room(1024, 16))
     assert mixed_size_for(257, 1, 1) is None
     assert mixed_size_for(1, 1025, 1) is None
     assert mixed_size_for(1, 64, 17) is None
 
 
-@pytest.mark.parametrize("num_slots", [2, 9, 64, 100, 256])
+@pytest.mark.parametrize("num_slots", [2, 17, 64, 100, 256])
 def test_they_are_warmed_up(num_slots: int) -> None:
     """All that so many slots can ask for."""
     ways = TorchBackend(load_torch("llama"), num_slots=2, kernels=False)._ways
@@ -160,8 +162,8 @@ def test_they_are_warmed_up(num_slots: int) -> None:
     asked = {
         MixedSize(width, room)
         for room in MIXED_ROOMS
-        for width in MIXED_WIDTHS
-        if any(w < num_slots for w in range(width // 2 + 1 if width > 8 else 1, width + 1))
+        for less, width in pairwise((0, *MIXED_WIDTHS))
+        if less + 1 < num_slots
     }
     assert found == asked
 

@@ -44,7 +44,7 @@ DEFAULT_POOL_BYTES = 2 << 30  # where no budget is set; a CPU commits only what 
 
 # Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
 # last bit: a kernel, a fix, another order. What is on disk from before is not read then.
-ARITHMETIC_VERSION = 4
+ARITHMETIC_VERSION = 5
 
 
 class TorchBackend:

@@ -58,12 +58,9 @@ class MixedSize(NamedTuple):
     room: Room
 
 
-MIXED_WIDTHS = (8, 16, 32, 64, 128, 256)
+MIXED_WIDTHS = (16, 32, 64, 128, 256)
 # Longer chunks are bound by their tokens: a forward of their own costs little more.
-MOST_MIXED = 1024
-MIXED_ROOMS = tuple(
-    room for room in ROOMS if room.num_rows == ROOM_ROWS[-1] and room.num_tokens <= MOST_MIXED
-)
+MIXED_ROOMS = tuple(Room(num_tokens, ROOM_ROWS[-1]) for num_tokens in (64, 128, 256, 512, 1024))
 
 
 def mixed_size_for(num_decodes: int, num_tokens: int, num_rows: int) -> MixedSize | None:

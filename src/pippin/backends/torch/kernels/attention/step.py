@@ -4,10 +4,14 @@ Two kernels. Of the first, one program takes one stretch of one row's tokens, fo
 that share a key head; that of the last stretch also makes the new token's key and value and writes
 them into their cell, while it uses its own copy of them. The second adds the stretches up.
 Lengths are looked up, so a captured graph serves rows of any length: there are as many programs as
-a long row needs, and those for which a short one has no stretch end at once.
+a long row needs, and those for which a short one has no stretch end at once. Keys and values of a
+few rows are read into registers a block ahead; those of many, with many programs at a time, by
+asynchronous copies, of which more are under way.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,11 +24,13 @@ from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.step.decode_inputs import Inputs
 
 PROGRAMS = 264  # of the first kernel that work, about: two for each processor of a large GPU
-MOST_PROGRAMS = 4096  # of it in all, where rows could be long
+MOST_PROGRAMS = 16_384  # of it in all, where rows could be long
 AMPLE_PROGRAMS = 1024  # of it, which leave each row OF_LONG_ROWS stretches at least
 OF_LONG_ROWS, MOST_SPLITS = 16, 64  # stretches of a row
 LEAST_TOKENS = 256  # of a stretch, where there are enough rows to keep a GPU busy
 LEAST_OF_FEW = 64  # the same, of few rows
+MANY_GROUPS = 512  # rows, times heads of keys: from here on copies are asynchronous
+COPIED_BYTES = 8192  # of keys in such a copy, and as many of values
 
 
 @triton.jit
@@ -113,6 +119,7 @@ def _attend(
     BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    COPIES: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -134,9 +141,10 @@ def _attend(
     here = kv + kv_head * D
     values = KV_HEADS * D
     n, g, i = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, D)
-    cell, is_old = _cells(cells_of, first + n, end, position, kv_stride)
-    next_cell, next_old = _cells(cells_of, first + BLOCK + n, end, position, kv_stride)
-    k, v = _block(here, values, cell, is_old, i)
+    if not COPIES:
+        cell, is_old = _cells(cells_of, first + n, end, position, kv_stride)
+        next_cell, next_old = _cells(cells_of, first + BLOCK + n, end, position, kv_stride)
+        k, v = _block(here, values, cell, is_old, i)
     head = kv_head * per_kv + tl.minimum(g, per_kv - 1)
     at = (row * HEADS + head) * SPLITS + split
     rotates = i < ROTATED
@@ -155,14 +163,21 @@ def _attend(
     top = tl.full([GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([GROUP], tl.float32)
     found = tl.zeros([GROUP, D], tl.float32)
-    for start in tl.range(first, end, BLOCK, num_stages=1):
-        # A block is on its way while the one before is computed, and where the next one lies.
-        next_k, next_v = _block(here, values, next_cell, next_old, i)
-        cell, later_old = _cells(cells_of, start + 2 * BLOCK + n, end, position, kv_stride)
-        scores = _scores(q, k, is_old, softcap, SOFTCAP, PRECISION)
-        top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
-        k, v, is_old = next_k, next_v, next_old
-        next_cell, next_old = cell, later_old
+    if COPIES:
+        for start in tl.range(first, end, BLOCK, num_stages=COPIES):
+            cell, is_old = _cells(cells_of, start + n, end, position, kv_stride)
+            k, v = _block(here, values, cell, is_old, i)
+            scores = _scores(q, k, is_old, softcap, SOFTCAP, PRECISION)
+            top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
+    else:
+        for start in tl.range(first, end, BLOCK, num_stages=1):
+            # A block is on its way while the one before is computed, and where the next one lies.
+            next_k, next_v = _block(here, values, next_cell, next_old, i)
+            cell, later_old = _cells(cells_of, start + 2 * BLOCK + n, end, position, kv_stride)
+            scores = _scores(q, k, is_old, softcap, SOFTCAP, PRECISION)
+            top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
+            k, v, is_old = next_k, next_v, next_old
+            next_cell, next_old = cell, later_old
     if end == position + 1:  # the new token is in this stretch
         k_new = normed_heads(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
         k_new = k_new.to(kv.dtype.element_ty)
@@ -243,10 +258,18 @@ def splits_for(num_groups: int) -> tuple[int, int]:
     return 1 << (most.bit_length() - 1), LEAST_OF_FEW if are_few else LEAST_TOKENS
 
 
-def tile_for(dim: int, itemsize: int) -> tuple[int, int]:
-    """Tokens of a block, and warps: what a thread keeps of a block in its registers, twice."""
+class StepTile(NamedTuple):
+    block: int  # tokens
+    num_warps: int
+    copies: int  # stages of a pipeline of asynchronous copies; 0: a block ahead, in registers
+
+
+def tile_for(dim: int, itemsize: int, num_groups: int) -> StepTile:
+    if num_groups >= MANY_GROUPS:
+        return StepTile(max(16, COPIED_BYTES // (dim * itemsize)), 4, 5)
     block = 64 if dim <= 64 else 32
-    return block, max(2, block * dim * itemsize >> 12)
+    # What a thread keeps of a block in its registers, twice.
+    return StepTile(block, max(2, block * dim * itemsize >> 12), 0)
 
 
 def attention_step(
@@ -264,15 +287,16 @@ def attention_step(
     read while the kernel before this one runs.
     """
     num_rows, heads, dim = qkv.shape[0], layer.shape.num_heads, layer.shape.head_dim
-    splits, least = splits_for(num_rows * layer.shape.num_kv_heads)
-    block, num_warps = tile_for(dim, qkv.element_size())
+    num_groups = num_rows * layer.shape.num_kv_heads
+    splits, least = splits_for(num_groups)
+    tile = tile_for(dim, qkv.element_size(), num_groups)
     norms = layer.head_norms or (None, None)
     options = {"dtype": torch.float32, "device": qkv.device}
     sizes_of_parts = ((dim,), (), ())  # sums of values, largest scores, masses
     parts = [torch.empty(num_rows, heads, splits, *size, **options) for size in sizes_of_parts]
     out = torch.empty(num_rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
-    sizes = {"HEADS": heads, "GATED": layer.shape.gated, "D": dim, "SPLITS": splits, "BLOCK": block}
-    sizes["LEAST"] = least
+    sizes = {"HEADS": heads, "GATED": layer.shape.gated, "D": dim}
+    sizes |= {"SPLITS": splits, "BLOCK": tile.block, "LEAST": least}
     scoring = layer.scoring
     sizes["WINDOW"] = scoring.window > 0
     _attend[(layer.shape.num_kv_heads, num_rows, splits)](
@@ -301,8 +325,9 @@ def attention_step(
         ROTATED=layer.rope.dim,
         GROUP=max(16, triton.next_power_of_2(heads // layer.shape.num_kv_heads)),
         PRECISION=precision_of(qkv.dtype),
+        COPIES=tile.copies,
         EARLY=early,
-        num_warps=num_warps,
+        num_warps=tile.num_warps,
         **dependent(qkv.device),
     )
     _combine[(num_rows, heads)](
