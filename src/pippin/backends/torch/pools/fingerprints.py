@@ -31,20 +31,14 @@ MOST_WORDS = 8 << 20  # that plain operations gather at a time
 MOST_OF_A_STATE = 64 << 10  # words: several programs of a kernel add up a state
 MOST_UNREAD = 16  # steps whose sums stay on the device
 WORD_BYTES = 4
+HIDDEN_LINES = np.zeros(1, np.int32)
 
-# int64 [2, runs], on the device: addresses of words, and how many; returns their sums, [runs].
+# int64 [2, runs], on the device: addresses of words, and how many. Returns their sums, [runs].
 SumWords = Callable[[torch.Tensor], torch.Tensor]
 PRINTED = (KVPayload, StatePayload, HiddenPayload)
 Compared = tuple[Payload, Callable[[], None]]  # what is called if it has changed
-
-
-class _Runs(NamedTuple):
-    """Of one payload: run i is the words at first + lines[i] * stride."""
-
-    lines: np.ndarray
-    stride: int
-    first: int
-    num_words: int  # of each
+# Of a payload: words at first + line * stride, for each of its lines. Lines, stride, words, first.
+Runs = tuple[np.ndarray, int, int, int]
 
 
 class _Sums(NamedTuple):
@@ -67,6 +61,7 @@ class TorchFingerprints(FingerprintReads):
         words = pools.layout.slab_bytes // WORD_BYTES
         parts = next(n for n in count(-(-words // MOST_OF_A_STATE)) if words % n == 0)
         self._state_parts = np.arange(parts)
+        self._part_bytes = pools.layout.slab_bytes // parts
 
     def of_restored(self, slot: int, restore: Restore) -> Iterator[Compared]:
         for component, start, end, payload in restore.placed():
@@ -79,8 +74,6 @@ class TorchFingerprints(FingerprintReads):
         """After all that this step does. `compared`: what earlier ones made, reported with this
         one's result; `made`: by this one."""
         payloads = [*(payload for payload, _ in compared), *made]
-        if not payloads:
-            return
         self._unread.append(_Sums(*self._sum(payloads), made))
         if not compared and len(self._unread) < MOST_UNREAD:
             return
@@ -96,27 +89,28 @@ class TorchFingerprints(FingerprintReads):
         if self._sum_words is None:
             found = [self._sum_plainly(payload) for payload in payloads]
             return torch.cat(found), list(map(len, found))
-        lines, *numbers = zip(*map(self._runs, payloads), strict=True)
-        counts = list(map(len, lines))
-        strides, firsts, num_words = np.repeat(np.array(numbers), counts, axis=1)
-        runs = np.stack([firsts + np.concatenate(lines) * strides, num_words])
-        return self._sum_words(to_device(runs, self._pools.device)), counts
-
-    def _runs(self, payload: Payload) -> _Runs:
-        if isinstance(payload, HiddenPayload):
-            assert payload.hidden is not None
-            num_words, rest = divmod(payload.hidden.nbytes, WORD_BYTES)
-            assert not rest
-            return _Runs(self._state_parts[:1], 0, payload.hidden.data_ptr(), num_words)
         start = self._pools.memory.data_ptr()
+        lines, *numbers = zip(*[self._runs(payload, start) for payload in payloads], strict=True)
+        counts = list(map(len, lines))
+        runs = np.repeat(np.array(numbers), counts, axis=1)
+        runs[0] *= np.concatenate(lines)
+        runs[0] += runs[2]
+        return self._sum_words(to_device(runs[:2], self._pools.device)), counts
+
+    def _runs(self, payload: Payload, start: int) -> Runs:
+        """`start`: of the memory."""
         if isinstance(payload, KVPayload):
             nbytes = self._cell_bytes[payload.kind]
-            return _Runs(payload.cells, nbytes, start, nbytes // WORD_BYTES)
-        assert isinstance(payload, StatePayload)
-        slab_bytes = self._pools.layout.slab_bytes
-        nbytes = slab_bytes // len(self._state_parts)
-        start += payload.slab * slab_bytes
-        return _Runs(self._state_parts, nbytes, start, nbytes // WORD_BYTES)
+            return payload.cells, nbytes, nbytes // WORD_BYTES, start
+        if isinstance(payload, StatePayload):
+            nbytes = self._part_bytes
+            first = start + payload.slab * self._pools.layout.slab_bytes
+            return self._state_parts, nbytes, nbytes // WORD_BYTES, first
+        assert isinstance(payload, HiddenPayload)
+        assert payload.hidden is not None
+        num_words, rest = divmod(payload.hidden.nbytes, WORD_BYTES)
+        assert not rest
+        return HIDDEN_LINES, 0, num_words, payload.hidden.data_ptr()
 
     def _sum_plainly(self, payload: Payload) -> torch.Tensor:
         if isinstance(payload, KVPayload):
