@@ -107,12 +107,14 @@ class PayloadTree:
         if reach == len(ids):
             return node
         was_leaf = not parent.children
+        added = []
         for end in sorted({*(cut for cut in cuts if reach < cut < len(ids)), len(ids)}):
             node = self.radix.append(node, ids[node.end : end], salt)
-            if self.canary is not None:
-                self.canary.mark(node)
+            added.append(node)
             for observer in self.observers:
                 observer.added(node)
+        if self.canary is not None:
+            self.canary.mark(added, ids)
         self.stats.tokens_inserted += len(ids) - reach
         if not self.rules.has_state:
             self._lookback.count(node)
@@ -129,7 +131,7 @@ class PayloadTree:
         self.stats.bytes_inserted += payload.nbytes
         if index == STATE:
             self._lookback.count(node)
-        if self.canary is not None:
+        if self.canary is not None and self.canary.deep:
             self.canary.seal(node, index)
         self.notify_changed(node)
 
