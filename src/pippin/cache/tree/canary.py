@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Literal, cast
@@ -60,10 +60,8 @@ class Canary:
     def mark(self, added: Sequence[Node], tokens: TokenArray) -> None:
         """Hash nodes that were just added to the tree, each below the one before it: they end
         along these tokens."""
-        start, before = added[0].start, _hash_before(added[0])
-        sums = _sums(tokens[start:], start)
-        for node in added:
-            node.path_hash = _after(before, sums.item(node.end - start - 1))
+        for node, found in zip(added, _hashes_along(tokens, added), strict=True):
+            node.path_hash = found
 
     def seal(self, node: Node, index: int) -> None:
         """Fingerprint a payload that was just attached."""
@@ -82,12 +80,9 @@ class Canary:
 
     def verify_restore(self, tokens: TokenArray, node: Node) -> bool:
         """Check the path to `node` against the tokens that it replaces."""
-        if node.is_root:
-            return True
-        sums, sound = _sums(tokens, 0), True
-        for above in node.ancestors():
-            reached = 0 < above.end <= len(sums)
-            expected = _after(SEED, sums.item(above.end - 1)) if reached else None
+        path = [*node.ancestors()][::-1]
+        sound = True
+        for above, expected in zip(path, _hashes_along(tokens, path), strict=True):
             sound = self._passed(above, self._fault(above, expected)) and sound
         return sound
 
@@ -199,10 +194,27 @@ def _hash_before(node: Node) -> int:
     return SEED if above is None or above.path_hash is None else above.path_hash
 
 
-def _sums(tokens: TokenArray, start: int) -> Hashes:
-    """What a run of tokens from position `start` on adds up to each of its ends."""
-    weights = _weights(start + len(tokens))[start:]
-    return np.add.accumulate(tokens.astype(np.uint64) * weights)
+def _hashes_along(tokens: TokenArray, path: Sequence[Node]) -> Iterator[int | None]:
+    """Of a sequence, the hash at the end of each node; None: it does not reach it.
+
+    By `np.dot`, which adds integers up one by one: for the few tokens of a node that takes less
+    time than the wide registers of a processor to warm up.
+    """
+    if not path:
+        return
+    above, found = path[0].parent, _hash_before(path[0])
+    assert above is not None
+    start = above.end
+    added, weights = tokens[start:].astype(np.uint64), _weights(len(tokens))[start:]
+    first = 0
+    for node in path:
+        end = node.end - start
+        if not first < end <= len(added):
+            yield None
+            continue
+        found = _after(found, int(np.dot(added[first:end], weights[first:end])))
+        yield found
+        first = end
 
 
 def _after(before: int, added: int) -> int:
