@@ -107,14 +107,12 @@ class PayloadTree:
         if reach == len(ids):
             return node
         was_leaf = not parent.children
-        added = []
         for end in sorted({*(cut for cut in cuts if reach < cut < len(ids)), len(ids)}):
             node = self.radix.append(node, ids[node.end : end], salt)
-            added.append(node)
+            if self.canary is not None:
+                self.canary.mark(node)
             for observer in self.observers:
                 observer.added(node)
-        if self.canary is not None:
-            self.canary.mark(added, ids)
         self.stats.tokens_inserted += len(ids) - reach
         if not self.rules.has_state:
             self._lookback.count(node)
