@@ -2,9 +2,8 @@
 
 Each node keeps a hash of all tokens up to its end, in their order: a CRC-32, which no single token
 changes unseen, and an Adler-32. So a node under the wrong parent, at the wrong position or over the
-wrong tokens shows at once. Both go on from where they were, wherever nodes end, and are one call
-for the bytes of a node: of prompts that are this short, most of what arrays of hashes would cost is
-calls.
+wrong tokens shows at once. Both go on from where they were, wherever nodes end, and each is one call
+for all bytes of a node.
 
 `raise` is for debugging and also keeps a fingerprint of each payload's bytes, which waits for the
 device.
@@ -55,7 +54,7 @@ class Canary:
         node.path_hash = _hash_to_end(node)
 
     def seal(self, node: Node, index: int) -> None:
-        """Fingerprint a payload that was just attached."""
+        """Fingerprint a payload that was just attached, in `raise` mode."""
         if self.deep:
             payload = node.payloads[index]
             node.prints[index] = None if payload is None else payload.fingerprint()

@@ -129,7 +129,7 @@ class PayloadTree:
         self.stats.bytes_inserted += payload.nbytes
         if index == STATE:
             self._lookback.count(node)
-        if self.canary is not None and self.canary.deep:
+        if self.canary is not None:
             self.canary.seal(node, index)
         self.notify_changed(node)
 
