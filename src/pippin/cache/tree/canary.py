@@ -2,8 +2,8 @@
 
 Each node keeps a hash of all tokens up to its end, in their order: a CRC-32, which no single token
 changes unseen, and an Adler-32. So a node under the wrong parent, at the wrong position or over the
-wrong tokens shows at once. Both go on from where they were, wherever nodes end, and each is one call
-for all bytes of a node.
+wrong tokens shows at once. Both go on from where they were, wherever nodes end, and each is one
+call for all bytes of a node.
 
 `raise` is for debugging and also keeps a fingerprint of each payload's bytes, which waits for the
 device.
