@@ -100,7 +100,9 @@ class Steps:
         longer = np.concatenate([prompt, prompt_of(9, 5)])
         state = (capture.states[capture.end],)
         held = Restore(capture.end, {Component.ATTENTION: kv, Component.STATE: state})
-        row = PrefillRow(1, capture.end, longer[capture.end :], samples=True, restore=held)
+        row = PrefillRow(
+            1, capture.end, longer[capture.end :], samples=True, captures=True, restore=held
+        )
         return self.plan(admit=(Admit(1, GREEDY, (), longer, seed=1),), prefill=(row,))
 
 
@@ -164,6 +166,47 @@ def test_what_has_changed_is_reported_alone_and_once(
     damage(first.states[70])
     others = [payload for payload in (*first.payloads, kv[0]) if payload is not first.states[70]]
     assert steps.spill(first.states[70], *others) == [False, *[True] * len(others)]
+    steps.backend.close()
+
+
+@both_ways
+def test_a_step_that_compares_keeps_what_it_makes_itself(
+    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, by_kernel=by_kernel)
+    (first,) = steps.capture([70])
+    plan = steps.restore_plan(first, (first.kv[Component.ATTENTION],))
+    (second,) = steps.backend.launch(plan).wait().captures
+    made = second.kv[Component.ATTENTION]
+    assert isinstance(made, KVPayload)
+    assert made.prints is not None
+    assert made.prints.tolist() == words_of(steps, made)
+    steps.run(retire=(Retire(1),))
+    assert steps.spill(*second.payloads) == [True] * len(second.payloads)
+    damage(made)
+    assert steps.spill(made) == [False]
+    steps.backend.close()
+
+
+@both_ways
+def test_what_was_moved_meanwhile_is_sound(
+    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fingerprints belong to payloads, not to cells."""
+    steps = Steps(monkeypatch, by_kernel=by_kernel)
+    pool = steps.backend.runner.pools.arena.cells[Component.ATTENTION]
+    captures = [steps.capture([90])[0] for _ in range(4)]
+    for capture in captures[1:3]:
+        for payload in capture.payloads:
+            payload.release()
+    kept = [capture.kv[Component.ATTENTION] for capture in (captures[0], captures[3])]
+    before = [payload.cells.tolist() for payload in kept if isinstance(payload, KVPayload)]
+    with torch.inference_mode():
+        pool.empty_a_slab()
+    assert before != [payload.cells.tolist() for payload in kept if isinstance(payload, KVPayload)]
+    assert steps.spill(*kept) == [True, True]
+    damage(kept[1])
+    assert steps.spill(*kept) == [True, False]
     steps.backend.close()
 
 
