@@ -11,13 +11,7 @@ import pytest
 from naive_cache import A, Ledger, S
 
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tree.canary import (
-    LEAST_WEIGHTS,
-    CacheCorruption,
-    Canary,
-    _weights,
-    hash_tokens,
-)
+from pippin.cache.tree.canary import SEED, CacheCorruption, Canary, hash_on
 from pippin.cache.tree.radix import as_tokens
 
 
@@ -31,19 +25,28 @@ def filled(canary: Canary | None) -> tuple[PrefixCache, Ledger, list[int]]:
     return cache, ledger, tokens
 
 
-def test_a_hash_is_a_sum_of_weighted_tokens() -> None:
-    tokens = as_tokens([random.Random(0).randrange(150_000) for _ in range(300)])
-    weights = _weights(305).tolist()
-    assert all(weight % 2 for weight in weights)
-    assert len(set(weights)) == len(weights)
-    expected = sum(t * weights[at] for at, t in enumerate(tokens.tolist(), start=5))
-    assert hash_tokens(tokens, 5) == expected % (1 << 64)
+def test_a_hash_goes_on_wherever_nodes_end() -> None:
+    tokens = as_tokens(range(50)).tobytes()
+    whole = hash_on(SEED, tokens)
+    assert all(hash_on(hash_on(SEED, tokens[:at]), tokens[at:]) == whole for at in (0, 4, 80, 200))
 
 
-def test_hashes_of_parts_add_up() -> None:
-    tokens = as_tokens(range(50))
-    parts = hash_tokens(tokens[:20], 0) + hash_tokens(tokens[20:], 20)
-    assert hash_tokens(tokens, 0) == parts % (1 << 64)
+def test_no_token_changes_unseen_and_no_two_change_places() -> None:
+    rng = random.Random(0)
+    tokens = as_tokens([rng.randrange(150_000) for _ in range(300)])
+    kept = hash_on(SEED, tokens.tobytes())
+    for number in range(600):
+        changed = tokens.copy()
+        one, other = rng.sample(range(300), 2)
+        if number % 2:
+            changed[one] ^= 1 << rng.randrange(17)
+        elif changed[one] != changed[other]:
+            changed[[one, other]] = changed[[other, one]]
+        else:
+            continue
+        found = hash_on(SEED, changed.tobytes())
+        assert found & 0xFFFFFFFF != kept & 0xFFFFFFFF
+        assert found >> 32 != kept >> 32 or number % 2 == 0, "each of its parts sees one token"
 
 
 @pytest.mark.parametrize("mode", ["log", "raise"])
@@ -137,15 +140,6 @@ def test_an_empty_tree_can_be_swept() -> None:
     assert cache.sweep(10) == 0
 
 
-def test_hashes_of_sequences_longer_than_any_before_are_right() -> None:
-    """Weights are kept, and computed again where more are needed."""
-    cut = LEAST_WEIGHTS - 1
-    first = hash_tokens(as_tokens(range(cut)), 0)
-    tokens = as_tokens(range(3 * LEAST_WEIGHTS))
-    rest = hash_tokens(tokens[cut:], cut)
-    assert hash_tokens(tokens, 0) == (first + rest) % (1 << 64)
-
-
 def test_a_split_does_not_cover_up_what_changed_before() -> None:
     """The part that was cut off is not hashed from the tokens that it has by now."""
     canary = Canary("log")
@@ -156,13 +150,15 @@ def test_a_split_does_not_cover_up_what_changed_before() -> None:
     assert not canary.verify_restore(as_tokens(tokens[:5]), cache.tree.split(node, 5))
 
 
-@pytest.mark.parametrize("field", ["start", "end"])
-def test_a_node_that_says_other_positions_is_a_fault(field: str) -> None:
+@pytest.mark.parametrize("fields", [("start",), ("end",), ("start", "end")], ids=str)
+def test_a_node_that_says_other_positions_is_a_fault(fields: tuple[str, ...]) -> None:
     canary = Canary("log")
     cache, _, tokens = filled(canary)
     end = cache.match(np.array(tokens)).node
     for change in (-1, 1):
-        setattr(end, field, getattr(end, field) + change)
+        for field in fields:
+            setattr(end, field, getattr(end, field) + change)
         assert not canary.verify_restore(as_tokens(tokens), end)
-        setattr(end, field, getattr(end, field) - change)
+        for field in fields:
+            setattr(end, field, getattr(end, field) - change)
     assert canary.verify_restore(as_tokens(tokens), end)

@@ -2,7 +2,7 @@
 
 A backend adds up the words of what a step captures or loads, and again of what a later one restores
 or spills. Sums that a step makes are read with its own result where the step depends on them, else
-with the next one's: the engine never waits for them.
+with a later one's: the engine never waits for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pippin.backends.base import Damage
 
 
 class _Launched(NamedTuple):
-    step: int
+    step: int | None  # None: read whatever steps are discarded
     due: int  # the step with whose result it is read
     read: Callable[[], None]
 
@@ -24,7 +24,7 @@ class FingerprintReads:
         self._launched: list[_Launched] = []
         self._damaged: list[Damage] = []
 
-    def add(self, step: int, due: int, read: Callable[[], None]) -> None:
+    def add(self, step: int | None, due: int, read: Callable[[], None]) -> None:
         self._launched.append(_Launched(step, due, read))
 
     def forget(self, step: int) -> None:

@@ -142,6 +142,19 @@ def test_kernels_of_drafts_compile_for_a_gpu(name: str) -> None:
     assert "st.global" in compiled(DRAFTS[name], "bf16")
 
 
+WORD_SUMS = """
+from pippin.backends.torch.kernels.word_sums import _sum_words as kernel
+
+constants, values, others, aligned = dict(BLOCK=4096), (), dict(runs="*i64"), ("runs",)
+"""
+
+
+def test_sums_of_words_at_addresses_compile_for_a_gpu() -> None:
+    ptx = compiled(WORD_SUMS, "bf16")
+    assert "ld.global.b32" in ptx
+    assert "st.global.b64" in ptx
+
+
 FEW_ROWS = """
 from pippin.backends.torch.kernels.few_rows import _in_registers as kernel
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -9,59 +12,232 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 import torch
 
-from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
+from damage import damage
+from pippin.backends.base import (
+    Admit,
+    Capture,
+    Damage,
+    PrefillRow,
+    Restore,
+    Retire,
+    Spill,
+    StepPlan,
+    StepResult,
+)
 from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.pools import fingerprints
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
-from pippin.types import Payload, SamplingParams
+from pippin.types import Component, Payload, SamplingParams
 from torch_serving import load_torch
 
 GREEDY = SamplingParams(temperature=0.0)
-KERNEL_BYTES = 16  # where tensors begin that no kernel is compiled again for
+PARTS_OF_A_STATE = 3  # at least
+both_ways = pytest.mark.parametrize("by_kernel", [False, True], ids=["plain", "kernel"])
 
 
-def sum_words(memory: torch.Tensor, starts: torch.Tensor, num_words: int) -> torch.Tensor:
+def sum_words(runs: torch.Tensor) -> torch.Tensor:
     """As the kernel does it."""
-    assert starts.data_ptr() % KERNEL_BYTES == 0
-    return torch.stack([memory[start : start + num_words].sum() for start in starts.tolist()])
+    words = [(ctypes.c_int32 * num).from_address(start) for start, num in runs.T.tolist()]
+    return torch.tensor([int(np.frombuffer(each, np.int32).sum()) for each in words])
 
 
-def words_of(backend: TorchBackend, payload: Payload) -> list[int]:
-    pools = backend.runner.pools
+class Steps:
+    """Runs plans on a small hybrid; counts what is brought to the host for fingerprints."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, by_kernel: bool) -> None:
+        model = load_torch("qwen3_5")
+        self.backend = TorchBackend(model, num_slots=4, kernels=False, fingerprints=True)
+        slab_words = self.backend.runner.pools.layout.slab_bytes // 4
+        monkeypatch.setattr(fingerprints, "MOST_OF_A_STATE", slab_words // PARTS_OF_A_STATE)
+        runner = self.backend.runner
+        runner.fingerprints = self.prints = fingerprints.TorchFingerprints(
+            runner.pools, self.backend._streams, sum_words if by_kernel else None
+        )
+        self.num_brought = 0
+        keep = fingerprints._keep
+
+        def noted(*args: object) -> None:
+            self.num_brought += 1
+            keep(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(fingerprints, "_keep", noted)
+        self.last = 0
+
+    def plan(self, **what: object) -> StepPlan:
+        self.last += 1
+        return StepPlan(self.last, **what)  # type: ignore[arg-type]
+
+    def run(self, **what: object) -> StepResult:
+        return self.backend.launch(self.plan(**what)).wait()
+
+    def capture(self, lengths: Iterable[int]) -> list[Capture]:
+        """Of prompts in slots 1, 2, ..., which are free afterwards."""
+        prompts = {slot: prompt_of(slot, n) for slot, n in enumerate(lengths, start=1)}
+        admit = tuple(Admit(slot, GREEDY, (), prompt, seed=1) for slot, prompt in prompts.items())
+        rows = tuple(
+            PrefillRow(
+                slot,
+                0,
+                prompt,
+                samples=True,
+                captures=True,
+                checkpoints=(*range(64, len(prompt), 64), len(prompt)),
+            )
+            for slot, prompt in prompts.items()
+        )
+        result = self.run(admit=admit, prefill=rows)
+        self.run(retire=tuple(Retire(slot) for slot in prompts))
+        return list(result.captures)
+
+    def spill(self, *payloads: Payload) -> list[bool]:
+        """Which are what they were."""
+        spills = tuple(Spill(component_of(payload), (payload,)) for payload in payloads)
+        return [spilled.intact for spilled in self.run(spill=spills).spilled]
+
+    def restore_plan(self, capture: Capture, kv: tuple[Payload, ...]) -> StepPlan:
+        """Into slot 1: the prompt that it was captured of, and some more."""
+        prompt = prompt_of(capture.slot, capture.end)
+        longer = np.concatenate([prompt, prompt_of(9, 5)])
+        state = (capture.states[capture.end],)
+        held = Restore(capture.end, {Component.ATTENTION: kv, Component.STATE: state})
+        row = PrefillRow(
+            1, capture.end, longer[capture.end :], samples=True, captures=True, restore=held
+        )
+        return self.plan(admit=(Admit(1, GREEDY, (), longer, seed=1),), prefill=(row,))
+
+
+def prompt_of(number: int, length: int) -> np.ndarray:
+    return np.arange(10 * number, 10 * number + length, dtype=np.int32)
+
+
+def component_of(payload: Payload) -> Component:
+    if isinstance(payload, KVPayload):
+        return payload.kind
+    return Component.STATE if isinstance(payload, StatePayload) else Component.HIDDEN
+
+
+def words_of(steps: Steps, payload: Payload) -> list[int]:
+    pools = steps.backend.runner.pools
     if isinstance(payload, HiddenPayload):
         assert payload.hidden is not None
         lines = payload.hidden.view(1, -1)
     elif isinstance(payload, StatePayload):
-        lines = pools.state_bytes(payload.slab).view(1, -1)
+        parts = len(steps.prints._state_parts)
+        assert parts >= PARTS_OF_A_STATE
+        lines = pools.state_bytes(payload.slab).view(parts, -1)
     else:
         assert isinstance(payload, KVPayload)
         lines = pools.cell_bytes(payload.kind, payload.cells)
     return lines.contiguous().view(torch.int32).sum(dim=1).tolist()
 
 
-@pytest.mark.parametrize("by_kernel", [False, True], ids=["plain", "kernel"])
+@both_ways
 @pytest.mark.parametrize("lengths", [(65,), (64, 131, 7)], ids=str)
-def test_every_payload_has_the_sums_of_its_words(lengths: tuple[int, ...], by_kernel: bool) -> None:
-    backend = TorchBackend(load_torch("qwen3_5"), num_slots=4, kernels=False, fingerprints=True)
-    if by_kernel:
-        fingerprints = backend.runner.fingerprints
-        assert fingerprints is not None
-        fingerprints._sum_words = sum_words
-    prompts = {
-        slot: np.arange(10, 10 + n, dtype=np.int32) for slot, n in enumerate(lengths, start=1)
-    }
-    admit = tuple(Admit(slot, GREEDY, (), prompt, seed=1) for slot, prompt in prompts.items())
-    rows = tuple(
-        PrefillRow(
-            slot, 0, prompt, samples=True, captures=True, checkpoints=(*range(64, len(prompt), 64),)
-        )
-        for slot, prompt in prompts.items()
-    )
-    result = backend.launch(StepPlan(1, admit=admit, prefill=rows)).wait()
-    backend.launch(StepPlan(2, retire=tuple(Retire(slot) for slot in prompts))).wait()
-    made = [payload for capture in result.captures for payload in capture.payloads]
-    assert len(made) == 2 * len(lengths) + sum((n - 1) // 64 for n in lengths)
+def test_every_payload_has_the_sums_of_its_words(
+    lengths: tuple[int, ...], by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, by_kernel=by_kernel)
+    made = [payload for capture in steps.capture(lengths) for payload in capture.payloads]
+    assert len(made) == 3 * len(lengths) + sum((n - 1) // 64 for n in lengths)
+    assert steps.spill(made[0]) == [True]
     for payload in made:
         assert isinstance(payload, KVPayload | StatePayload | HiddenPayload)
         assert payload.prints is not None
-        assert payload.prints.tolist() == words_of(backend, payload)
-    backend.close()
+        assert payload.prints.tolist() == words_of(steps, payload)
+    steps.backend.close()
+
+
+@both_ways
+def test_what_has_changed_is_reported_alone_and_once(
+    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was captured before or after it, and wherever it was split meanwhile."""
+    steps = Steps(monkeypatch, by_kernel=by_kernel)
+    first, second = [steps.capture([n])[0] for n in (70, 90)]
+    parts = second.kv[Component.ATTENTION].split(30)
+    kv = (parts[0], *parts[1].split(25))
+    damage(kv[1])
+    expected = (Damage(1, Component.ATTENTION, 30, 55),)
+    assert steps.backend.launch(steps.restore_plan(second, kv)).wait().damaged == expected
+    assert steps.run(retire=(Retire(1),)).damaged == ()
+    sound = steps.restore_plan(first, (first.kv[Component.ATTENTION],))
+    assert steps.backend.launch(sound).wait().damaged == ()
+    steps.run(retire=(Retire(1),))
+    damage(first.states[70])
+    others = [payload for payload in (*first.payloads, kv[0]) if payload is not first.states[70]]
+    assert steps.spill(first.states[70], *others) == [False, *[True] * len(others)]
+    steps.backend.close()
+
+
+@both_ways
+def test_a_step_that_compares_keeps_what_it_makes_itself(
+    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, by_kernel=by_kernel)
+    (first,) = steps.capture([70])
+    plan = steps.restore_plan(first, (first.kv[Component.ATTENTION],))
+    (second,) = steps.backend.launch(plan).wait().captures
+    made = second.kv[Component.ATTENTION]
+    assert isinstance(made, KVPayload)
+    assert made.prints is not None
+    assert made.prints.tolist() == words_of(steps, made)
+    steps.run(retire=(Retire(1),))
+    assert steps.spill(*second.payloads) == [True] * len(second.payloads)
+    damage(made)
+    assert steps.spill(made) == [False]
+    steps.backend.close()
+
+
+@both_ways
+def test_what_was_moved_meanwhile_is_sound(
+    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fingerprints belong to payloads, not to cells."""
+    steps = Steps(monkeypatch, by_kernel=by_kernel)
+    pool = steps.backend.runner.pools.arena.cells[Component.ATTENTION]
+    captures = [steps.capture([90])[0] for _ in range(4)]
+    for capture in captures[1:3]:
+        for payload in capture.payloads:
+            payload.release()
+    kept = [capture.kv[Component.ATTENTION] for capture in (captures[0], captures[3])]
+    before = [payload.cells.tolist() for payload in kept if isinstance(payload, KVPayload)]
+    with torch.inference_mode():
+        pool.empty_a_slab()
+    assert before != [payload.cells.tolist() for payload in kept if isinstance(payload, KVPayload)]
+    assert steps.spill(*kept) == [True, True]
+    damage(kept[1])
+    assert steps.spill(*kept) == [True, False]
+    steps.backend.close()
+
+
+@both_ways
+def test_sums_stay_on_the_device_until_some_are_compared(
+    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, by_kernel=by_kernel)
+    captured = [steps.capture([n])[0] for n in (7, 8, 9)]
+    assert steps.num_brought == 0
+    assert steps.spill(captured[0].kv[Component.ATTENTION]) == [True]
+    assert steps.num_brought == 1
+    for _ in range(fingerprints.MOST_UNREAD):
+        captured += steps.capture([5])
+    assert steps.num_brought == 2, "so many steps are not left unread"
+    damage(captured[1].states[8])
+    damage(captured[-1].states[5])
+    assert steps.spill(captured[1].states[8], captured[-1].states[5]) == [False, False]
+    steps.backend.close()
+
+
+@both_ways
+def test_a_discarded_step_takes_no_sums_of_earlier_ones_with_it(
+    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, by_kernel=by_kernel)
+    (capture,) = steps.capture([70])
+    state = capture.states[70]
+    damage(state)
+    discarded = steps.backend.launch(steps.plan(spill=(Spill(Component.STATE, (state,)),)))
+    discarded.discard()
+    assert steps.run().damaged == ()
+    assert steps.spill(state) == [False]
+    steps.backend.close()

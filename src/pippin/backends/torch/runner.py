@@ -220,7 +220,8 @@ class Runner:
         if self.fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
             made += [*step.checkpoints.values(), *step.loaded]
-            self.fingerprints.launch(plan.step, step.compared, made)
+            if made or step.compared:
+                self.fingerprints.launch(plan.step, step.compared, made)
         self.pools.arena.compact(MOST_MOVED_BYTES)
 
     def _retire(self, step: TorchPending, retire: Retire) -> None:

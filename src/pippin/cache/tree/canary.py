@@ -1,12 +1,10 @@
 """Detects cache entries whose content has changed. Knows no schedule; payloads stay opaque.
 
-Each node keeps a hash of all tokens up to its end, at their positions:
+Each node keeps a hash of all tokens up to its end, in their order: a CRC-32, which no single token
+changes unseen, and an Adler-32. So a node under the wrong parent, at the wrong position or over the
+wrong tokens shows at once. Both go on from where they were, wherever nodes end, and each is one
+call for all bytes of a node.
 
-    h(end) = h(start) + sum of token[i] * weight[i]   (mod 2**64)
-
-so a node under the wrong parent, at the wrong position or over the wrong tokens shows at once.
-Weights are odd, so no single token changes unseen. A sum does not know where nodes end: a split
-needs that of its lower part alone, and a prompt is hashed once for all nodes that replace it.
 `raise` is for debugging and also keeps a fingerprint of each payload's bytes, which waits for the
 device.
 """
@@ -15,13 +13,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Literal, cast
-
-import numpy as np
-import numpy.typing as npt
 
 from pippin.cache.tree.components import COMPONENTS
 from pippin.cache.tree.radix import TOKEN_BYTES, Node, RadixTree, TokenArray, as_tokens
@@ -29,14 +25,10 @@ from pippin.types import Payload
 
 logger = logging.getLogger(__name__)
 
-Hashes = npt.NDArray[np.uint64]
-
 SEED = 0x9E3779B97F4A7C15
-MASK = (1 << 64) - 1
 NUM_SWEPT = 64  # nodes at a time
 MAX_COUNTED = 1_000  # nodes: some milliseconds
-IDLE_SHARE = 0.002  # of the time, for checks in `log` mode: what ends now is sent after the check
-LEAST_WEIGHTS = 4_096  # that are computed at once
+IDLE_SHARE = 0.001  # of the time, for checks in `log` mode: what ends now is sent after the check
 
 
 class CacheCorruption(RuntimeError):
@@ -50,42 +42,42 @@ class Canary:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.mode = mode
+        self.deep = mode == "raise"  # whether payloads are fingerprinted too
         self._clock = clock
         self._idle_not_before = -math.inf
         self.checked = 0  # nodes
         self.faults = 0
         self._pending: list[Node] = []  # of the current sweep
 
-    @property
-    def deep(self) -> bool:
-        """Whether payloads are fingerprinted too."""
-        return self.mode == "raise"
-
     def mark(self, node: Node) -> None:
         """Hash the tokens of a node that was just added to the tree."""
         node.path_hash = _hash_to_end(node)
 
     def seal(self, node: Node, index: int) -> None:
-        """Fingerprint a payload that was just attached."""
+        """Fingerprint a payload that was just attached, in `raise` mode."""
         if self.deep:
             payload = node.payloads[index]
             node.prints[index] = None if payload is None else payload.fingerprint()
 
     def divide(self, upper: Node, lower: Node) -> None:
         """Follow a split: the lower part ends where the node did; the parts' bytes are hashed
-        again. The upper part's hash is what the kept one says, not what its tokens are now."""
-        if lower.path_hash is not None:
-            upper.path_hash = lower.path_hash - hash_tokens(lower.token_ids, lower.start) & MASK
-        for index in range(len(COMPONENTS)):
+        again. What had changed before has no hash from then on."""
+        upper.path_hash = _hash_to_end(upper)
+        if _hash_to_end(lower) != lower.path_hash:
+            upper.path_hash = None
+        for index in range(len(COMPONENTS)) if self.deep else ():
             self.seal(upper, index)
             self.seal(lower, index)
 
     def verify_restore(self, tokens: TokenArray, node: Node) -> bool:
         """Check the path to `node` against the tokens that it replaces."""
-        path = list(node.ancestors())
-        sound = True
-        for above, expected in zip(path, _hashes_at(tokens, path), strict=True):
-            sound = self._passed(above, self._fault(above, expected)) and sound
+        content, end = tokens.tobytes(), 0
+        expected, sound = SEED, True
+        for above in [*node.ancestors()][::-1]:
+            begin, end = end, above.end * TOKEN_BYTES
+            expected = hash_on(expected, content[begin:end])
+            fault = self._fault(above, expected if end <= len(content) else None)
+            sound = self._passed(above, fault) and sound
         return sound
 
     def sweep(self, tree: RadixTree, num_nodes: int) -> int:
@@ -130,11 +122,12 @@ class Canary:
         assert kept is not None
         swapped = tokens.copy()
         swapped[[3, 4]] = swapped[[4, 3]]
-        expected = _after(SEED, hash_tokens(tokens, 0))
+        expected = hash_on(SEED, node.tokens)
+        later = hash_on(SEED, bytes(64 * TOKEN_BYTES))
         perturbed = {
-            "tokens out of order": (kept, _after(SEED, hash_tokens(swapped, 0))),
-            "another position": (kept, _after(SEED, hash_tokens(tokens, 64))),
-            "another predecessor": (kept, _after(SEED + 1, hash_tokens(tokens, 0))),
+            "tokens out of order": (kept, hash_on(SEED, swapped.tobytes())),
+            "another position": (kept, hash_on(later, node.tokens)),
+            "another predecessor": (kept, hash_on(SEED + 1, node.tokens)),
             "a flipped bit": (kept ^ 1, expected),
         }
         for what, (node.path_hash, found) in perturbed.items():
@@ -182,42 +175,12 @@ class Canary:
         logger.error(fault)
 
 
-def hash_tokens(tokens: TokenArray, start: int) -> int:
-    """What a run of tokens from position `start` on adds to the hash before it."""
-    return int(np.dot(tokens.astype(np.uint64), _weights(start + len(tokens))[start:]))
-
-
 def _hash_to_end(node: Node) -> int:
     above = node.parent
     before = SEED if above is None or above.path_hash is None else above.path_hash
-    return _after(before, hash_tokens(node.token_ids, node.start))
+    return hash_on(before, node.tokens)
 
 
-def _hashes_at(tokens: TokenArray, path: Sequence[Node]) -> list[int | None]:
-    """Of a sequence, the hash at the end of each node of its path; None: it does not reach it."""
-    sums = np.cumsum(tokens.astype(np.uint64) * _weights(len(tokens)), dtype=np.uint64)
-    ends = [node.end for node in path]
-    return [_after(SEED, int(sums[end - 1])) if 0 < end <= len(sums) else None for end in ends]
-
-
-def _after(before: int, added: int) -> int:
-    return before + added & MASK
-
-
-_known_weights: Hashes = np.zeros(0, dtype=np.uint64)
-
-
-def _weights(count: int) -> Hashes:
-    """Of the positions [0, count): odd."""
-    global _known_weights
-    if len(_known_weights) < count:
-        number = max(LEAST_WEIGHTS, 1 << (count - 1).bit_length())
-        _known_weights = _mix(np.arange(1, number + 1, dtype=np.uint64)) | np.uint64(1)
-    return _known_weights[:count]
-
-
-def _mix(x: Hashes) -> Hashes:
-    """splitmix64's finaliser: every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def hash_on(before: int, tokens: bytes) -> int:
+    """The hash at the end of these tokens: an Adler-32 and a CRC-32, each gone on with."""
+    return zlib.adler32(tokens, before >> 32) << 32 | zlib.crc32(tokens, before & 0xFFFFFFFF)

@@ -1,38 +1,52 @@
 """Fingerprints of what the prefix cache holds: steps add words up, the host compares.
 
 One is taken of what a step captures or loads, and again of what a later one restores or spills: of
-each cell, of each state slot and of each hidden vector the sum of all words, as 64 bits. So any
-word that has changed shows; words of one cell or slot that have changed places do not.
+each cell, of each part of a state slot and of each hidden vector the sum of all words, as 64 bits.
+So any word that has changed shows; words of one cell or part that have changed places do not.
 
-All that a step sums is launched at its end, together: a launch of its own for each payload would
-take the host longer than the device.
+All that a step sums is one launch at its end, and sums of what it makes stay on the device until
+some are compared: what costs time is not the sums but the host's calls.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, count, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pippin.backends.base import Damage, Restore
 from pippin.backends.fingerprint_reads import FingerprintReads
+from pippin.backends.torch.device import to_device
 from pippin.backends.torch.pools.layout import KV_KINDS
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.streams import Arrival, Streams
-from pippin.types import Payload
+from pippin.types import Component, Payload
 
-MOST_WORDS = 8 << 20  # that are gathered at a time
-LONG_RUN = 64 << 10  # words that are worth a launch of their own
-ALIGNED = 2  # starts, of 8 bytes: a kernel is compiled again for what begins elsewhere
+MOST_WORDS = 8 << 20  # that plain operations gather at a time
+MOST_OF_A_STATE = 64 << 10  # words: several programs of a kernel add up a state
+MOST_UNREAD = 16  # steps whose sums stay on the device
+WORD_BYTES = 4
+HIDDEN_LINES = np.zeros(1, np.int32)
 
-# Of int32 memory, the words from each start (int64, on the device) on: int64, one for each.
-SumWords = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+# int64 [2, runs], on the device: addresses of words, and how many. Returns their sums, [runs].
+SumWords = Callable[[torch.Tensor], torch.Tensor]
 PRINTED = (KVPayload, StatePayload, HiddenPayload)
 Compared = tuple[Payload, Callable[[], None]]  # what is called if it has changed
+# Of a payload: words at first + line * stride, for each of its lines. Lines, stride, words, first.
+Runs = tuple[np.ndarray, int, int, int]
+
+
+class _Sums(NamedTuple):
+    """On the device: of some payloads, one behind the other."""
+
+    found: torch.Tensor
+    counts: Sequence[int]  # of each payload
+    made: Sequence[Payload]  # the last ones: they keep theirs
 
 
 class TorchFingerprints(FingerprintReads):
@@ -42,102 +56,98 @@ class TorchFingerprints(FingerprintReads):
         self._pools = pools
         self._streams = streams
         self._sum_words = sum_words
-        self._cell_words = {kind: pools.layout.cell_bytes(kind) // 4 for kind in KV_KINDS}
+        self._unread: list[_Sums] = []
+        self._cell_bytes = {kind: pools.layout.cell_bytes(kind) for kind in KV_KINDS}
+        words = pools.layout.slab_bytes // WORD_BYTES
+        parts = next(n for n in count(-(-words // MOST_OF_A_STATE)) if words % n == 0)
+        self._state_parts = np.arange(parts)
+        self._part_bytes = pools.layout.slab_bytes // parts
 
     def of_restored(self, slot: int, restore: Restore) -> Iterator[Compared]:
         for component, start, end, payload in restore.placed():
-            yield payload, partial(self.note, Damage(slot, component, start, end))
+            yield payload, partial(self._note_restored, slot, component, start, end)
+
+    def _note_restored(self, slot: int, component: Component, start: int, end: int) -> None:
+        self.note(Damage(slot, component, start, end))
 
     def launch(self, step: int, compared: Sequence[Compared], made: Sequence[Payload]) -> None:
         """After all that this step does. `compared`: what earlier ones made, reported with this
-        one's result; `made`: by this one, read with the next one's."""
+        one's result; `made`: by this one."""
         payloads = [*(payload for payload, _ in compared), *made]
-        if not payloads:
+        self._unread.append(_Sums(*self._sum(payloads), made))
+        if not compared and len(self._unread) < MOST_UNREAD:
             return
-        arrival, places = self._sum(payloads)
+        unread, self._unread = self._unread, []
+        arrival = self._streams.bring([torch.cat([sums.found for sums in unread])])
+        # Whether or not this step is discarded, earlier ones have made theirs.
+        self.add(None, step if compared else step + 1, partial(_keep, arrival, unread))
         if compared:
-            self.add(step, step, partial(_compare, arrival, places[: len(compared)], compared))
-        if made:
-            self.add(step, step + 1, partial(_keep, arrival, places[len(compared) :], made))
+            self.add(step, step, partial(_compare, arrival, unread[-1], compared))
 
-    def _sum(self, payloads: Sequence[Payload]) -> tuple[Arrival, list[slice]]:
-        """Sums on their way, and where among them each payload's are."""
-        places = [slice(0)] * len(payloads)
-        runs: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)  # by words of each
-        hidden: list[int] = []
-        for number, payload in enumerate(payloads):
-            if isinstance(payload, HiddenPayload):
-                hidden.append(number)
-            else:
-                lines, num_words = self._lines(payload)
-                runs[num_words].append((number, lines))
-        end, groups = 0, dict[int, np.ndarray]()
-        for num_words, parts in runs.items():
-            for number, lines in parts:
-                places[number] = slice(end, end + len(lines))
-                end += len(lines)
-            padding = [lines[-1:]] * (end % ALIGNED)
-            end += len(padding)
-            every = np.concatenate([*(lines for _, lines in parts), *padding])
-            groups[num_words] = every.astype(np.int64) * num_words
-        sums = self._sum_runs(groups)
-        if hidden:
-            sums.append(_sum_hidden([payloads[number] for number in hidden]))
-            for place, number in enumerate(hidden, start=end):
-                places[number] = slice(place, place + 1)
-        return self._streams.bring([torch.cat(sums) if len(sums) > 1 else sums[0]]), places
-
-    def _lines(self, payload: Payload) -> tuple[np.ndarray, int]:
-        """Which lines of memory a payload has, and how many words each."""
-        if isinstance(payload, KVPayload):
-            return payload.cells, self._cell_words[payload.kind]
-        assert isinstance(payload, StatePayload)
-        return np.array([payload.slab]), self._pools.layout.slab_bytes // 4
-
-    def _sum_runs(self, groups: Mapping[int, np.ndarray]) -> list[torch.Tensor]:
-        """int64, in pieces. `groups`: starts, by how many words from each on."""
-        memory = self._pools.memory.view(torch.int32)
+    def _sum(self, payloads: Sequence[Payload]) -> tuple[torch.Tensor, Sequence[int]]:
+        """int64, on their way; and how many each payload has."""
         if self._sum_words is None:
-            return [p for n, starts in groups.items() for p in self._gather(memory, starts, n)]
-        if not groups:
-            return []
-        every = self._pools.index(np.concatenate([*groups.values()]))
-        parts = every.split([len(starts) for starts in groups.values()])
-        return [self._sum_words(memory, part, n) for part, n in zip(parts, groups, strict=True)]
+            found = [self._sum_plainly(payload) for payload in payloads]
+            return torch.cat(found), list(map(len, found))
+        start = self._pools.memory.data_ptr()
+        lines, *numbers = zip(*[self._runs(payload, start) for payload in payloads], strict=True)
+        counts = list(map(len, lines))
+        runs = np.repeat(np.array(numbers), counts, axis=1)
+        runs[0] *= np.concatenate(lines)
+        runs[0] += runs[2]
+        return self._sum_words(to_device(runs[:2], self._pools.device)), counts
 
-    def _gather(
-        self, memory: torch.Tensor, starts: np.ndarray, num_words: int
-    ) -> Iterator[torch.Tensor]:
-        """By plain operations."""
-        if num_words >= LONG_RUN:
-            yield from (memory[start : start + num_words].sum().view(1) for start in starts)
-            return
-        lines, size = memory.view(-1, num_words), max(MOST_WORDS // num_words, 1)
-        for i in range(0, len(starts), size):
-            yield lines[self._pools.index(starts[i : i + size] // num_words)].sum(dim=1)
+    def _runs(self, payload: Payload, start: int) -> Runs:
+        """`start`: of the memory."""
+        if isinstance(payload, KVPayload):
+            nbytes = self._cell_bytes[payload.kind]
+            return payload.cells, nbytes, nbytes // WORD_BYTES, start
+        if isinstance(payload, StatePayload):
+            nbytes = self._part_bytes
+            first = start + payload.slab * self._pools.layout.slab_bytes
+            return self._state_parts, nbytes, nbytes // WORD_BYTES, first
+        assert isinstance(payload, HiddenPayload)
+        assert payload.hidden is not None
+        num_words, rest = divmod(payload.hidden.nbytes, WORD_BYTES)
+        assert not rest
+        return HIDDEN_LINES, 0, num_words, payload.hidden.data_ptr()
+
+    def _sum_plainly(self, payload: Payload) -> torch.Tensor:
+        if isinstance(payload, KVPayload):
+            num_words = self._cell_bytes[payload.kind] // WORD_BYTES
+            words = self._pools.memory.view(torch.int32).view(-1, num_words)
+            cells = payload.cells
+            size = max(MOST_WORDS // num_words, 1)
+            some = [cells[i : i + size] for i in range(0, len(cells), size)]
+            return torch.cat([words[self._pools.index(part)].sum(dim=1) for part in some])
+        if isinstance(payload, StatePayload):
+            state = self._pools.state_bytes(payload.slab).view(torch.int32)
+            return state.view(len(self._state_parts), -1).sum(dim=1)
+        assert isinstance(payload, HiddenPayload)
+        assert payload.hidden is not None
+        content = payload.hidden.view(torch.uint8)
+        even = len(content) % WORD_BYTES == 0
+        return content.view(torch.int32 if even else torch.uint8).sum().view(1)
 
 
-def _sum_hidden(payloads: Sequence[Payload]) -> torch.Tensor:
-    vectors = [p.hidden for p in payloads if isinstance(p, HiddenPayload) and p.hidden is not None]
-    assert len(vectors) == len(payloads)
-    content = torch.stack(vectors).view(torch.uint8)
-    words = torch.int32 if content.shape[1] % 4 == 0 else torch.uint8
-    return content.view(words).sum(dim=1)
-
-
-def _keep(arrival: Arrival, places: Sequence[slice], made: Sequence[Payload]) -> None:
+def _keep(arrival: Arrival, unread: Sequence[_Sums]) -> None:
     (sums,) = arrival.wait()
     found = sums.numpy().copy()  # once: each payload keeps a part of it
-    for place, payload in zip(places, made, strict=True):
-        assert isinstance(payload, PRINTED)
-        payload.keep_prints(found[place])
+    end = 0
+    for _, counts, made in unread:
+        end += sum(counts[: len(counts) - len(made)])
+        for payload, num in zip(made, counts[len(counts) - len(made) :], strict=True):
+            assert isinstance(payload, PRINTED)
+            payload.keep_prints(found[end : end + num])
+            end += num
 
 
-def _compare(arrival: Arrival, places: Sequence[slice], compared: Sequence[Compared]) -> None:
+def _compare(arrival: Arrival, last: _Sums, compared: Sequence[Compared]) -> None:
     (sums,) = arrival.wait()
-    found = sums.numpy()
-    for place, (payload, on_change) in zip(places, compared, strict=True):
+    found = sums.numpy()[-len(last.found) :]
+    places = pairwise(accumulate(last.counts, initial=0))
+    for (payload, on_change), (start, end) in zip(compared, places, strict=False):
         assert isinstance(payload, PRINTED)
         kept = payload.prints
-        if kept is not None and kept.tobytes() != found[place].tobytes():
+        if kept is not None and kept.tobytes() != found[start:end].tobytes():
             on_change()
