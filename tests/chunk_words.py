@@ -25,9 +25,9 @@ from pippin.backends.torch.plain.gated_delta import gated_delta_step
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.batches import Batch, HeldCells, take_mixed
+from pippin.backends.torch.step.batches import Batch, HeldCells, take_chunks
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
-from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.decode_inputs import Choice, RowArrays
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
 from pippin.backends.torch.step.noise import add_gumbel_noise
@@ -65,7 +65,9 @@ class MadeUpChunks:
             if length:  # it has a state of its own, which it may write in place
                 self.held.next_states(np.array([slot]))
         slots, positions = (np.array([*x], dtype=np.int64) for x in (beside, beside.values()))
-        self.rows, self.taken = take_mixed(slots, positions, chunks, self.held, self.pools)
+        cells = self.held.grow_each(slots, positions)
+        self.rows = RowArrays(slots, positions, cells, *self.held.next_states(slots))
+        self.taken = take_chunks(chunks, self.held, self.pools)
         self.before = self.pools.memory.clone()
 
     def inputs(self, room: Room) -> ChunkInputs:

@@ -12,6 +12,7 @@ import torch
 
 from chunk_words import DEVICE, MadeUpChunks, chunk
 from pippin.backends.base import PrefillRow
+from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.kernels.decode import DecodeKernels
 from pippin.backends.torch.kernels.mixed import MixedKernels
 from pippin.backends.torch.plain.forward import PlainForward
@@ -19,6 +20,8 @@ from pippin.backends.torch.pools.layout import WASTE_SLAB
 from pippin.backends.torch.step.batches import chunk_batch, decode_batch
 from pippin.backends.torch.step.decode_inputs import Inputs, pack_inputs
 from pippin.backends.torch.step.sizes import Room
+from run_again import RunAgain
+from torch_serving import load_torch
 
 ROOM = Room(128, 4)
 WIDTH = 8
@@ -30,13 +33,10 @@ BESIDE = {4: 30, 6: 3, 5: 64}
 @pytest.mark.parametrize(
     ("name", "chunks"),
     [
-        ("qwen3_5", THREE),
-        ("llama", (chunk(2, 7, 9),)),
-        ("qwen3_5_moe", (chunk(2, 7, 9),)),
+        ("llama", THREE),
+        ("qwen3_moe", (chunk(2, 7, 9),)),
         ("gpt_oss", (chunk(1, 60, 9), chunk(2, 7, 40))),
         ("glm4_moe_lite", (chunk(1, 60, 9), chunk(2, 0, 70))),
-        ("granitemoehybrid", (chunk(1, 7, 70, 71),)),
-        ("lfm2_biases", THREE),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -62,3 +62,11 @@ def test_rows_and_chunks_in_one_forward(name: str, chunks: tuple[PrefillRow, ...
         found = torch.cat([found[: len(BESIDE)], last])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "runs_together"), [("llama", True), ("qwen3_5", False)])
+def test_models_with_recurrent_layers_run_them_apart(name: str, runs_together: bool) -> None:
+    backend = TorchBackend(
+        load_torch(name), num_slots=4, pool_bytes=None, kernels=True, recorder=RunAgain()
+    )
+    assert any(shape.beside for shape in backend.shapes_to_warm_up) == runs_together

@@ -100,7 +100,8 @@ class TorchBackend:
         send = partial(to_device, device=decoder.device)
         self._slots = Slots(num_slots, decoder.shape.vocab_size, send, in_top_p_by(kernels))
         is_captured = kernels and (recorder is not None or on_cuda)
-        chunk_graphs = chunk_graphs and agreed.chunks
+        # Scored or not, alone or in company: with `deterministic` a chunk runs the same way always.
+        chunk_graphs = chunk_graphs and agreed.chunks and is_captured and not deterministic
         self._ways = Ways(
             num_slots=num_slots,
             max_len=loaded.max_len,
@@ -109,8 +110,8 @@ class TorchBackend:
             kernels=kernels,
             chunk_kernels=agreed.chunks,
             recorder=recorder,
-            # Scored or not, alone or in company: there a chunk runs the same way each time.
-            chunk_graphs=chunk_graphs and is_captured and not deterministic,
+            chunk_graphs=chunk_graphs,
+            mixed=chunk_graphs and not self._layout.num_recurrent_layers,
             fingerprints=fingerprints,
             max_depth=self.max_depth,
             drafts_itself=self.drafts_itself > 0,

@@ -1,4 +1,5 @@
-"""The decode rows of a plan beside chunks of its prompts: one forward, where that is captured."""
+"""The decode rows of a plan beside chunks of its prompts: one forward, where that is captured, of
+models without recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from pippin.backends.base import DecodeRow, PrefillRow, StepPlan
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.graphs.steps import CapturedSteps, Ran
 from pippin.backends.torch.prompts import Prompts
-from pippin.backends.torch.step.batches import take_mixed
+from pippin.backends.torch.step.batches import take_chunks
 from pippin.backends.torch.step.chunk_inputs import pack_chunks
-from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.decode_inputs import Choice, RowArrays
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sizes import MixedSize, mixed_size_for
@@ -79,9 +80,11 @@ class MixedRows:
         slots, positions = _places(decodes)
         self._decodes.begin(decodes, slots)
         num_cells, num_states = self._prompts.room_of(chunks)
-        num_states += parts.rows.num_new_states(slots)
+        assert not num_states
         parts.pools.arena.make_room(len(slots) + num_cells, num_states)
-        rows, taken = take_mixed(slots, positions, chunks, parts.rows, parts.pools)
+        cells = parts.rows.grow_each(slots, positions)
+        rows = RowArrays(slots, positions, cells, *parts.rows.next_states(slots))
+        taken = take_chunks(chunks, parts.rows, parts.pools)
         step.captures += parts.captures.of_decodes(decodes)
         step.captures += parts.captures.of_chunks(taken)
         words = pack_chunks(size.room, taken, parts.rows, parts.pools.layout)

@@ -71,6 +71,7 @@ class Ways:
     chunk_kernels: bool  # those of prompts, too
     recorder: CudaGraphs | None  # captures what is made of them; None: on GPUs CUDA graphs do
     chunk_graphs: bool
+    mixed: bool  # decode rows beside chunks in one forward
     fingerprints: bool
     max_depth: int  # drafts of a row
     drafts_itself: bool
@@ -94,7 +95,7 @@ class Ways:
             num_rows = room.least_rows
             if num_rows <= self.num_slots:
                 shapes.append(WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows))
-        if self.chunk_graphs:
+        if self.mixed:
             shapes += self._mixed_shapes()
         return shapes + [
             WarmUpShape(num_rows, 1, num_steps=3, depth=depth, drafts_itself=self.drafts_itself)
@@ -293,7 +294,8 @@ class Runner:
         if recorder is not None and self._ways.chunk_graphs:
             of_prompts = (decoder.head, choose, future, pools.layout, recorder, logits)
             chunks = chunk_steps(PromptKernels(decoder, pools, table), *of_prompts)
-            mixed = mixed_steps(MixedKernels(decoder, pools, table, decode), *of_prompts)
+            if self._ways.mixed:
+                mixed = mixed_steps(MixedKernels(decoder, pools, table, decode), *of_prompts)
         verify = None
         if max_depth := self._ways.max_depth:
             drafts = VerifyKernels(decoder, pools, kept, table, self._future, drafter)

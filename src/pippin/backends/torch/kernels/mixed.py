@@ -1,5 +1,6 @@
 """Decode rows beside chunks of prompts, in one forward: products are of all tokens, so that weights
-are read once; what mixes tokens is the kernels of either.
+are read once; what mixes tokens is the kernels of either. Of models without recurrent layers: with
+some it was slower than two forwards.
 
 Equal to a decode step and a forward of chunks but for rounding.
 """
@@ -9,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from pippin.backends.torch.kernels.decode import DecodeKernels
-from pippin.backends.torch.kernels.layers import Projecting, first_of, run_layers
+from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.packed.linear import by_kernels
 from pippin.backends.torch.kernels.prompt import CapturedRun
+from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs
@@ -40,10 +42,11 @@ class MixedKernels:
 
         def mix(layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
             mixer = layer.mixer
-            if isinstance(mixer, Projecting):
-                projected = first_of(mixer)(normed)
+            if isinstance(mixer, AttentionLayer):
+                projected = mixer.qkv(normed)
                 of_rows = self._decode.mix_projected(layer, projected[:width], rows)
-                return mixer.out(torch.cat([of_rows, run.mix_projected(layer, projected[width:])]))
+                of_chunks = run.attend_projected(mixer, layer.number, projected[width:])
+                return mixer.out(torch.cat([of_rows, of_chunks]))
             of_rows = self._decode.mix(layer, normed[:width], rows)
             return torch.cat([of_rows, run.mix(layer, normed[width:])])
 

@@ -22,10 +22,9 @@ from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
 from pippin.backends.torch.kernels.rows import gated_norm
 from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
 from pippin.backends.torch.models.conv_layer import ConvLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
+from pippin.backends.torch.models.decoder import Decoder, RecurrentLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.latent_layer import LatentLayer
-from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.plain.forward import ChunkRun, LayerRun
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import ChunkBatch, HeldCells
@@ -134,15 +133,13 @@ class CapturedRun(_KernelRun):
         self._table = table
         self._inputs = inputs.recurrent
 
-    def mix_projected(self, layer: DecoderLayer, projected: torch.Tensor) -> torch.Tensor:
+    def attend_projected(
+        self, mixer: AttentionLayer, number: int, projected: torch.Tensor
+    ) -> torch.Tensor:
         """What the last product reads."""
-        mixer, held = layer.mixer, self._held
-        if isinstance(mixer, AttentionLayer):
-            kv = self._pools.kv[layer.number]
-            q, gate = self._place_projected(mixer, projected, kv, held.cells)
-            return mixer.gated(self._look(q, kv, held, mixer.scoring), gate)
-        assert isinstance(mixer, DeltaLayer | MambaLayer)
-        return _recur_projected(mixer, projected, self._pools, layer.number, self._inputs)
+        kv, held = self._pools.kv[number], self._held
+        q, gate = self._place_projected(mixer, projected, kv, held.cells)
+        return mixer.gated(self._look(q, kv, held, mixer.scoring), gate)
 
     def _look(
         self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, scoring: Scoring
@@ -174,35 +171,15 @@ def _attend_latents(
 def _recur(
     mixer: RecurrentLayer, x: torch.Tensor, pools: Pools, number: int, inputs: RecurrentInputs
 ) -> torch.Tensor:
-    projected = mixer.project(x)
-    if not isinstance(mixer, ConvLayer):
-        return mixer.out(_recur_projected(mixer, projected, pools, number, inputs))
-    mixed, z, _ = mixer.split(projected)
-    return mixer.finish(_convolve(mixer, mixed, pools.conv[number], inputs), z)
-
-
-def _recur_projected(
-    mixer: DeltaLayer | MambaLayer,
-    projected: torch.Tensor,
-    pools: Pools,
-    number: int,
-    inputs: RecurrentInputs,
-) -> torch.Tensor:
-    """What the last product reads."""
-    recurrent = pools.recurrent[number]
-    mixed, z, gates = mixer.split(projected)
-    convolved = _convolve(mixer, mixed, pools.conv[number], inputs)
-    if isinstance(mixer, DeltaLayer):
-        y = delta_blocks(convolved, gates, mixer, recurrent, inputs)
-        return gated_norm(y, z, mixer.norm)
-    y = mamba_blocks(convolved, gates, mixer, recurrent, inputs).flatten(1)
-    groups = y.unflatten(1, (mixer.shape.num_groups, -1))
-    return gated_norm(groups, z, mixer.norm, gate_first=True)
-
-
-def _convolve(
-    mixer: RecurrentLayer, mixed: torch.Tensor, conv: torch.Tensor, inputs: RecurrentInputs
-) -> torch.Tensor:
+    recurrent, conv = pools.recurrent[number], pools.conv[number]
+    mixed, z, gates = mixer.split(mixer.project(x))
     convolved = conv_rows(mixed, conv, mixer, inputs.places, inputs.states_in)
     keep_inputs(mixed, conv, inputs.blocks)
-    return convolved
+    if isinstance(mixer, ConvLayer):
+        return mixer.finish(convolved, z)
+    if isinstance(mixer, DeltaLayer):
+        y = delta_blocks(convolved, gates, mixer, recurrent, inputs)
+        return mixer.out(gated_norm(y, z, mixer.norm))
+    y = mamba_blocks(convolved, gates, mixer, recurrent, inputs).flatten(1)
+    groups = y.unflatten(1, (mixer.shape.num_groups, -1))
+    return mixer.out(gated_norm(groups, z, mixer.norm, gate_first=True))

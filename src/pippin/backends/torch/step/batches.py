@@ -121,40 +121,17 @@ class ChunkBatch(Batch):
 
 def take_chunks(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> TakenChunks:
     """Takes the cells and states that the chunks write."""
-    taps = _take_taps(rows, held, pools)
-    # After the taps: it frees what rows still read.
-    states_in, states_out = held.next_states(np.array([row.slot for row in rows]))
-    return TakenChunks(tuple(rows), states_in, states_out, taps)
-
-
-def take_mixed(
-    slots: np.ndarray,  # of rows that run one token each, at `positions`
-    positions: np.ndarray,
-    chunks: Sequence[PrefillRow],
-    held: Rows,
-    pools: Pools,
-) -> tuple[RowArrays, TakenChunks]:
-    """The same, of rows and chunks that run in one forward: what any of them reads is free only
-    when all have taken theirs."""
-    cells = held.grow_each(slots, positions)
-    taps = _take_taps(chunks, held, pools)
-    both = np.concatenate([slots, [chunk.slot for chunk in chunks]])
-    states_in, states_out = held.next_states(both)
-    n = len(slots)
-    rows = RowArrays(slots, positions, cells, states_in[:n], states_out[:n])
-    return rows, TakenChunks(tuple(chunks), states_in[n:], states_out[n:], taps)
-
-
-def _take_taps(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> tuple[Tap, ...]:
-    """And cells."""
     for row in rows:
         held.grow(row.slot, len(row.tokens))
-    return tuple(
+    taps = tuple(
         Tap(number, position, pools.arena.take_state())
         for number, row in enumerate(rows)
         for position in inner_checkpoints(row)
         if held.keeps_states
     )
+    # After the taps: it frees what rows still read.
+    states_in, states_out = held.next_states(np.array([row.slot for row in rows]))
+    return TakenChunks(tuple(rows), states_in, states_out, taps)
 
 
 def chunk_batch(taken: TakenChunks, held: Rows, pools: Pools) -> ChunkBatch:
