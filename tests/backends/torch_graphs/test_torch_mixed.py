@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
+import torch
+
 from builders import AMPLE_BYTES
 from chunk_words import capture_chunks, capture_mixed
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
@@ -146,6 +148,20 @@ def test_they_are_warmed_up(num_slots: int) -> None:
         if less + 1 < num_slots
     }
     assert found == asked
+
+
+@pytest.mark.parametrize("num_slots", [2, 16, 20, 64])
+def test_the_largest_is_captured_first(num_slots: int) -> None:
+    """Those that are warmed up later fit into its memory, however few rows there are."""
+    backend = TorchBackend(load_torch("llama"), num_slots=num_slots, kernels=False)
+    steps = capture_mixed(backend, RunAgain())
+    with torch.inference_mode():
+        backend.runner.capture_largest()
+    ways = replace(backend._ways, kernels=True, chunk_graphs=True, mixed=True)
+    shapes = [shape for shape in ways.shapes_to_warm_up() if shape.beside]
+    sizes = [mixed_size_for(s.beside, s.num_tokens, s.num_rows) for s in shapes]
+    largest = max((s for s in sizes if s is not None), key=lambda s: (s.width, s.room.num_tokens))
+    assert {size for size, _ in steps.graphs} == {largest}
 
 
 @pytest.mark.slow

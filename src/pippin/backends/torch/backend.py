@@ -111,7 +111,7 @@ class TorchBackend:
             chunk_kernels=agreed.chunks,
             recorder=recorder,
             chunk_graphs=chunk_graphs,
-            mixed=chunk_graphs and not self._layout.num_recurrent_layers,
+            mixed=chunk_graphs and num_slots > 1 and not self._layout.num_recurrent_layers,
             fingerprints=fingerprints,
             max_depth=self.max_depth,
             drafts_itself=self.drafts_itself > 0,

@@ -51,6 +51,7 @@ from pippin.backends.torch.step.sizes import (
     WIDTHS,
     MixedSize,
     Room,
+    mixed_size_for,
     width_for,
 )
 from pippin.backends.torch.step.slots import Slots
@@ -114,6 +115,13 @@ class Ways:
             for num in beside
             for room in MIXED_ROOMS
         ]
+
+    def largest_mixed(self) -> MixedSize:
+        """Of the steps that `_mixed_shapes` has."""
+        num_decodes = min(self.num_slots - 1, MIXED_WIDTHS[-1])
+        size = mixed_size_for(num_decodes, MIXED_ROOMS[-1].num_tokens, 1)
+        assert size is not None
+        return size
 
     @property
     def _widths(self) -> list[int]:
@@ -250,8 +258,7 @@ class Runner:
         if self.prompts.graphs is not None:
             self.prompts.graphs.prepare(ROOMS[-1])
         if self.mixed.steps is not None:
-            most = max(w for w in MIXED_WIDTHS if w <= width_for(self._ways.num_slots))
-            self.mixed.steps.prepare(MixedSize(most, MIXED_ROOMS[-1]))
+            self.mixed.steps.prepare(self._ways.largest_mixed())
         if (steps := self._verifies.steps) is not None:
             depth = self._ways.max_depth
             width = max(w for w in WIDTHS if w * (1 + depth) <= MOST_TOKENS)
