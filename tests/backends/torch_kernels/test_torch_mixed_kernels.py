@@ -64,9 +64,14 @@ def test_rows_and_chunks_in_one_forward(name: str, chunks: tuple[PrefillRow, ...
     torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "runs_together"), [("llama", True), ("qwen3_5", False)])
-def test_models_with_recurrent_layers_run_them_apart(name: str, runs_together: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_slots", "runs_together"),
+    [("llama", 4, True), ("llama", 1, False), ("qwen3_5", 4, False)],
+)
+def test_models_with_recurrent_layers_run_them_apart(
+    name: str, num_slots: int, runs_together: bool
+) -> None:
     backend = TorchBackend(
-        load_torch(name), num_slots=4, pool_bytes=None, kernels=True, recorder=RunAgain()
+        load_torch(name), num_slots=num_slots, pool_bytes=None, kernels=True, recorder=RunAgain()
     )
     assert any(shape.beside for shape in backend.shapes_to_warm_up) == runs_together
