@@ -215,7 +215,7 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
     expected = play(plain, PARAMS["drawn"])
     assert [dict(result.tokens) for result in found] == [dict(r.tokens) for r in expected]
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"chunks of prompts are not captured: no capture: {stage}"]
+    assert said == [f"chunks of prompts are launched, not captured: no capture: {stage}"]
     assert caplog.records[0].exc_info is not None
     assert not graphs.works
     other.runner.pools.arena.check_integrity()
