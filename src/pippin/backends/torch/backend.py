@@ -36,6 +36,7 @@ from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import make_streams
 from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.errors import OutOfMemory
 from pippin.types import Component
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class TorchBackend:
         self._meter = CudaMeter(decoder.device) if meter is None and on_cuda else meter
         self._memory = MemoryUse(weights)
         self._runner: Runner | None = None
+        self._is_limited = False  # a budget says how large the pools are
         self.shapes_to_warm_up: Sequence[WarmUpShape] = self._ways.shapes_to_warm_up()
         self.spec = self._layout.model_spec(loaded.name, loaded.max_len)
         self._shares = MemoryShares(
@@ -215,6 +217,11 @@ class TorchBackend:
     @property
     def runner(self) -> Runner:
         """One over a memory of some size, where `limit_memory` was not asked for one."""
+        if self._runner is None and self._is_limited:
+            raise OutOfMemory(
+                f"the memory budget leaves no slab of {self._layout.slab_bytes:,} bytes for KV and "
+                f"states ({self._memory}): give more with --memory"
+            )
         return self._runner or self._make_runner(DEFAULT_POOL_BYTES)
 
     def launch(self, plan: StepPlan) -> TorchPending:
@@ -283,11 +290,16 @@ class TorchBackend:
             left = budget_bytes - self._memory.total + self._memory.pools
             return min(left, self._runner.pools.capacity_bytes) - held
         self._drop_runner()
+        self._is_limited = False
         self._memory = self._share_out(budget_bytes)
-        if (left := self._memory.pools) > self._layout.slab_bytes:
+        self._is_limited = True
+        left = self._memory.pools
+        if left >= self._layout.slab_bytes:
             self._make_runner(left)
             if self._meter is not None:
                 self._capture_largest()
+        else:
+            left = min(left, 0)  # a part of a slab holds nothing
         logger.info("memory: %s, of a budget of %s", self._memory, f"{budget_bytes:,}")
         return left
 
