@@ -1,4 +1,4 @@
-"""Kernels against plain operations on this device, with this model's weights: in under a second.
+"""Kernels against plain operations on this device, with this model's weights: in seconds.
 
 One layer of each kind, the experts, and the choice of tokens. Knows no graphs.
 """
@@ -132,7 +132,7 @@ def kernels_agree(
 
 
 def kernel_errors(
-    decoder: Decoder, num_rows: int, *, drafts: bool, chunks: bool = True
+    decoder: Decoder, num_rows: int = 1, *, drafts: bool, chunks: bool = True
 ) -> Iterator[tuple[str, float | None]]:
     """By what is checked: how far off it is; None if it cannot be run, which a warning explains.
     `chunks`: those of prompts, too."""
