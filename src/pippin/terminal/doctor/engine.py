@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pippin import LLM
 from pippin.amounts import show_bytes
-from pippin.backends import fallbacks
+from pippin.backends.fallbacks import logger as fallbacks_log
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.terminal.doctor.findings import ISSUE, Finding
 
@@ -140,7 +140,7 @@ def _warnings() -> Iterator[list[str]]:
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.name != fallbacks.__name__:  # the backend lists them
+            if record.name != fallbacks_log.name:  # the backend lists them
                 found.append(record.getMessage())
 
     handler = Kept(logging.WARNING)
