@@ -130,7 +130,7 @@ def test_work_that_raises_before_its_capture_is_noted_and_left_to_plain_operatio
     doubling = Raising(RunAgain())
     assert [doubling.steps.can_run(size) for size in (3, 2, 3)] == [False, True, False]
     assert [record.getMessage() for record in caplog.records] == [
-        "plain operations are used for doublings of size 3: out of resource: shared memory"
+        "plain operations are used for doublings of some sizes: out of resource: shared memory"
     ]
     assert doubling.steps.works
     assert doubling.run(1, 2) == [2, 4]

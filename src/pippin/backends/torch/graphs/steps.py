@@ -131,7 +131,7 @@ class CapturedSteps(Generic[Size]):
             self._fallbacks.note(f"{self._name} are launched, not captured", error, error)
         except Exception as error:  # of any kind from a compiler or driver: launched it would raise
             self.failed.add(size)
-            what = f"plain operations are used for {self._name} of size {size}"
+            what = f"plain operations are used for {self._name} of some sizes"
             self._fallbacks.note(what, error, error)
 
     def _run(self, size: Size, choice: Choice, words: torch.Tensor) -> Ran:
