@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "tasks": set(),
     "decode": {"types"},
     "backends": set(),
-    "backends.base": {"types", "cache.entries"},
+    "backends.fallbacks": set(),
+    "backends.base": {"types", "cache.entries", "backends.fallbacks"},
     "backends.sampling": {"types", "backends.base"},
     "backends.warm_up": {"types", "backends.base"},
     "backends.chunking": {"types", "backends.base"},
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "backends.mlx": {
         *("types", "cache.entries", "config"),
-        *("backends.base", "backends.host"),
+        *("backends.base", "backends.host", "backends.fallbacks"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
         *("backends.fingerprint_reads", "backends.step_outputs", "backends.mtp_weights"),
         "backends.draft_limits",
@@ -55,6 +56,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "backends.torch": {
         *("types", "amounts", "cache.entries", "backends.base", "backends.host"),
+        "backends.fallbacks",
         *("backends.chunking", "backends.masks", "backends.sampling"),
         *("backends.fingerprint_reads", "backends.step_outputs", "backends.mtp_weights"),
         "backends.draft_limits",
@@ -163,6 +165,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "terminal.doctor": {
         *("", "types", "amounts", "config", "offline.offline_requests", "startup.resolve"),
         *("startup.drafts", "backends.host", "backends.nvidia", "backends.mlx", "backends.torch"),
+        "backends.fallbacks",
     },
     "service": set(),
     "switching": {"messages", "engine.engine_client"},

@@ -13,7 +13,7 @@
     packed      products with packed weights against plain operations; 4 bits against bfloat16 in decode
                 steps of Qwen3.5-0.8B's and Qwen3-0.6B's shapes
     biases      models with every bias that a config can ask for: decode says what prefill says
-    agreement   what is tried at load: that each kernel agrees with plain operations, in under a second
+    agreement   what is tried at load: that each kernel agrees with plain operations, in seconds
     top_p       of a whole vocabulary, without a sort: the same tokens, and both times
     captures    captures that CUDA invalidates: the engine keeps serving, and nothing leaks
     long        a row of 128,000 tokens beside 31 short ones: kernels against plain operations, the time of a
@@ -33,6 +33,7 @@
                 where it is asked for
     decode, prefill    Qwen3.5-0.8B's shape in bfloat16, random weights
     speculate   the same shape: a step's time by the depth of drafts, and what 80% of right ones gain
+    penalised   17 rows with drafts, and 16 beside one with a penalty: ms a step; only where it is asked for
     mtp         the bundled model with drafts of its MTP head: the same tokens in float32, and how much faster
     draft_model a random model that drafts for itself: the same tokens, and nearly every draft right
     expert_speed       eight layers of Qwen3-30B-A3B's shape, against the time to read their weights
@@ -71,7 +72,7 @@ from torch_gpu.moe import agreement, biases, expert_speed, moe
 from torch_gpu.mtp import draft_model, mtp
 from torch_gpu.packed import packed, packed_tiles
 from torch_gpu.races import races, waits
-from torch_gpu.speculate import drafts, speculate
+from torch_gpu.speculate import drafts, penalised, speculate
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.state_prompts import state_prompts
 from torch_gpu.tails import beside, tails
@@ -137,7 +138,7 @@ USUAL = {
     "beside": beside,
     "churn": churn,
 }
-SECTIONS = USUAL | {"allocations": allocations, "state_prompts": state_prompts, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
+SECTIONS = USUAL | {"allocations": allocations, "penalised": penalised, "state_prompts": state_prompts, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
 
 
 def main() -> int:

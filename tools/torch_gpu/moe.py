@@ -192,8 +192,9 @@ def decode_is_prefill(name: str, backend: TorchBackend, num_rows: int) -> None:
 
 
 def agreement() -> None:
-    """What is tried at load: the kernels agree on every model here, and it takes under a second."""
-    from pippin.backends.torch.kernels.checks.agreement import Agreed, our_kernels_agree
+    """What is tried at load: the kernels agree on every model here, and it takes seconds."""
+    from pippin.backends.fallbacks import Fallbacks
+    from pippin.backends.torch.kernels.checks.agreement import ALL, our_kernels_agree
 
     configs = [*MODELS.items(), *BIASED.items(), ("Qwen3.5-0.8B", QWEN3_5_0_8B)]
     for name, config in configs:
@@ -204,11 +205,11 @@ def agreement() -> None:
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 with torch.cuda.stream(torch.cuda.Stream()):
-                    agreed = our_kernels_agree(loaded.decoder, loaded.max_len)
-                assert agreed == Agreed(steps=True, chunks=True), f"{name}, {dtype}: see the warning"
+                    agreed = our_kernels_agree(loaded.decoder, loaded.max_len, 256, Fallbacks())
+                assert agreed == ALL, f"{name}, {dtype}: see the warning"
                 times.append(time.perf_counter() - began)
             print(f"{name}, {dtype}: kernels agree, tried in {times[1]:.2f} s, first {times[0]:.1f} s", flush=True)
-            assert times[1] < 1.0, "this is too slow for every start"
+            assert times[1] < 5.0, "this is too slow for every start"
 
 
 def expert_speed() -> None:

@@ -153,14 +153,15 @@ def drafts() -> None:
 
 
 class DraftedPlay(Requests):
-    """Prompts of one length, whose replies are known; two steps in flight."""
+    """Prompts of one length, whose replies are known; two steps in flight. Rows of `special` have no drafts."""
 
-    def __init__(self, backend: TorchBackend, num_rows: int, context: int, params: SamplingParams, expected: dict[int, list[int]]) -> None:
+    def __init__(self, backend: TorchBackend, num_rows: int, context: int, params: SamplingParams, expected: dict[int, list[int]], special: dict[int, SamplingParams] | None = None) -> None:
         super().__init__(backend, num_rows)
         rng = np.random.default_rng(0)
         vocab = backend.spec.vocab_size
         prompts = {s: rng.integers(10, vocab, context).astype(np.int32) for s in self.slots}
-        self.replies = [Reply(s, prompts[s], params, s, expected[s]) for s in self.slots]
+        self.special = special or {}
+        self.replies = [Reply(s, prompts[s], self.special.get(s, params), s, expected[s]) for s in self.slots]
         for reply in self.replies:
             admit, chunk = reply.start()
             reply.settle(self.launch(admit=(admit,), prefill=(chunk,)).wait().tokens[reply.slot])
@@ -173,7 +174,7 @@ class DraftedPlay(Requests):
         times, waiting, num_tokens = [], None, 0
         for _ in range(num_steps):
             began = time.perf_counter()
-            launched = self.launch(decode=tuple(reply.row(depth, is_wrong) for reply in self.replies))
+            launched = self.launch(decode=tuple(reply.row(0 if reply.slot in self.special else depth, is_wrong) for reply in self.replies))
             if waiting is not None:
                 num_tokens += self.settle(waiting)
             waiting = launched
@@ -225,3 +226,17 @@ def speculate() -> None:
     for num_rows in (1, 8, 32):
         best, depth = max((rate, depth) for rows, depth, rate in table if rows == num_rows)
         print(f"{num_rows} rows: {best:.2f}x at depth {depth}")
+
+
+def penalised() -> None:
+    """ms a step of 17 rows with drafts, and of 16 beside one that has a penalty."""
+    backend = TorchBackend(random_model(), num_slots=32, pool_bytes=8 << 30, max_depth=MAX_DEPTH)
+    expected = {slot: [0] * 400 for slot in range(1, 18)}
+    for turn in range(3):
+        for name, special in (("17 drafting", {}), ("16 and one penalised", {17: SamplingParams(temperature=0.0, presence_penalty=0.5)})):
+            for depth in (1, MAX_DEPTH):
+                play = DraftedPlay(backend, 17, CONTEXT, GREEDY, expected, special)
+                play.decode(10, depth, SHARE)
+                times, _ = play.decode(100, depth, SHARE)
+                play.end()
+                print(f"{turn}: {name}, depth {depth}: {statistics.median(times[5:]) * 1e3:.3f} ms a step", flush=True)

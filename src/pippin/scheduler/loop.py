@@ -237,6 +237,7 @@ class Loop:
             "slots": scheduler.slots.num_slots,
             "slots_reason": scheduler.limits.max_running_reason,
             "overlap": self.overlap,
+            "fallbacks": [str(fallback) for fallback in self.backend.fallbacks],
             "cpu_seconds": process_time(),
             "memory": {
                 "device_bytes": self.backend.memory_used(),

@@ -293,3 +293,24 @@ def test_random_holders_keep_what_they_hold(seed: int) -> None:
         assert all(marks_of(pools, p.cells) == {number} for p, number in kv.items())
         for state, number in states.items():
             assert pools.recurrent[0][state.slab].unique().tolist() == [number]
+
+
+def test_a_move_reads_the_cells_of_rows_in_that_slab_alone() -> None:
+    pools = make_pools(num_slabs=8)
+    per_slab = pools.layout.cells_per_slab(Component.ATTENTION)
+    rows = Rows(pools, 3, 8 * per_slab)
+    for slot in (1, 2, 3):
+        rows.grow(slot, per_slab)
+    read: list[int] = []
+
+    class NewCells:
+        def __getitem__(self, cells: np.ndarray) -> np.ndarray:
+            read.append(len(cells))
+            return cells
+
+    slab = int(rows.held(2, 0, 1)[0]) // per_slab
+    rows.cells.move(NewCells(), slab)  # type: ignore[arg-type]
+    assert read == [per_slab]
+    rows.retire(2)
+    rows.cells.move(NewCells(), slab)  # type: ignore[arg-type]
+    assert read == [per_slab]

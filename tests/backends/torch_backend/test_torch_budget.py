@@ -29,7 +29,7 @@ from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, State
 from pippin.backends.torch.step.sampler import TorchSampler
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import build_loop
-from pippin.errors import LoadError
+from pippin.errors import LoadError, OutOfMemory
 from pippin.types import Component, SamplingParams
 from torch_serving import load_torch
 
@@ -328,3 +328,19 @@ def test_a_payload_is_read_on_the_stream_that_writes_it(monkeypatch: pytest.Monk
         payload.fingerprint()
     assert read == [True] * len(payloads)
     capture.release()
+
+
+@pytest.mark.parametrize("left", [-1, 0])
+def test_a_budget_of_a_slab_makes_a_pool_and_of_less_makes_none(
+    device: MadeUpDevice, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first launch does not make one of another size, outside the budget."""
+    backend = make_backend(device)
+    slab = backend._layout.slab_bytes
+    monkeypatch.setattr(backend, "_share_out", lambda budget: MemoryUse(1000, slab + left))
+    assert backend.limit_memory(60 * MIB) == (0 if left else slab)
+    if not left:
+        assert backend.runner.pools.capacity_bytes == slab
+        return
+    with pytest.raises(OutOfMemory, match=f"no slab of {slab:,} bytes .* pools {slab - 1:,}"):
+        run_a_prompt(backend)

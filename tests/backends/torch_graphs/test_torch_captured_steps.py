@@ -91,7 +91,7 @@ def test_a_capture_that_fails_is_reported_once_and_what_was_captured_is_still_re
             assert doubling.run(1, 2, 3) == [2, 4, 6]
             assert doubling.run(5) == [10]
     assert [r.getMessage() for r in caplog.records] == [
-        f"doublings are not captured: no capture: {stage}"
+        f"doublings are launched, not captured: no capture: {stage}"
     ]
     assert not doubling.steps.works
     assert doubling.sizes() == {1}
@@ -114,3 +114,23 @@ def test_a_size_is_launched_once_before_all_its_ways_to_choose_are_captured() ->
     assert doubling.prepare(3)
     assert len(doubling.steps.graphs) == len(Choice)
     assert len(doubling.ran) == 1 + len(Choice)
+
+
+def test_work_that_raises_before_its_capture_is_noted_and_left_to_plain_operations(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Launched it would raise again: only other sizes are run."""
+
+    class Raising(Doubling):
+        def double(self, size: int, words: torch.Tensor) -> Forwarded:
+            if size > 2:
+                raise RuntimeError("out of resource: shared memory")
+            return super().double(size, words)
+
+    doubling = Raising(RunAgain())
+    assert [doubling.steps.can_run(size) for size in (3, 2, 3)] == [False, True, False]
+    assert [record.getMessage() for record in caplog.records] == [
+        "plain operations are used for doublings of some sizes: out of resource: shared memory"
+    ]
+    assert doubling.steps.works
+    assert doubling.run(1, 2) == [2, 4]

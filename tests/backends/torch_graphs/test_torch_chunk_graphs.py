@@ -215,9 +215,12 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
     expected = play(plain, PARAMS["drawn"])
     assert [dict(result.tokens) for result in found] == [dict(r.tokens) for r in expected]
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"chunks of prompts are not captured: no capture: {stage}"]
+    what = "chunks of prompts are launched, not captured"
+    if stage == "first run":
+        what = "plain operations are used for chunks of prompts of some sizes"
+    assert said == [f"{what}: no capture: {stage}"]
     assert caplog.records[0].exc_info is not None
-    assert not graphs.works
+    assert graphs.works is (stage == "first run")
     other.runner.pools.arena.check_integrity()
 
 

@@ -15,8 +15,15 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 import torch
 
 from chunk_words import PlainPrompt
+from pippin.backends.fallbacks import Fallbacks
 from pippin.backends.torch.kernels.checks import agreement
-from pippin.backends.torch.kernels.checks.agreement import Agreed, KernelSet, kernels_agree
+from pippin.backends.torch.kernels.checks.agreement import (
+    ALL,
+    NONE,
+    Agreed,
+    KernelSet,
+    kernels_agree,
+)
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.parts import ExpertMlp
 from pippin.backends.torch.plain.forward import PlainForward
@@ -125,13 +132,12 @@ class PlainDrafts:
 
 
 PLAIN = KernelSet(PlainSteps, plain_chunks, PlainPrompt, plain_experts, least_in_top_p, PlainDrafts)
-ALL, NONE = Agreed(steps=True, chunks=True), Agreed(steps=False, chunks=False)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def test_kernels_that_are_right_are_used(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with torch.inference_mode():
-        assert kernels_agree(load_torch(name).decoder, lambda: PLAIN) == ALL
+        assert kernels_agree(load_torch(name).decoder, lambda: PLAIN, Fallbacks()) == ALL
     assert not caplog.records
 
 
@@ -142,7 +148,7 @@ def test_rows_of_a_half_precision_model_hold_numbers(
     """Its states are in float32, in the same memory: read as halves, their bits may be anything."""
     decoder = load_torch("qwen3_5", dtype=dtype).decoder
     with torch.inference_mode(), make_streams(decoder.device, decoder.dtype).forward():
-        assert kernels_agree(decoder, lambda: PLAIN) == ALL
+        assert kernels_agree(decoder, lambda: PLAIN, Fallbacks()) == ALL
     assert not caplog.records
 
 
@@ -235,8 +241,6 @@ def one_row_of_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
         ({"steps": OneRowIsRight}, "a decode step of 3 rows with recurrent layers"),
         ({"steps": KeepsNothing}, "a decode step of 1 rows with attention"),
         ({"steps": Raises}, "shared memory"),
-        ({"verify": RunsNoKeptDrafts}, "drafts of 1 rows with recurrent layers"),
-        ({"verify": KeepsNoDrafts}, "drafts of 3 rows with recurrent layers"),
         ({"experts": one_expert_less}, "experts"),
         ({"experts": one_row_of_experts}, "experts"),
         ({"in_top_p": lambda x, top_p, min_p: x.amax(dim=-1)}, "top_p"),
@@ -247,39 +251,61 @@ def test_a_kernel_that_is_wrong_is_named(
 ) -> None:
     decoder = load_torch("qwen3_5_moe").decoder
     with torch.inference_mode():
-        assert kernels_agree(decoder, lambda: replace(PLAIN, **wrong)) == NONE
+        fallbacks = Fallbacks()
+        assert kernels_agree(decoder, lambda: replace(PLAIN, **wrong), fallbacks) == NONE
     said = [record.getMessage() for record in caplog.records]
-    assert all(line.startswith("plain operations are used: ") for line in said)
+    assert said == [str(fallback) for fallback in fallbacks]
+    assert all(line.startswith("plain operations are used for all steps: ") for line in said)
     assert any(named in line for line in said)
     if "experts" not in wrong:
         assert not any("experts" in line for line in said)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("kind", "wrong", "named"),
     [
-        ({"chunks": NoNumbers}, "chunks of prompts with recurrent layers"),
-        ({"chunks": KeepsNoTaps}, "chunks of prompts with recurrent layers"),
-        ({"prompts": OtherTokens}, "captured chunks with attention"),
+        ("prompts", {"chunks": NoNumbers}, "chunks of prompts with recurrent layers"),
+        ("prompts", {"chunks": KeepsNoTaps}, "chunks of prompts with recurrent layers"),
+        ("prompts", {"prompts": OtherTokens}, "captured chunks with attention"),
+        ("drafts", {"verify": RunsNoKeptDrafts}, "drafts of 1 rows with recurrent layers"),
+        ("drafts", {"verify": KeepsNoDrafts}, "drafts of 3 rows with recurrent layers"),
     ],
 )
-def test_kernels_of_chunks_that_are_wrong_leave_those_of_steps(
-    wrong: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+def test_kernels_of_one_kind_that_are_wrong_leave_the_others(
+    kind: str, wrong: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder = load_torch("qwen3_5_moe").decoder
     with torch.inference_mode():
-        found = kernels_agree(decoder, lambda: replace(PLAIN, **wrong))
-    assert found == Agreed(steps=True, chunks=False)
+        found = kernels_agree(decoder, lambda: replace(PLAIN, **wrong), Fallbacks())
+    assert found == Agreed(True, kind != "prompts", kind != "drafts")
     said = [record.getMessage() for record in caplog.records]
-    assert all(line.startswith("plain operations are used for prompts: ") for line in said)
+    where = "prompts" if kind == "prompts" else "steps with drafts"
+    assert all(line.startswith(f"plain operations are used for {where}: ") for line in said)
     assert any(named in line for line in said)
+
+
+class RaisesAtMany(PlainSteps):
+    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        if len(inputs.slot) >= 64:
+            raise RuntimeError("out of resource: shared memory")
+        return super().logits(inputs, future)
+
+
+@pytest.mark.parametrize(("num_rows", "agreed"), [(48, ALL), (49, NONE), (64, NONE), (300, NONE)])
+def test_kernels_are_tried_at_the_widths_that_will_run(num_rows: int, agreed: Agreed) -> None:
+    decoder = load_torch("qwen3").decoder
+    fallbacks, wrong = Fallbacks(), replace(PLAIN, steps=RaisesAtMany)
+    with torch.inference_mode():
+        assert kernels_agree(decoder, lambda: wrong, fallbacks, num_rows) == agreed
+    named = [fallback.reason.startswith("a decode step of 64 rows") for fallback in fallbacks]
+    assert named[:1] == [True] * (agreed is NONE)
 
 
 def test_kernels_that_cannot_be_imported_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     def make() -> KernelSet:
         raise ImportError("no triton")
 
-    assert kernels_agree(load_torch("llama").decoder, make) == NONE
+    assert kernels_agree(load_torch("llama").decoder, make, Fallbacks()) == NONE
     assert "no triton" in caplog.text
 
 
@@ -289,7 +315,7 @@ def test_our_kernels_are_tried_on_a_loaded_model(
     loaded = load_torch("llama")
     wrong = replace(PLAIN, steps=WithoutResidual)
     monkeypatch.setattr(agreement, "our_kernels", lambda drafts: wrong)
-    assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len) == NONE
+    assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len, 4, Fallbacks()) == NONE
     assert "a decode step of 1 rows with attention" in caplog.text
     monkeypatch.setattr(agreement, "our_kernels", lambda drafts: PLAIN)
-    assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len) == ALL
+    assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len, 4, Fallbacks()) == ALL

@@ -10,27 +10,33 @@ import numpy as np
 import torch
 
 from builders import AMPLE_BYTES
-from pippin.backends.base import DecodeRow, PrefillRow, Retire
+from pippin.backends.base import DecodeRow, PrefillRow, Proposal, Retire
+from pippin.backends.torch import verifies
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.kernels.verify.delta import conv_verify
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.step.decode_inputs import FIELDS, Inputs
 from pippin.backends.torch.step.verify.words import Places, VerifySize, span_for
+from pippin.backends.torch.verifies import Verifies
 from test_contract import Steps, admit, make_tokens, restore
 from test_draft_contract import MAX_DEPTH, OWN_DRAFTS, Reply, goes_on, started
 from torch_serving import load_torch
 
 
 def make_steps(name: str) -> Steps:
-    backend = TorchBackend(
+    return Steps(make_backend(name))
+
+
+def make_backend(name: str, kernels: bool = True) -> TorchBackend:
+    return TorchBackend(
         load_torch(name),
         num_slots=6,
         pool_bytes=AMPLE_BYTES,
-        kernels=True,
+        kernels=kernels,
         max_depth=MAX_DEPTH,
         debug=True,
     )
-    return Steps(backend)
 
 
 @pytest.mark.slow
@@ -60,6 +66,68 @@ def test_rows_of_every_depth_say_what_they_say_without_drafts(name: str) -> None
     last = replies[2]
     captures = steps.run(retire=(Retire(3, 0, last.bound, captures=True),)).captures
     goes_on(steps, last, restore(captures, last.bound))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most_tokens", [256, 4])
+def test_rows_that_need_the_sampler_and_those_beyond_a_graph_run_by_kernels(
+    most_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties, log probabilities and a mask beside drafts: no row takes plain operations."""
+    monkeypatch.setattr(verifies, "MOST_TOKENS", most_tokens)
+    monkeypatch.setattr(Verifies, "_launch", None)
+    steps = make_steps("qwen3")
+    sizes: list[VerifySize] = []
+    captured = steps.backend.runner._verifies.steps
+    run = captured.run
+    captured.run = lambda size, *rest: sizes.append(size) or run(size, *rest)
+    name = "torch, qwen3"
+    drafted = Reply(name, 1, 5, params={"temperature": 1.0, "seed": 7})
+    scored = Reply(name, 2, 6, 2, {"logprobs": 2, "presence_penalty": 0.5})
+    constrained = Reply(name, 3, 7, 3)
+    replies = (drafted, scored, constrained)
+    started(steps, *replies)
+    masks = np.full((1, -(-steps.backend.spec.vocab_size // 32)), -1, dtype=np.int32)
+    for depth, wrong in ((2, [2]), (0, [])):
+        rows = (drafted.row(depth, wrong), scored.row(), constrained.row(masked=True))
+        pending = steps.launch(decode=rows)
+        pending.sample(masks)
+        result = pending.wait()
+        assert len(result.logprobs[2]) == 1
+        for reply in replies:
+            reply.settle(result)
+    for reply in replies:
+        reply.check()
+    together, parted = [(4, 2), (4, 0)], [(1, 2), (2, 0), (4, 0)]
+    assert [size[:2] for size in sizes] == (together if most_tokens == 256 else parted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3_dense", "lfm2", "bamba"])
+def test_models_without_kernels_for_drafts_keep_those_of_other_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with drafts take plain operations, and the next one without finds what they left."""
+    steps = make_steps(name)
+    backend = steps.backend
+    assert [fallback.operation for fallback in backend.fallbacks] == [
+        "plain operations are used for steps with drafts"
+    ]
+    plain = make_backend(name, kernels=False)
+    tokens = {}
+    for each in (plain, backend):
+        steps, prompt = Steps(each), make_tokens(20)
+        if each is backend:  # neither prompts nor decode steps
+            monkeypatch.setattr(PlainForward, "chunks", None)
+            monkeypatch.setattr(PlainForward, "tokens", None)
+        row = PrefillRow(1, 0, prompt, samples=True)
+        found = [*steps.run(admit=(admit(1, prompt),), prefill=(row,)).tokens[1]]
+        for depth in (0, 2, 0, 0, 0):
+            proposal = Proposal(20 + len(found), np.array([3, 4], dtype=np.int32))
+            one = DecodeRow(1, 19 + len(found), depth=depth, proposal=proposal if depth else None)
+            found += steps.run(decode=(one,)).tokens[1]
+        tokens[each is backend] = found
+    assert tokens[True] == tokens[False]
 
 
 @pytest.mark.slow

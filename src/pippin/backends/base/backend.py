@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from pippin.backends.base.plan import StepPlan
 from pippin.backends.base.result import StepResult
+from pippin.backends.fallbacks import Fallback
 from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import Component, ModelSpec
 
@@ -115,6 +116,12 @@ class WarmUpShape:
 class Backend(Costs, Protocol):
     @property
     def device(self) -> DeviceInfo: ...
+
+    @property
+    def fallbacks(self) -> Iterable[Fallback]:
+        """What it does in a slower way than it could on this device, and why: noted at load, or
+        when something failed."""
+        ...
 
     @property
     def arithmetic(self) -> str:

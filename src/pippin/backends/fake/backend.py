@@ -49,6 +49,8 @@ def fake_device() -> DeviceInfo:
 
 
 class FakeBackend:
+    fallbacks = ()
+
     def __init__(
         self,
         *,

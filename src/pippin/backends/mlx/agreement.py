@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import mlx.core as mx
 
+from pippin.backends.fallbacks import note_fallback
 from pippin.backends.mlx.layout import ROUNDING
-
-logger = logging.getLogger(__name__)
 
 
 def off_by(found: mx.array, expected: mx.array) -> mx.array:
@@ -20,13 +18,13 @@ def off_by(found: mx.array, expected: mx.array) -> mx.array:
 
 
 def agrees(without: str, errors: Callable[[], list[mx.array]]) -> bool:
-    """Whether none of the `errors` is more than rounding. The log says why not, and `without` what
-    becomes of it."""
+    """Whether none of the `errors` is more than rounding. Else why not is noted, with `without`:
+    what becomes of it."""
     try:
         worst = float(mx.stack(errors()).max())
     except Exception as failure:  # whatever a kernel can do on a machine that we have never seen
-        logger.warning("%s: %s", without, failure, exc_info=failure)
+        note_fallback(without, failure, failure)
         return False
     if not worst <= ROUNDING:
-        logger.warning("%s: the kernel is off by %.1g here", without, worst)
+        note_fallback(without, f"the kernel is off by {worst:.1g} here")
     return worst <= ROUNDING

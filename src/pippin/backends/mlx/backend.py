@@ -23,6 +23,7 @@ from pippin.backends.base import (
     StepPlan,
     captured_bytes,
 )
+from pippin.backends.fallbacks import Fallbacks, noted_in
 from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.run_ahead import running_ahead
@@ -82,9 +83,11 @@ class MLXBackend:
         fingerprints: bool = False,
         max_depth: int = 0,
         debug: bool = False,
+        fallbacks: Fallbacks | None = None,
     ) -> None:
         """`fingerprints`: of what the tree holds; compared when it is used. `max_depth`: of drafts,
-        where this model's rows can verify some."""
+        where this model's rows can verify some. `fallbacks`: noted when the model was loaded."""
+        self.fallbacks = fallbacks or Fallbacks()
         self._loaded = loaded
         self._wired = wired
         own = (loaded.model, loaded.mtp_head, None if loaded.draft is None else loaded.draft.model)
@@ -166,10 +169,12 @@ class MLXBackend:
         one. `draft`: the checkpoint of a draft model."""
         if wired and not on_metal():
             raise LoadError(f"wired: only Metal wires memory, this is {device_info().kind}")
-        loaded = load(path, dtype=dtype, safe=safe, mtp=mtp, progress=progress)
-        if draft is not None and max_depth and not deterministic:
-            progress("loading the draft model")
-            loaded = replace(loaded, draft=load_draft_model(draft, dtype, safe=safe))
+        fallbacks = Fallbacks()
+        with noted_in(fallbacks):
+            loaded = load(path, dtype=dtype, safe=safe, mtp=mtp, progress=progress)
+            if draft is not None and max_depth and not deterministic:
+                progress("loading the draft model")
+                loaded = replace(loaded, draft=load_draft_model(draft, dtype, safe=safe))
         return cls(
             loaded,
             num_slots=num_slots,
@@ -178,6 +183,7 @@ class MLXBackend:
             wired=wired,
             fingerprints=fingerprints,
             max_depth=depth_within(loaded, max_depth, deterministic=deterministic),
+            fallbacks=fallbacks,
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:

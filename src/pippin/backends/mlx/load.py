@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,14 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
+from pippin.backends.fallbacks import note_fallback
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.attention.head_ropes import head_norms
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.cpu.operations.bindings import operations, without_operations
+from pippin.backends.mlx.cpu.operations.library import OperationsReport, find_library
 from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
 from pippin.backends.mlx.device import on_cpu, on_metal
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, load_mtp_head
@@ -113,6 +116,7 @@ def load(
         if not safe:
             progress("preparing CPU operations, which are compiled once on a machine")
             operations()
+            _note_left_out(find_library())
     progress("reading the checkpoint")
     try:
         config = json.loads((path / "config.json").read_bytes())
@@ -139,6 +143,13 @@ def load(
             mtp_head=mtp_head,
             progress=progress,
         )
+
+
+def _note_left_out(report: OperationsReport) -> None:
+    if report.path is None and platform.system() == "Linux":
+        note_fallback("mlx's own operations are used", report.reason)
+    for name, why in report.left_out.items():
+        note_fallback(f"operation {name} is left to mlx on this CPU", why)
 
 
 def prepare(

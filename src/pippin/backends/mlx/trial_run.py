@@ -13,6 +13,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.fallbacks import note_fallback
 from pippin.backends.mlx.agreement import agrees, off_by
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
@@ -66,7 +67,7 @@ def _compiles(layout: Layout, forward: Forward) -> bool:
     try:
         _advance(DecodeRows(layout), [prompt], DecodeForward(layout, forward, compiled=True))
     except Exception as error:  # whatever the model's own code raises
-        logger.info("decode steps are not compiled: %s", error)
+        note_fallback("decode steps are not compiled", error)
         return False
     return True
 
@@ -89,6 +90,9 @@ def packed_rows(layout: Layout, forward: Forward) -> AttendPacked | None:
     """
     kernel = kernel_of(layout)
     if kernel is None:
+        if on_metal():
+            reason = "there is no kernel for the KV or the heads of each of this model's layers"
+            note_fallback("no kernel attends to decode rows", reason)
         return None
     errors: list[mx.array] = []
     attend = held_against_plain(kernel, errors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -16,10 +17,12 @@ import torch
 
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
 from pippin.backends.draft_limits import NOT_DETERMINISTIC, affordable_depth
-from pippin.backends.torch.config import suit_kernels
+from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.torch.config import lacks_draft_kernels, suit_kernels
 from pippin.backends.torch.device import device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.kernels.checks import agreement
+from pippin.backends.torch.kernels.checks.agreement import Agreed
 from pippin.backends.torch.load import LoadedModel, load
 from pippin.backends.torch.memory import largest_steps
 from pippin.backends.torch.memory.budget import CudaMeter, MemoryUse
@@ -33,6 +36,7 @@ from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import make_streams
 from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.errors import OutOfMemory
 from pippin.types import Component
 
 logger = logging.getLogger(__name__)
@@ -91,11 +95,8 @@ class TorchBackend:
         self._streams = make_streams(decoder.device, decoder.dtype)
         self.device = device_info(decoder.device, prefill_tokens)
         on_cuda = decoder.device.type == "cuda"
-        agreed = agreement.Agreed(bool(kernels), bool(kernels))
-        drafts = self.max_depth > 0
-        if kernels is None and on_cuda and suit_kernels(decoder.shape, drafts=drafts):
-            with self._streams.forward():
-                agreed = agreement.our_kernels_agree(decoder, loaded.max_len, drafts=drafts)
+        self.fallbacks = Fallbacks()
+        agreed = self._agreed(loaded, num_slots, kernels)
         kernels = agreed.steps
         send = partial(to_device, device=decoder.device)
         self._slots = Slots(num_slots, decoder.shape.vocab_size, send, in_top_p_by(kernels))
@@ -109,6 +110,7 @@ class TorchBackend:
             deterministic=deterministic,
             kernels=kernels,
             chunk_kernels=agreed.chunks,
+            draft_kernels=agreed.drafts,
             recorder=recorder,
             chunk_graphs=chunk_graphs,
             mixed=chunk_graphs and num_slots > 1 and not self._layout.num_recurrent_layers,
@@ -119,6 +121,7 @@ class TorchBackend:
         self._meter = CudaMeter(decoder.device) if meter is None and on_cuda else meter
         self._memory = MemoryUse(weights)
         self._runner: Runner | None = None
+        self._is_limited = False  # a budget says how large the pools are
         self.shapes_to_warm_up: Sequence[WarmUpShape] = self._ways.shapes_to_warm_up()
         self.spec = self._layout.model_spec(loaded.name, loaded.max_len)
         self._shares = MemoryShares(
@@ -137,6 +140,33 @@ class TorchBackend:
             )
         if pool_bytes is not None:
             self._make_runner(pool_bytes)
+
+    def _agreed(self, loaded: LoadedModel, num_slots: int, kernels: bool | None) -> Agreed:
+        """Which kernels are used; why others are not is noted."""
+        decoder, on_cuda = loaded.decoder, loaded.decoder.device.type == "cuda"
+        if kernels is False or (kernels is None and not on_cuda):
+            return agreement.NONE
+        without = None
+        if self.max_depth and (without := lacks_draft_kernels(decoder.shape)) is not None:
+            self.fallbacks.note(
+                "plain operations are used for steps with drafts",
+                f"there are no kernels for drafts of {decoder.shape.model_type}'s {without}",
+            )
+        drafts = self.max_depth > 0 and without is None
+        if kernels:
+            return replace(agreement.ALL, drafts=drafts)
+        if not suit_kernels(decoder.shape):
+            self.fallbacks.note(
+                "plain operations are used for all steps",
+                f"there are no kernels for all of {decoder.shape.model_type}'s layers: heads of "
+                "another size than 16 or a larger power of two, or a window that releases keys",
+            )
+            return agreement.NONE
+        with self._streams.forward():
+            found = agreement.our_kernels_agree(
+                decoder, loaded.max_len, num_slots, self.fallbacks, drafts=drafts
+            )
+        return replace(found, drafts=found.drafts and drafts)
 
     @classmethod
     def load(
@@ -187,6 +217,11 @@ class TorchBackend:
     @property
     def runner(self) -> Runner:
         """One over a memory of some size, where `limit_memory` was not asked for one."""
+        if self._runner is None and self._is_limited:
+            raise OutOfMemory(
+                f"the memory budget leaves no slab of {self._layout.slab_bytes:,} bytes for KV and "
+                f"states ({self._memory}): give more with --memory"
+            )
         return self._runner or self._make_runner(DEFAULT_POOL_BYTES)
 
     def launch(self, plan: StepPlan) -> TorchPending:
@@ -216,9 +251,14 @@ class TorchBackend:
 
     def kernel_errors(self) -> Iterator[tuple[str, float | None, float]]:
         """Of each kernel that is used: how far off plain operations it is, and may be."""
-        drafts, chunks = self.max_depth > 0, self._ways.chunk_kernels
+        ways = self._ways
         with torch.inference_mode(), self._streams.forward():
-            for name, off in agreement.kernel_errors(self._decoder, drafts=drafts, chunks=chunks):
+            for name, off in agreement.kernel_errors(
+                self._decoder,
+                ways.num_slots,
+                drafts=ways.draft_kernels,
+                chunks=ways.chunk_kernels,
+            ):
                 yield name, off, agreement.ROUNDING[self._decoder.dtype]
 
     # ---- bytes -----------------------------------------------------------------------------
@@ -250,11 +290,16 @@ class TorchBackend:
             left = budget_bytes - self._memory.total + self._memory.pools
             return min(left, self._runner.pools.capacity_bytes) - held
         self._drop_runner()
+        self._is_limited = False
         self._memory = self._share_out(budget_bytes)
-        if (left := self._memory.pools) > self._layout.slab_bytes:
+        self._is_limited = True
+        left = self._memory.pools
+        if left >= self._layout.slab_bytes:
             self._make_runner(left)
             if self._meter is not None:
                 self._capture_largest()
+        else:
+            left = min(left, 0)  # a part of a slab holds nothing
         logger.info("memory: %s, of a budget of %s", self._memory, f"{budget_bytes:,}")
         return left
 
@@ -322,6 +367,7 @@ class TorchBackend:
                 self._streams,
                 self._ways,
                 capacity_bytes,
+                self.fallbacks,
             )
         return self._runner
 

@@ -26,11 +26,13 @@ from pippin.backends.torch.shapes import (
     Activation,
     ActivationKind,
     AttentionShape,
+    ConvShape,
     DeltaShape,
     DenseShape,
     ExpertShape,
     LatentShape,
     LayerShape,
+    MambaShape,
     MixerShape,
     MlpShape,
     ModelShape,
@@ -106,21 +108,29 @@ def _shape(config: Json, model_type: str) -> ModelShape:
     )
 
 
-def suit_kernels(shape: ModelShape, *, drafts: bool = False) -> bool:
+def suit_kernels(shape: ModelShape) -> bool:
     """Whether our kernels take it: heads of powers of two, 16 at least, cells in one table
-    (`ModelShape.keeping_all`); with drafts, no latent attention, and of recurrent layers Gated
-    DeltaNet alone."""
-    latents = shape.mixers(LatentShape)
-    if drafts and (latents or not isinstance(shape.recurrent, DeltaShape | None)):
-        return False
+    (`ModelShape.keeping_all`)."""
     if shape.window:
         return False
     sizes = [mixer.head_dim for mixer in shape.mixers(AttentionShape)]
-    for latent in latents:
+    for latent in shape.mixers(LatentShape):
         sizes += [latent.rank, latent.rope.dim]
     if shape.recurrent is not None:
         sizes += [size for size in shape.recurrent.state_parts[1:] if size]
     return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+
+
+def lacks_draft_kernels(shape: ModelShape) -> str | None:
+    """Which of its layers our kernels of steps with drafts do not take; None: they take all."""
+    if shape.mixers(LatentShape):
+        return "latent attention"
+    match shape.recurrent:
+        case MambaShape():
+            return "Mamba-2 layers"
+        case ConvShape():
+            return "short convolutions"
+    return None
 
 
 def _refuse(text: Json, model_type: str) -> None:

@@ -57,8 +57,11 @@ class Decodes:
         rows = RowArrays(slots, positions, cells, *parts.rows.next_states(slots))
         step.captures += parts.captures.of_decodes(decodes)
         if self.steps is not None:
-            self._run_kernels(step, self.steps, decodes, rows)
-            return
+            if self.steps.can_run(width_for(len(decodes))):
+                self._run_kernels(step, self.steps, decodes, rows)
+                return
+            where = parts.pools.index(np.stack([slots, positions]))
+            parts.rows.table[*where] = parts.pools.index(cells).int()  # as kernels do
         tokens = parts.future.resolve(parts.pools.index(slots))
         batch = decode_batch(rows, tokens, parts.rows, parts.pools)
         logits = self._plain.decoder.head(self._plain.tokens(batch))
@@ -82,7 +85,6 @@ class Decodes:
         """One copy and one replay, unless a row needs the sampler."""
         parts, width = self._parts, width_for(len(decodes))
         words = self.words(width, rows)
-        steps.prepare(width)
         ran = steps.run(width, words, parts.slots.choice_of(decodes))
         parts.draws.take_drawn(step, decodes, ran)
 

@@ -42,6 +42,7 @@ class Prompts:
         parts: StepParts,
         forward: ChunkForward,
         head: Linear,
+        plain: ChunkForward,
         graphs: CapturedSteps[Room] | None,  # None: every chunk is launched
         *,
         deterministic: bool,
@@ -51,6 +52,7 @@ class Prompts:
         self._parts = parts
         self._forward = forward
         self._head = head
+        self._plain = plain
         self.graphs = graphs
         self._deterministic = deterministic
         self._max_tokens = max_tokens
@@ -142,7 +144,8 @@ class Prompts:
         """One operation after the other, in whatever shapes the chunks have."""
         parts, chunks = self._parts, taken.rows
         batch = chunk_batch(taken, parts.rows, parts.pools)
-        hidden = self._forward.chunks(batch)
+        is_plain = self.graphs is not None and self.graphs.failed  # kernels of many tokens raise
+        hidden = (self._plain if is_plain else self._forward).chunks(batch)
         parts.rows.release_passed(taken.slots)
         self._scores.add(step, chunks, hidden)
         last = hidden[batch.last]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape
+from pippin.backends.fallbacks import Fallbacks
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.drafts.entries import StepDrafter
 from pippin.backends.torch.drafts.make import make_drafts
@@ -70,6 +71,7 @@ class Ways:
     deterministic: bool
     kernels: bool  # Triton's
     chunk_kernels: bool  # those of prompts, too
+    draft_kernels: bool  # and those of steps with drafts
     recorder: CudaGraphs | None  # captures what is made of them; None: on GPUs CUDA graphs do
     chunk_graphs: bool
     mixed: bool  # decode rows beside chunks in one forward
@@ -98,6 +100,8 @@ class Ways:
                 shapes.append(WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows))
         if self.mixed:
             shapes += self._mixed_shapes()
+        if not self.draft_kernels:
+            return shapes
         return shapes + [
             WarmUpShape(num_rows, 1, num_steps=3, depth=depth, drafts_itself=self.drafts_itself)
             for num_rows in self._widths
@@ -156,6 +160,7 @@ class Runner:
         streams: Streams,
         ways: Ways,
         capacity_bytes: int,
+        fallbacks: Fallbacks,
     ) -> None:
         if ways.kernels:  # Triton is not everywhere
             from pippin.backends.torch.kernels.packed.linear import by_kernels
@@ -166,6 +171,7 @@ class Runner:
         self._future = future
         self._streams = streams
         self._ways = ways
+        self._fallbacks = fallbacks
         self.pools = Pools(layout, capacity_bytes, decoder.device, streams.forward)
         self.rows = Rows(self.pools, ways.num_slots, ways.max_len)
         self._transfers = Transfers(self.pools, streams)
@@ -180,7 +186,7 @@ class Runner:
         self._drafts: RowDrafts | None = None
         drafter: StepDrafter | None = None
         if ways.max_depth:
-            made = make_drafts(parts, decoder, draft, ways.num_slots, kernels=ways.kernels)
+            made = make_drafts(parts, decoder, draft, ways.num_slots, kernels=ways.draft_kernels)
             self._drafts, drafter = made or (None, None)
         if ways.kernels:
             forward, captured = self._make_kernels(plain, kept, drafter)
@@ -200,6 +206,7 @@ class Runner:
             parts,
             forward,
             decoder.head,
+            plain,
             captured.chunks,
             deterministic=ways.deterministic,
             max_tokens=ways.prefill_tokens,
@@ -296,18 +303,20 @@ class Runner:
         logits = torch.empty(
             most_rows, decoder.shape.vocab_size, dtype=decoder.dtype, device=decoder.device
         )
-        steps = decode_steps(decode, choose, future, pools.layout.waste_cell, recorder, logits)
+        noted = self._fallbacks
+        waste_cell = pools.layout.waste_cell
+        steps = decode_steps(decode, choose, future, waste_cell, recorder, logits, noted)
         chunks, mixed = None, None
         if recorder is not None and self._ways.chunk_graphs:
-            of_prompts = (decoder.head, choose, future, pools.layout, recorder, logits)
+            of_prompts = (decoder.head, choose, future, pools.layout, recorder, logits, noted)
             chunks = chunk_steps(PromptKernels(decoder, pools, table), *of_prompts)
             if self._ways.mixed:
                 mixed = mixed_steps(MixedKernels(decoder, pools, table, decode), *of_prompts)
         verify = None
-        if max_depth := self._ways.max_depth:
+        if self._ways.draft_kernels and (max_depth := self._ways.max_depth):
             drafts = VerifyKernels(decoder, pools, kept, table, self._future, drafter)
             span = span_for(max_depth)
-            verify = verify_steps(drafts, future, span, pools.layout, recorder, logits[:0])
+            verify = verify_steps(drafts, future, span, pools.layout, recorder, logits, noted)
         forward: ChunkForward = plain
         if self._ways.chunk_kernels:
             forward = ChunkKernels(decoder, pools, table)

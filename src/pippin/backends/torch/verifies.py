@@ -5,7 +5,7 @@ Whatever a row's length depends on is on the device: the host reads it with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,7 @@ from pippin.backends.torch.pools.payloads import StatePayload
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.sizes import width_for
+from pippin.backends.torch.step.sizes import WIDTHS, width_for
 from pippin.backends.torch.step.verify.batch import TakenRows, VerifyBatch, take_rows, verify_batch
 from pippin.backends.torch.step.verify.words import (
     MOST_TOKENS,
@@ -60,16 +60,25 @@ class Verifies:
         )
 
     def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
-        if self._drafts is not None:
-            self._drafts.prepare(decodes)
-        if self.steps is not None and (sized := self._size(decodes)) is not None:
-            self._replay(step, self.steps, decodes, *sized)
-        else:
+        """In one forward by kernels, or in several, where there are more tokens than one takes."""
+        if self.steps is None:
             self._launch(step, decodes)
+            return
+        alone, together = self._divide(decodes)
+        if alone:
+            self._launch(step, alone)
+        for rows in self._groups(together):
+            size = self._size(rows)
+            if self.steps.can_run(size):
+                self._replay(step, self.steps, rows, size, Choice(int(self._choices(rows).max())))
+            else:
+                self._launch(step, rows)
 
     def _launch(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
         """In plain operations."""
         parts = self._parts
+        if self._drafts is not None:
+            self._drafts.prepare(decodes)
         taken = take_rows(decodes, parts.rows, parts.pools)
         parts.future.note_read(taken.slots)
         batch = verify_batch(taken, parts.rows, parts.future, parts.pools)
@@ -90,27 +99,48 @@ class Verifies:
         if self._drafts is not None:
             self._drafts.behind_tokens(taken, batch, hidden)
 
-    def _size(self, decodes: Sequence[DecodeRow]) -> tuple[VerifySize, Choice] | None:
-        """Of a graph that runs these rows, if there can be one, and how they choose."""
-        parts = self._parts
-        slots = np.array([decode.slot for decode in decodes])
-        positions = np.array([decode.position for decode in decodes])
-        numbers = parts.slots.num_generated(slots, positions + 1)
-        choice = parts.slots.columns.choice(slots, numbers)
+    def _choices(self, decodes: Sequence[DecodeRow]) -> np.ndarray:
+        """How each row chooses; `LOGITS`: the sampler does it."""
+        slots, positions = _places(decodes)
+        numbers = self._parts.slots.num_generated(slots, positions + 1)
+        choices = self._parts.slots.columns.choices(slots, numbers)
+        return np.where([row.masked for row in decodes], Choice.LOGITS, choices)
+
+    def _divide(
+        self, decodes: Sequence[DecodeRow]
+    ) -> tuple[Sequence[DecodeRow], Sequence[DecodeRow]]:
+        """Rows that take plain operations, and rows that kernels run: all but those whose drafts
+        the sampler has to accept, or whose length is less sure than a step's words can say."""
+        slots, positions = _places(decodes)
+        num_unsure = positions - self._parts.rows.least_lengths[slots]
+        is_left = self._choices(decodes) == Choice.LOGITS
+        has_drafts = (num_unsure > 0) | [row.depth + row.num_drafts > 0 for row in decodes]
+        is_alone = (is_left & has_drafts) | (num_unsure > self._max_depth)
+        alone, together = (
+            [row for row, own in zip(decodes, is_alone.tolist(), strict=True) if own is wanted]
+            for wanted in (True, False)
+        )
+        return alone, together
+
+    def _groups(self, decodes: Sequence[DecodeRow]) -> Iterator[Sequence[DecodeRow]]:
+        """As many rows as a graph takes; where that is not all, rows of like depths."""
+        if not decodes or self._size(decodes).num_tokens <= MOST_TOKENS:
+            yield from [decodes] if decodes else ()
+            return
+        left = sorted(decodes, key=lambda row: -max(row.depth, row.num_drafts))
+        while left:
+            width = 1 + max(left[0].depth, left[0].num_drafts)
+            most = max(most for most in WIDTHS if most == 1 or most * width <= MOST_TOKENS)
+            yield left[:most]
+            left = left[most:]
+
+    def _size(self, decodes: Sequence[DecodeRow]) -> VerifySize:
+        """Of a graph that runs these rows."""
         depth = max(decode.depth for decode in decodes)
         if num_drafts := max(decode.num_drafts for decode in decodes):
             # Where they differ, drafting begins or its depth changes: no graphs of their own.
             depth = num_drafts = max(depth, num_drafts)
-        size = VerifySize(width_for(len(decodes)), depth, span_for(self._max_depth), num_drafts)
-        num_unsure = int((positions - parts.rows.least_lengths[slots]).max())
-        if (
-            choice is Choice.LOGITS
-            or any(row.masked for row in decodes)
-            or size.num_tokens > MOST_TOKENS
-            or num_unsure > self._max_depth
-        ):
-            return None
-        return size, choice
+        return VerifySize(width_for(len(decodes)), depth, span_for(self._max_depth), num_drafts)
 
     def _replay(
         self,
@@ -120,24 +150,36 @@ class Verifies:
         size: VerifySize,
         choice: Choice,
     ) -> None:
-        """One copy and one replay."""
+        """One copy and one replay; then the sampler draws for rows that are left to it."""
         parts = self._parts
+        is_left = self._choices(decodes) == Choice.LOGITS
+        (left,), (drawn,) = np.nonzero(is_left), np.nonzero(~is_left)
+        rows, others = ([decodes[at] for at in places.tolist()] for places in (drawn, left))
+        if self._drafts is not None:
+            self._drafts.pass_over(others)
+            self._drafts.prepare(rows)
         taken = take_rows(decodes, parts.rows, parts.pools, send=False)
         parts.future.note_read(taken.slots)
-        self._capture(step, taken, np.zeros(len(decodes), dtype=bool))
+        self._capture(step, taken, is_left)
         waste_cell = parts.pools.layout.waste_cell
-        words = pack_verify(size, taken, parts.rows, parts.slots, waste_cell)
-        steps.prepare(size)
+        words = pack_verify(size, taken, parts.rows, parts.slots, waste_cell, is_left)
         ran = steps.run(size, words, choice)
-        parts.future.note_written(np.array([row.slot for row in decodes if row.samples]))
-        for row in decodes:
+        parts.future.note_written(np.array([row.slot for row in rows if row.samples], dtype=int))
+        for row in rows:
             if row.drafted:
                 parts.future.note_drafts_read(row.slot, row.depth)
             if row.num_drafts:
                 parts.future.note_drafts_written(np.array([row.slot]), row.num_drafts)
-        found = ran.drawn[:, : len(decodes)].T.clone()
-        read = partial(self._read, step, taken.rows, taken.slots, parts.rows.lives(taken.slots))
+        index, slots = parts.pools.index, taken.slots[drawn]
+        of_rows = ran.drawn[:, : len(decodes)].T
+        found = of_rows[index(drawn)] if len(left) else of_rows.clone()
+        read = partial(self._read, step, rows, slots, parts.rows.lives(slots))
         step.read_later(parts.streams.bring([found]), read)
+        if len(left):
+            assert ran.logits is not None
+            logits = ran.logits[index(left)]
+            parts.draws.check(step, taken.slots[left].tolist(), logits)
+            parts.draws.sample(step, others, logits)
 
     def fold(self, slot: int, end: int) -> None:
         """Run what is kept of a row's accepted drafts, so that its state is that at `end`."""
@@ -223,3 +265,9 @@ class Verifies:
             if (state := step.checkpoints.pop(row.slot, None)) is not None:
                 capture = Capture(row.slot, start, start + 1, states={start + 1: state})
                 step.captures.append(capture)
+
+
+def _places(decodes: Sequence[DecodeRow]) -> tuple[np.ndarray, np.ndarray]:
+    """Slots and positions."""
+    slots = np.array([decode.slot for decode in decodes])
+    return slots, np.array([decode.position for decode in decodes])

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from pippin import LLM
 from pippin.amounts import show_bytes
+from pippin.backends.fallbacks import logger as fallbacks_log
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.terminal.doctor.findings import ISSUE, Finding
 
@@ -50,6 +51,14 @@ class Engine:
             f"{limits.max_running} requests at the same time ({limits.max_running_reason})",
             numbers={"max_running": limits.max_running},
         )
+        for fallback in backend.fallbacks:
+            yield Finding(
+                "fallback",
+                str(fallback),
+                "warning",
+                means="`pippin serve` does the same: replies are right and may be slower",
+                remedy=ISSUE,
+            )
         for message in warned:
             yield Finding(
                 "load warned",
@@ -131,7 +140,8 @@ def _warnings() -> Iterator[list[str]]:
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            if record.name != fallbacks_log.name:  # the backend lists them
+                found.append(record.getMessage())
 
     handler = Kept(logging.WARNING)
     logger = logging.getLogger("pippin")

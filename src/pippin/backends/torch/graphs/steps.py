@@ -7,13 +7,12 @@ not fill are padding, which reads zeros and writes waste.
 
 While no request runs, work is captured before it is first needed: at load, all that there can be.
 A capture holds the host up for 10 to 20 ms, so while requests run nothing is captured, and what is
-not captured is launched. If a capture fails a warning is logged once, and what is not captured is
-launched from then on.
+not captured is launched. If a capture fails, what is not captured is launched from then on; if the
+work itself raises before it is captured, that size is left to plain operations. Both are noted.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +21,14 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from pippin.backends.torch.graphs.capture import CudaGraphs, Recorded
+from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.torch.graphs.capture import CaptureFailed, CudaGraphs, Recorded
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, ChunkWords
 from pippin.backends.torch.step.decode_inputs import FIELDS, NO_ROWS, Choice, Inputs, pack_inputs
 from pippin.backends.torch.step.sizes import MIXED_ROOMS, MIXED_WIDTHS, ROOMS, MixedSize, Room
 from pippin.backends.torch.step.verify.words import MOST_TOKENS, VerifySize, padding_words
 from pippin.errors import DeviceFailed
-
-logger = logging.getLogger(__name__)
 
 Size = TypeVar("Size", bound=Hashable)
 
@@ -69,8 +67,12 @@ class CapturedSteps(Generic[Size]):
         future: torch.Tensor,  # int32 [slots]: the future map
         logits: torch.Tensor,  # [most rows, vocab]: where all graphs leave theirs
         choices: Sequence[Choice] = tuple(Choice),
+        fallbacks: Fallbacks | None = None,
+        tokens_of: Callable[[Size], int] = lambda size: 1,  # of a row: the first's logits are left
     ) -> None:
         self._name = name
+        self._tokens_of = tokens_of
+        self._fallbacks = fallbacks or Fallbacks()
         self._recorder = recorder
         self._padding = padding
         self._forward = forward
@@ -81,13 +83,18 @@ class CapturedSteps(Generic[Size]):
         self._words = torch.zeros(padding(largest).size, dtype=torch.int32, device=future.device)
         self.graphs: dict[tuple[Size, Choice], Recorded[Ran]] = {}
         self.works = recorder is not None
+        self.failed: set[Size] = set()  # whose work cannot be run: a caller has plain operations
         self.busy = False  # requests run
 
     def prepare(self, size: Size) -> bool:
         """Captures a size if there is time. Whether captures work."""
+        return self.can_run(size) and self.works
+
+    def can_run(self, size: Size) -> bool:
+        """The same; whether `run` may be called, captured or not."""
         if not self.busy:
             self._capture(size, self._choices)
-        return self.works
+        return size not in self.failed
 
     def has(self, size: Size, choice: Choice) -> bool:
         """Whether that is captured, if need be now."""
@@ -106,31 +113,38 @@ class CapturedSteps(Generic[Size]):
 
     def _capture(self, size: Size, choices: Sequence[Choice]) -> None:
         missing = [choice for choice in choices if (size, choice) not in self.graphs]
-        if not missing or self._recorder is None or not self.works:
+        if not missing or self._recorder is None or not self.works or size in self.failed:
             return
         try:
             words = self._send(self._padding(size))
             forwarded = self._forward(size, words)  # it may compile kernels, captures must not
             for choice in missing:
-                self._chosen(forwarded, choice)
+                self._chosen(size, forwarded, choice)
             del forwarded
             for choice in missing:
                 run = partial(self._run, size, choice, words)
                 self.graphs[size, choice] = self._recorder.record(run)
         except DeviceFailed:
             raise
-        except Exception as error:  # of any kind from a driver: it can be launched
+        except (CaptureFailed, torch.OutOfMemoryError) as error:  # it can be launched
             self.works = False
-            logger.warning("%s are not captured: %s", self._name, error, exc_info=error)
+            self._fallbacks.note(f"{self._name} are launched, not captured", error, error)
+        except Exception as error:  # of any kind from a compiler or driver: launched it would raise
+            self.failed.add(size)
+            what = f"plain operations are used for {self._name} of some sizes"
+            self._fallbacks.note(what, error, error)
 
     def _run(self, size: Size, choice: Choice, words: torch.Tensor) -> Ran:
-        return self._chosen(self._forward(size, words), choice)
+        return self._chosen(size, self._forward(size, words), choice)
 
-    def _chosen(self, forwarded: Forwarded, choice: Choice) -> Ran:
+    def _chosen(self, size: Size, forwarded: Forwarded, choice: Choice) -> Ran:
         logits, inputs, *hidden = forwarded
         drawn = self._choose(logits, inputs, self._future, choice)
-        is_left = choice is Choice.LOGITS
-        return Ran(drawn, self._logits[: len(logits)].copy_(logits) if is_left else None, *hidden)
+        left = None
+        if choice is Choice.LOGITS:
+            firsts = logits[:: self._tokens_of(size)]
+            left = self._logits[: len(firsts)].copy_(firsts)
+        return Ran(drawn, left, *hidden)
 
     def _send(self, words: np.ndarray) -> torch.Tensor:
         host, on_cuda = torch.from_numpy(words).view(-1), self._words.is_cuda
@@ -176,6 +190,7 @@ def decode_steps(
     waste_cell: int,
     recorder: CudaGraphs | None,
     logits: torch.Tensor,
+    fallbacks: Fallbacks | None = None,
 ) -> CapturedSteps[int]:
     def forward(width: int, words: torch.Tensor) -> Forwarded:
         inputs = Inputs(words.view(len(FIELDS), width))
@@ -186,7 +201,15 @@ def decode_steps(
 
     largest = len(logits)
     return CapturedSteps(
-        "decode steps", recorder, largest, padding, forward, choose, future, logits
+        "decode steps",
+        recorder,
+        largest,
+        padding,
+        forward,
+        choose,
+        future,
+        logits,
+        fallbacks=fallbacks,
     )
 
 
@@ -198,6 +221,7 @@ def chunk_steps(
     layout: PoolLayout,
     recorder: CudaGraphs,
     logits: torch.Tensor,
+    fallbacks: Fallbacks | None = None,
 ) -> CapturedSteps[Room]:
     sizes = ROOMS[-1].num_tokens, layout.shape.hidden
     kept = torch.empty(sizes, dtype=layout.dtype, device=logits.device)  # by all graphs
@@ -212,7 +236,15 @@ def chunk_steps(
         return ChunkWords.padding(room, layout).words
 
     return CapturedSteps(
-        "chunks of prompts", recorder, ROOMS[-1], padding, forward, choose, future, logits
+        "chunks of prompts",
+        recorder,
+        ROOMS[-1],
+        padding,
+        forward,
+        choose,
+        future,
+        logits,
+        fallbacks=fallbacks,
     )
 
 
@@ -224,6 +256,7 @@ def mixed_steps(
     layout: PoolLayout,
     recorder: CudaGraphs,
     logits: torch.Tensor,
+    fallbacks: Fallbacks | None = None,
 ) -> CapturedSteps[MixedSize]:
     """Words and results have the decode rows first. What needs the sampler is not run here."""
     largest = MixedSize(MIXED_WIDTHS[-1], MIXED_ROOMS[-1])
@@ -254,6 +287,7 @@ def mixed_steps(
         future,
         logits,
         choices=(Choice.DRAWN, Choice.TOP_P),
+        fallbacks=fallbacks,
     )
 
 
@@ -264,8 +298,9 @@ def verify_steps(
     layout: PoolLayout,
     recorder: CudaGraphs | None,
     logits: torch.Tensor,
+    fallbacks: Fallbacks | None = None,
 ) -> CapturedSteps[VerifySize]:
-    """What rows need the sampler for is not run here."""
+    """`Choice.LOGITS`: some rows are left to the sampler, and the others draw their tokens."""
 
     def forward(size: VerifySize, words: torch.Tensor) -> Forwarded:
         return Forwarded(*kernels.logits(size, words.view(size.num_fields, size.num_rows)))
@@ -282,5 +317,6 @@ def verify_steps(
         kernels.choose,
         future,
         logits,
-        choices=(Choice.GREEDY, Choice.DRAWN, Choice.TOP_P),
+        fallbacks=fallbacks,
+        tokens_of=lambda size: size.width,
     )

@@ -39,18 +39,18 @@ def attend_rows(
 
 def attend_masked(
     q: torch.Tensor,  # [tokens, heads, channels] of one row
-    kv: torch.Tensor,  # [cells, 2, kv heads, channels]
+    kv: torch.Tensor,  # [cells, 2, kv heads, channels]: gathered for this call, and written
     written: torch.Tensor,  # bool [cells]: others hold anything, NaN too
     mask: torch.Tensor,  # bool [tokens, cells]: those up to each token
     scoring: Scoring,
 ) -> torch.Tensor:
     """[tokens, heads, channels], where it is not known on the host how long the row is."""
-    known = kv.masked_fill(~written[:, None, None, None], 0.0)
+    kv.masked_fill_(~written[:, None, None, None], 0.0)  # in place: a budget counts one gather
     if scoring.window:
         place = torch.arange(mask.shape[1], device=mask.device)
         own = (place * mask).amax(dim=1, keepdim=True)
         mask = mask & (place > own - scoring.window)
-    return _softmax(q, known, mask, scoring)
+    return _softmax(q, kv, mask, scoring)
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -77,7 +77,7 @@ class _VerifyRun(LayerRun[VerifiedCells]):
         for part, seen in zip(q.split(self._batch.lengths), self._held.seen, strict=True):
             cells = kept[seen.cells]
             if seen.written is not None:
-                cells = cells.masked_fill(~seen.written[:, None], 0.0)
+                cells.masked_fill_(~seen.written[:, None], 0.0)
             rows.append(attend_latent(mixer, part, cells, seen.mask))
         return torch.cat(rows)
 

@@ -22,6 +22,12 @@ class Holder(Protocol):
         ...
 
 
+class Rows(Protocol):
+    def move(self, new_cells: np.ndarray, slab: int) -> None:
+        """The same, of cells of one slab."""
+        ...
+
+
 MoveCells = Callable[[np.ndarray, np.ndarray], None]  # on the device: from, to
 
 
@@ -44,7 +50,7 @@ class CellPool:
         self._open: dict[int, None] = {}  # of these, which have gaps: free cells
         self._num_gaps = 0  # in open slabs
         self._emptied: int | None = None  # a slab whose cells move away; it is not open
-        self._rows: list[Holder] = []  # hold cells of any slab
+        self._rows: list[Rows] = []  # hold cells of any slab
         self._holders: dict[int, dict[Holder, None]] = {}  # the other holders, by slab
         self._new_cells = np.zeros(0, np.int32)  # each cell's own number, from the first move on
 
@@ -91,7 +97,7 @@ class CellPool:
         """How many more slabs it takes to have so many cells."""
         return -(-max(0, num_cells - self._num_gaps) // self._per_slab)
 
-    def add_rows(self, rows: Holder) -> None:
+    def add_rows(self, rows: Rows) -> None:
         """Notified of every move."""
         self._rows.append(rows)
 
@@ -166,7 +172,9 @@ class CellPool:
         if not len(self._new_cells):
             self._new_cells = np.arange(len(self._refs), dtype=np.int32)
         self._new_cells[old] = new
-        for holder in (*self._rows, *self._holders.get(slab, ())):
+        for rows in self._rows:
+            rows.move(self._new_cells, slab)
+        for holder in tuple(self._holders.get(slab, ())):
             holder.move(self._new_cells)
         self._new_cells[old] = old
         if not self._used[slab]:

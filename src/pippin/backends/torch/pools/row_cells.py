@@ -26,6 +26,9 @@ class RowCells:
         self._cells = np.zeros((num_slots + 1, max_len), dtype=np.int32)
         self._firsts = np.zeros(num_slots + 1, dtype=np.int64)  # positions before are let go
         self._ends = np.zeros(num_slots + 1, dtype=np.int64)
+        self._per_slab = max(pools.layout.cells_per_slab(kind), 1)
+        # bool [slots, slabs]: whose cells the slot may hold. Others' moves do not concern it.
+        self._in_slabs = np.zeros((num_slots + 1, pools.arena.num_slabs), dtype=bool)
         host = torch.from_numpy(self._cells)
         on_cpu = pools.device.type == "cpu"
         self.table = host if on_cpu else torch.zeros_like(host, device=pools.device)
@@ -68,6 +71,7 @@ class RowCells:
         if self._pool is not None:
             new = self._pool.take(int(np.count_nonzero(at_end)))
             self._cells[slots[at_end], positions[at_end]] = new
+            self._in_slabs[slots[at_end], new // self._per_slab] = True
         self._ends[slots[at_end]] += 1
         cells: np.ndarray = self._cells[slots, positions]
         return cells
@@ -98,20 +102,26 @@ class RowCells:
             first, end = int(self._firsts[slot]), int(self._ends[slot])
             self._pool.release(self._cells[slot, first:end].copy())
         self._firsts[slot] = self._ends[slot] = 0
+        self._in_slabs[slot] = False
 
-    def move(self, new_cells: np.ndarray) -> None:
-        for slot in np.flatnonzero(self._ends).tolist():
+    def move(self, new_cells: np.ndarray, slab: int) -> None:
+        for slot in np.flatnonzero(self._in_slabs[:, slab]).tolist():
             first, end = int(self._firsts[slot]), int(self._ends[slot])
             held = self._cells[slot, first:end]
-            moved = new_cells[held]
-            (places,) = np.nonzero(moved != held)
+            (places,) = np.nonzero(held // self._per_slab == slab)
+            moved = new_cells[held[places]]
+            is_moved = moved // self._per_slab != slab
+            places, moved = places[is_moved], moved[is_moved]
+            self._in_slabs[slot, slab] = not is_moved.all()
             if len(places):
-                held[:] = moved
+                held[places] = moved
+                self._in_slabs[slot, moved // self._per_slab] = True
                 self._send(slot, first + int(places[0]), first + int(places[-1]) + 1)
 
     def _append(self, slot: int, cells: np.ndarray, *, send: bool = True) -> None:
         start = int(self._ends[slot])
         self._cells[slot, start : start + len(cells)] = cells
+        self._in_slabs[slot, cells // self._per_slab] = True
         self._ends[slot] = start + len(cells)
         if send:
             self._send(slot, start, start + len(cells))

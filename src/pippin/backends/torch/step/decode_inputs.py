@@ -111,9 +111,13 @@ class SamplingColumns:
         floats[_MIN_P, slot] = params.min_p
 
     def choice(self, slots: np.ndarray, num_generated: np.ndarray) -> Choice:
-        if (num_generated < self._min_tokens[slots]).any():
-            return Choice.LOGITS
-        return Choice(int(self._choices[slots].max()))
+        return Choice(int(self.choices(slots, num_generated).max()))
+
+    def choices(self, slots: np.ndarray, num_generated: np.ndarray) -> np.ndarray:
+        """Of each row, int32."""
+        is_short = num_generated < self._min_tokens[slots]
+        found: np.ndarray = np.where(is_short, Choice.LOGITS, self._choices[slots])
+        return found
 
     def fill(self, words: np.ndarray, slots: np.ndarray, num_generated: np.ndarray) -> None:
         """Into the columns of `pack_inputs`."""

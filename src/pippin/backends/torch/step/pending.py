@@ -58,5 +58,6 @@ class TorchPending(StepOutputs):
 
     def read_drawn(self, slots: Sequence[int], sampled: Sequence[int], drawn: torch.Tensor) -> None:
         """drawn, int32 [2, rows]: tokens, of which those of `sampled` count, and overflows."""
-        self.read_tokens([slot if slot in sampled else 0 for slot in slots], drawn[0])
+        counted = set(sampled)
+        self.read_tokens([slot if slot in counted else 0 for slot in slots], drawn[0])
         self.read_overflows(slots, drawn[1])

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import logging
 import os
 import platform
 import shutil
@@ -45,8 +44,6 @@ CPU_FACTS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 DOES_NOT_FIT = 3  # check.py's exit status where arrays are not found; no traceback has it
 # Ends of a process that the code in it brought about, and no lack of memory or user.
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,7 @@ def find_library() -> OperationsReport:
         if left_out is None:
             left_out = _build(compiler, library, refusal)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("mlx's own operations are used: %s", error)
         return OperationsReport(reason=str(error))
-    for name, why in left_out.items():
-        logger.warning("operation %s is left to mlx on this CPU: %s", name, why)
     return OperationsReport(library, left_out=left_out)
 
 

@@ -1,4 +1,4 @@
-"""Kernels against plain operations on this device, with this model's weights: in under a second.
+"""Kernels against plain operations on this device, with this model's weights: in seconds.
 
 One layer of each kind, the experts, and the choice of tokens. Knows no graphs.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from pippin.backends.fallbacks import Fallbacks
 from pippin.backends.torch.graphs.steps import DecodeForward, PromptForward
-from pippin.backends.torch.kernels.checks.drafts import MakeVerify, noisy_drafts
+from pippin.backends.torch.kernels.checks.drafts import MAX_DEPTH, MakeVerify, noisy_drafts
 from pippin.backends.torch.kernels.checks.layers import (
     NoisyRows,
     few_layers,
@@ -32,7 +33,8 @@ from pippin.backends.torch.step.batches import Batch, ChunkBatch, chunk_batch, d
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Inputs, pack_inputs
 from pippin.backends.torch.step.filters import LeastInTopP
-from pippin.backends.torch.step.sizes import Room
+from pippin.backends.torch.step.sizes import Room, width_for
+from pippin.backends.torch.step.verify.words import MOST_TOKENS
 from pippin.types import GRID
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 NUM_TOKENS = (1, 5, 80)  # through experts
 ROOM = Room(128, 4)
+WIDE = (8, 16, 32, 64, 128, 256)  # rows: tiles and kernels change with their number
+MOST_ROWS = WIDE[-1]
 
 
 @dataclass(frozen=True)
@@ -76,96 +80,111 @@ def our_kernels(drafts: bool = True) -> KernelSet:
 class Agreed:
     """Which kernels are used."""
 
-    steps: bool  # those of decode steps, and all that are not of chunks alone
+    steps: bool  # those of decode steps, and all that are not of chunks or drafts alone
     chunks: bool  # of prompts; only with the others
+    drafts: bool  # of steps that verify drafts; only with those of decode steps
 
 
-def our_kernels_agree(decoder: Decoder, max_len: int, *, drafts: bool = False) -> Agreed:
-    """On the current stream. Models of very short texts are not tried: rows do not fit."""
+ALL, NONE = Agreed(True, True, True), Agreed(False, False, False)
+
+
+def our_kernels_agree(
+    decoder: Decoder, max_len: int, num_rows: int, fallbacks: Fallbacks, *, drafts: bool = False
+) -> Agreed:
+    """On the current stream. Models of very short texts are not tried: rows do not fit.
+
+    `num_rows`: of the largest step."""
     if max_len < 3 * GRID:
-        return Agreed(steps=True, chunks=True)
+        return ALL
     with torch.inference_mode():
-        return kernels_agree(decoder, partial(our_kernels, drafts))
+        return kernels_agree(decoder, partial(our_kernels, drafts), fallbacks, num_rows)
 
 
-def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> Agreed:
-    """A warning names those that do not, and why."""
-    steps = chunks = True
-    for check, off in _errors(decoder, make):
-        if off is not None and off <= ROUNDING[decoder.dtype]:
-            continue
-        if off is not None:  # it may be NaN
-            logger.warning(
-                "plain operations are used%s: the kernels of %s differ from them by %.1g here, and"
-                " by %.1g at most they may",
-                check.where,
-                check.name,
-                off,
-                ROUNDING[decoder.dtype],
-            )
-        steps, chunks = steps and check.of_chunks, False
-    return Agreed(steps, chunks)
+def kernels_agree(
+    decoder: Decoder,
+    make: Callable[[], KernelSet],
+    fallbacks: Fallbacks,
+    num_rows: int = MOST_ROWS,
+) -> Agreed:
+    """Those that do not are noted, and why."""
+    agreed = ALL
+    for check, off in _errors(decoder, make, num_rows):
+        operation = f"plain operations are used for {check.kind}"
+        match off:
+            case Exception() as error:
+                fallbacks.note(operation, f"{check.name}: {error}", error)
+            case float() if off <= ROUNDING[decoder.dtype]:
+                continue
+            case _:  # it may be NaN
+                fallbacks.note(
+                    operation,
+                    f"the kernels of {check.name} differ from them by {off:.1g} here, and by "
+                    f"{ROUNDING[decoder.dtype]:.1g} at most they may",
+                )
+        match check.kind:
+            case "prompts":
+                agreed = replace(agreed, chunks=False)
+            case "steps with drafts":
+                agreed = replace(agreed, drafts=False)
+            case "all steps":
+                agreed = NONE
+    return agreed
 
 
 def kernel_errors(
-    decoder: Decoder, *, drafts: bool, chunks: bool = True
+    decoder: Decoder, num_rows: int = 1, *, drafts: bool, chunks: bool = True
 ) -> Iterator[tuple[str, float | None]]:
     """By what is checked: how far off it is; None if it cannot be run, which a warning explains.
     `chunks`: those of prompts, too."""
-    for check, off in _errors(decoder, partial(our_kernels, drafts)):
-        if chunks or not check.of_chunks:
-            yield check.name, off
+    for check, off in _errors(decoder, partial(our_kernels, drafts), num_rows):
+        if isinstance(off, Exception):
+            logger.warning("%s: %s", check.name, off, exc_info=off)
+        if chunks or check.kind != "prompts":
+            yield check.name, None if isinstance(off, Exception) else off
+
+
+def widths_to_check(most: int) -> list[int]:
+    """Rows of the steps that will run, beside one and three: each kernel is compiled for these."""
+    return [num_rows for num_rows in WIDE if num_rows <= width_for(most)]
 
 
 class Check(NamedTuple):
     name: str
-    of_chunks: bool = False
-
-    @property
-    def where(self) -> str:
-        """Plain operations are used."""
-        return " for prompts" if self.of_chunks else ""
+    kind: Literal["all steps", "prompts", "steps with drafts"] = "all steps"  # that need it
 
 
 def _errors(
-    decoder: Decoder, make: Callable[[], KernelSet]
-) -> Iterator[tuple[Check, float | None]]:
+    decoder: Decoder, make: Callable[[], KernelSet], num_rows: int
+) -> Iterator[tuple[Check, float | Exception]]:
+    """How far off, or of any kind from a compiler or driver: plain operations serve."""
     try:
         kernels = make()
-        checks = list(_checks(decoder, kernels))
-    except Exception as error:  # of any kind from a compiler or driver: plain operations serve
-        logger.warning(
-            "plain operations are used: kernels cannot be run: %s", error, exc_info=error
-        )
-        yield Check("kernels"), None
+        checks = list(_checks(decoder, kernels, num_rows))
+    except Exception as error:
+        yield Check("kernels cannot be run"), error
         return
     for check, run in checks:
         try:
-            off = run()
+            yield check, run()
+        except torch.OutOfMemoryError as error:  # of rows of noise: what runs is measured later
+            logger.info("%s: not checked: %s", check.name, error)
         except Exception as error:
-            logger.warning(
-                "plain operations are used%s: %s: %s",
-                check.where,
-                check.name,
-                error,
-                exc_info=error,
-            )
-            yield check, None
-        else:
-            yield check, off
+            yield check, error
 
 
-def _checks(decoder: Decoder, kernels: KernelSet) -> Iterator[tuple[Check, Callable[[], float]]]:
+def _checks(
+    decoder: Decoder, kernels: KernelSet, most: int
+) -> Iterator[tuple[Check, Callable[[], float]]]:
     """With each, how far off it is."""
     for kind, alone in few_layers(decoder).items():
-        for num_rows in (1, 3):
+        for num_rows in (1, 3, *widths_to_check(most)):
             name = f"a decode step of {num_rows} rows with {kind}"
             yield Check(name), partial(_step_off, alone, num_rows, kernels)
-            if kernels.verify is not None:
-                name = f"drafts of {num_rows} rows with {kind}"
-                yield Check(name), partial(_drafts_off, alone, num_rows, kernels.verify)
+            if kernels.verify is not None and num_rows * (1 + MAX_DEPTH) <= MOST_TOKENS:
+                check = Check(f"drafts of {num_rows} rows with {kind}", "steps with drafts")
+                yield check, partial(_drafts_off, alone, num_rows, kernels.verify)
         for name, off in (("chunks of prompts", _chunks_off), ("captured chunks", _prompts_off)):
-            yield Check(f"{name} with {kind}", of_chunks=True), partial(off, alone, kernels)
+            yield Check(f"{name} with {kind}", "prompts"), partial(off, alone, kernels)
     experts = (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertMlp))
     if (mlp := next(experts, None)) is not None:
         for num_tokens in NUM_TOKENS:
@@ -177,7 +196,7 @@ def _checks(decoder: Decoder, kernels: KernelSet) -> Iterator[tuple[Check, Calla
 def _step_off(decoder: Decoder, num_rows: int, kernels: KernelSet) -> float:
     held, arrays = noisy_step(decoder, num_rows)
     pools = held.pools
-    tokens = pools.index(1 + np.arange(num_rows))
+    tokens = pools.index((1 + np.arange(num_rows)) % decoder.shape.vocab_size)
     plain = PlainForward(decoder, pools)
     batch = decode_batch(arrays, tokens, held.rows, pools)
     words = pack_inputs(num_rows, arrays, pools.layout.waste_cell)

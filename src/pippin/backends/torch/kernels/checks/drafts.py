@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import torch
 
 from pippin.backends.base import DecodeRow, Proposal
 from pippin.backends.torch.graphs.steps import VerifyForward
-from pippin.backends.torch.kernels.checks.layers import LENGTHS, NoisyRows
+from pippin.backends.torch.kernels.checks.layers import NoisyRows, lengths_of
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
@@ -57,19 +58,19 @@ class NoisyDrafts:
 
 
 def noisy_drafts(decoder: Decoder, num_rows: int) -> NoisyDrafts:
-    held = NoisyRows(decoder, LENGTHS[:num_rows])
+    held = NoisyRows(decoder, lengths_of(num_rows))
     pools, rows, slots = held.pools, held.rows, held.slots
     kept = KeptInputs(pools.layout, num_rows, MAX_DEPTH, decoder.device)
     kept.inputs.normal_(generator=torch.Generator(decoder.device).manual_seed(1))
     future = FutureMap(num_rows, decoder.device, max_depth=MAX_DEPTH)
     where = pools.index(slots)
-    future.stash(where, where)
-    rows.num_kept[slots] = NUM_KEPT[:num_rows]
+    future.stash(where, where % decoder.shape.vocab_size)
+    rows.num_kept[slots] = np.resize(NUM_KEPT, num_rows)
     future.stash_lengths(
-        where, pools.index(rows.lengths[slots]), pools.index(np.array(COUNTS[:num_rows]))
+        where, pools.index(rows.lengths[slots]), pools.index(np.resize(COUNTS, num_rows))
     )
     decodes = []
-    for slot, depth in zip(slots.tolist(), DEPTHS, strict=False):
+    for slot, depth in zip(slots.tolist(), cycle(DEPTHS), strict=False):
         position = int(rows.lengths[slot])
         drafts = Proposal(position + 1, np.arange(2, 2 + depth, dtype=np.int32))
         decodes.append(DecodeRow(slot, position, depth=depth, proposal=drafts if depth else None))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -67,6 +68,10 @@ def _dense(mlp: Mlp | None) -> Mlp | None:
     return mlp
 
 
+def lengths_of(num_rows: int) -> tuple[int, ...]:
+    return tuple(islice(cycle(LENGTHS), num_rows))
+
+
 class NoisyRows:
     """Slots 1, 2 ... that hold so many tokens of noise.
 
@@ -78,7 +83,7 @@ class NoisyRows:
         layout = PoolLayout(decoder.shape, decoder.dtype)
         num_cells = sum(lengths) + sum(new for _, new in CHUNKS) + len(lengths)
         num_cell_slabs = -(-num_cells // layout.cells_per_slab(Component.ATTENTION))
-        num_slabs = 3 * len(lengths) + num_cell_slabs + 2
+        num_slabs = len(lengths) + 2 * len(CHUNKS) + num_cell_slabs + 2
         self.pools = Pools(layout, num_slabs * layout.slab_bytes, decoder.device)
         self.pools.memory.zero_()
         self._generator = torch.Generator(decoder.device).manual_seed(0)
@@ -107,7 +112,7 @@ class NoisyRows:
 
 def noisy_step(decoder: Decoder, num_rows: int) -> tuple[NoisyRows, RowArrays]:
     """Rows that run one token each."""
-    held = NoisyRows(decoder, LENGTHS[:num_rows])
+    held = NoisyRows(decoder, lengths_of(num_rows))
     positions = held.rows.lengths[held.slots].copy()
     cells = held.rows.grow_each(held.slots, positions)
     return held, RowArrays(held.slots, positions, cells, *held.rows.next_states(held.slots))

@@ -75,8 +75,10 @@ class VerifyKernels:
         self, logits: torch.Tensor, inputs: Inputs, future: torch.Tensor, choice: Choice
     ) -> torch.Tensor:
         """int32 [3 + width, rows]: drafts that are accepted, the input token's position, whether
-        logits are NaN, and what was drawn behind each token."""
+        logits are NaN, and what was drawn behind each token. What is drawn for rows that are left
+        to the sampler does not count."""
         assert isinstance(inputs, PlaceInputs)
+        choice = min(choice, Choice.TOP_P)
         drawn = choose(logits, inputs, future, choice)
         found = accept(inputs.places, drawn, self._future)
         if self._drafter is not None:
@@ -91,7 +93,8 @@ class VerifyKernels:
         words, future = places.rows[: len(FIELDS)], self._future.tokens
         slots, counts = places.column("slot").long(), found[0].long()
         place = torch.arange(size.width, device=slots.device)
-        owners = torch.where(place <= counts[:, None], slots[:, None], 0)
+        is_fed = (place <= counts[:, None]) & (places.column("is_left") == 0)[:, None]
+        owners = torch.where(is_fed, slots[:, None], 0)
         starts = places.starts.long()
         positions = (starts[:, None] + place).flatten()
         tokens = found[3:].T.flatten().long()

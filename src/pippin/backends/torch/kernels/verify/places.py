@@ -20,7 +20,7 @@ from pippin.backends.torch.step.verify.words import (
 
 _SLOT, _POSITION, _CELL = (tl.constexpr(FIELDS.index(n)) for n in ("slot", "position", "cell"))
 _LOW, _HIGH = (tl.constexpr(FIELDS.index(n)) for n in ("key_low", "key_high"))
-_EXACT, _LEAST, _DEPTH, _KEPT, _PROMPT, _DRAFTED = (
+_EXACT, _LEAST, _DEPTH, _KEPT, _PROMPT, _DRAFTED, _LEFT = (
     tl.constexpr(len(FIELDS) + number) for number in range(len(OWN_FIELDS))
 )
 _FIELDS = tl.constexpr(len(FIELDS))

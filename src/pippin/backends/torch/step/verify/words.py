@@ -2,7 +2,8 @@
 
     as a decode step's   slot | position, at most | ... | noise's stream, two words | how it samples
     behind that          exact | least position | depth | kept drafts | length of the prompt
-                         whether the drafts are the device's own | stop ids
+                         whether the drafts are the device's own | whether the sampler draws
+                         stop ids
                          cells from the least position on | what the host proposes there
 
 Rows that a graph has and a step has not are padding: slot 0, no drafts, cells of waste.
@@ -22,10 +23,10 @@ from pippin.backends.torch.step.decode_inputs import FIELDS, NO_ROWS, Inputs, Ro
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.verify.batch import NO_TOKEN, TakenRows
 
-OWN_FIELDS = ("exact", "least", "depth", "num_kept", "prompt_len", "is_drafted")
+OWN_FIELDS = ("exact", "least", "depth", "num_kept", "prompt_len", "is_drafted", "is_left")
 FIRST_STOP = len(FIELDS) + len(OWN_FIELDS)
 FIRST_CELL = FIRST_STOP + MAX_STOP_IDS
-MOST_TOKENS = 256  # of a captured step: more take plain operations
+MOST_TOKENS = 256  # of a captured step: more rows are several
 
 
 class VerifySize(NamedTuple):
@@ -82,7 +83,12 @@ def padding_words(size: VerifySize, waste_cell: int) -> np.ndarray:
 
 
 def pack_verify(
-    size: VerifySize, taken: TakenRows, held: Rows, slots: Slots, waste_cell: int
+    size: VerifySize,
+    taken: TakenRows,
+    held: Rows,
+    slots: Slots,
+    waste_cell: int,
+    is_left: np.ndarray | bool = False,  # bool [rows]: those whose tokens the sampler draws
 ) -> np.ndarray:
     words, num_rows = padding_words(size, waste_cell), len(taken.rows)
     none = np.zeros(num_rows, dtype=np.int64)
@@ -94,6 +100,7 @@ def pack_verify(
     own = (
         *(taken.exact, taken.least, taken.depths, taken.num_kept, slots.prompt_lens[taken.slots]),
         [row.drafted for row in taken.rows],
+        is_left,
     )
     for field, values in enumerate(own, start=len(FIELDS)):
         words[field, :num_rows] = values
