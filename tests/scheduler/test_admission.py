@@ -245,6 +245,30 @@ def test_a_branch_goes_on_when_what_it_waits_for_is_gone() -> None:
     check_idle(client)
 
 
+@both_modes
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("length", [100, 127, 192, 200])
+def test_a_request_waits_for_what_will_be_in_the_tree_and_no_longer(
+    overlap: bool, prompt_logprobs: int | None, deterministic: bool, length: int
+) -> None:
+    """The first one ends long after its prompt was computed, of which the tree may get nothing."""
+    client = make_client(overlap=overlap, chunk=256, deterministic=deterministic)
+    prompt = make_prompt(length)
+    first = client.submit(prompt, max_tokens=400, prompt_logprobs=prompt_logprobs)
+    others = [client.submit(prompt, max_tokens=4, seed=seed) for seed in range(2)]
+    client.step(3)
+    others.append(client.submit([*prompt[:90], *make_prompt(40, 1)], max_tokens=4))
+    while not all(reply.finish for reply in others):
+        client.step()
+        assert len(first.tokens) < 20
+    for reply in others:
+        assert reply.tokens == oracle(reply.prompt, max_tokens=4)[0]
+    assert prompt_logprobs or all(reply.cached_tokens for reply in others[:2])
+    client.run()
+    check_idle(client)
+
+
 def test_a_prefill_inherits_the_priority_of_a_request_that_waits_for_it() -> None:
     """Else that request would wait for as long as others of its own priority arrive."""
     client = make_client(num_slots=8, chunk=64, max_len=1 << 15)

@@ -297,6 +297,34 @@ def test_a_store_that_is_too_small_costs_hits() -> None:
     check_ended(pair)
 
 
+def test_bytes_end_hand_overs_that_keep_some_and_no_others() -> None:
+    """Two that keep the same bytes, one that keeps some beside them, and one that keeps none."""
+    pair = Pair(components=(A,))
+    known, other = make_prompt(200, 1), make_prompt(120, 2)
+    for prompt in (known, other):
+        pair.decode.ask(prompt, max_tokens=1)
+    scheduler = pair.decode.loop.scheduler
+    assert scheduler.cache is not None
+    prompts = [
+        [*start, *make_prompt(400, 9 + n)] for n, start in enumerate((known, known, other, []))
+    ]
+    replies = [pair.decode.submit(prompt) for prompt in prompts]
+    pair.decode.step()
+    before = scheduler.cache.evictable_bytes
+    assert scheduler.traffic.give_up_handovers(1)
+    assert scheduler.cache.evictable_bytes > before
+    assert pair.wire.cancelled == ["handover-2"], "the youngest that keeps any"
+    assert scheduler.traffic.give_up_handovers(1 << 40)
+    assert pair.wire.cancelled[1:] == ["handover-0", "handover-1"]
+    assert not scheduler.traffic.give_up_handovers(1)
+    pair.run()
+    assert [reply.tokens for reply in replies] == [
+        oracle(prompt, components=(A,))[0] for prompt in prompts
+    ]
+    assert [reply.peer_tokens > 0 for reply in replies] == [False, False, False, True]
+    check_ended(pair)
+
+
 def test_bytes_that_running_replies_need_end_the_wait() -> None:
     row = FakeBackend().row_bytes(700)
     pair = Pair(decode={"capacity_bytes": 2 * row})

@@ -386,3 +386,19 @@ def test_no_drafts_are_looked_for_while_the_policy_rests() -> None:
     client = make_client_of_both(1.0, 1.0, policy)
     client.ask(make_prompt(10), max_tokens=100)
     assert 90 < policy.num_asked < 110, "once a step"
+
+
+def test_a_request_that_lacks_bytes_does_not_end_drafts() -> None:
+    client = make_client_of_both(1.0, 1.0, Always())
+    scheduler = client.loop.scheduler
+    client.submit(make_prompt(10), max_tokens=300)
+    client.step(8)
+    scheduler.budget.capacity = scheduler.budget.claimed + scheduler.costs.row_bytes(300)
+    waiting = client.submit(make_prompt(500, 1), max_tokens=4)
+    client.step(2)  # it is looked up, and refused
+    before = len(recorded(client).plans)
+    client.step(8)
+    assert not waiting.tokens
+    assert all(
+        row.num_drafts or row.proposal for p in recorded(client).plans[before:] for row in p.decode
+    )

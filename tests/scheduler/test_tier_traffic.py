@@ -11,7 +11,7 @@ from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, ora
 from counted_lines import num_lines
 from evicted_segments import EvictedSegments
 from memory_store import MemoryStore
-from pippin.backends.base import StepPlan
+from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.entries.entry import Key, Loaded
 from pippin.cache.entries.entry_store import Destination
@@ -58,6 +58,32 @@ def test_a_restart_finds_what_was_said(components: tuple[Component, ...]) -> Non
     again = say(store, turn, components)
     assert again.tokens == oracle(turn, components=components)[0]
     assert again.cached_tokens == 540
+
+
+def test_a_deterministic_engine_writes_the_whole_blocks_of_a_prompt() -> None:
+    store, prompt = make_store(), make_prompt(300)
+    for expected in (0, 256):
+        client = start(store, (A,), deterministic=True)
+        assert client.ask(prompt).cached_tokens == expected
+        client.loop.close()
+
+
+def test_a_write_that_fails_while_an_engine_closes_is_discarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    discarded: list[FakePending] = []
+    client = start(make_store())
+    client.loop.scheduler.traffic.clock = lambda: 0.0  # nothing is due before it closes
+    client.ask(make_prompt(500))
+    assert client.loop.scheduler.traffic.tiers[0].spills.waits
+
+    def fail(pending: FakePending) -> StepResult:
+        raise RuntimeError("the device was lost")
+
+    monkeypatch.setattr(FakePending, "wait", fail)
+    monkeypatch.setattr(FakePending, "discard", lambda pending: discarded.append(pending))
+    client.loop.close()
+    assert len(discarded) == 1
 
 
 def test_without_a_hidden_vector_the_same_prompt_again_is_restored_before_its_end() -> None:

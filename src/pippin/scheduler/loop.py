@@ -293,8 +293,11 @@ class Loop:
             if plan is None:
                 traffic.wait(COMPILING_SECONDS)
                 continue
+            pending: PendingStep | None = None
             try:
-                self.scheduler.commit(plan.step, self.backend.launch(plan).wait())
+                pending = self.backend.launch(plan)
+                result = pending.wait()
             except Exception as error:
-                self._fail(plan, error)
+                self._fail(plan, error, pending)
                 return
+            self.scheduler.commit(plan.step, result)

@@ -59,6 +59,8 @@ class RunningSlot:
     lock: Lock | None = None  # on what it was restored from
     tip: Lock | None = None  # on the end of what it has put into the tree
     start_len: int = 0  # restored from the tree
+    capture_len: int = 0  # what it restored and its chunks bring the tree: tokens [0, n)
+    keeps_reply: bool = True  # a copy of what it holds goes to the tree when its reply has ended
     branch: int = 0  # where the request's tokens leave a path that is already in the tree
     row_len: int = 0  # at most, while drafts are in flight
     num_unsure: int = 0  # drafts in flight: each may be rejected, and is then not part of the row
@@ -134,10 +136,9 @@ class RunningSlot:
             return 0
         if self.stage in (Stage.RETIRING, Stage.RELEASED):
             return self.captured_len
-        if request.completed:
+        if request.completed and self.keeps_reply:
             return request.num_tokens
-        connects = self.quality is Quality.SOUND and not request.wants_prompt_logprobs
-        return self.prefill_len if connects and self.runs else 0
+        return self.capture_len if self.quality is Quality.SOUND and self.runs else 0
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -170,7 +170,7 @@ class Scheduler:
             step,
             self.running_slots.values(),
             self.pace.pays_off,
-            prompts_start=self._prompts.may_start,
+            prompts_start=self._prompts.may_start(self.running_slots),
         )
         admit, prefill = self._prompts.plan(
             step, self.running_slots, replies.num_streams, self.pace, replies.num_drafts

@@ -46,7 +46,7 @@ def take_captures(
     inserted: list[Inserted] = []
     for capture, running in to_insert:
         if _insert(capture, running, cache, budget):
-            whole = capture.retired or capture.end == running.prefill_len
+            whole = capture.retired or capture.end == running.capture_len
             inserted.append(Inserted(running.request, capture.end, whole))
     return inserted
 

@@ -27,7 +27,7 @@ class Preemption:
         self._registry = registry
 
     def make_room(self, starved: Sequence[RunningSlot], *, in_flight: bool) -> None:
-        """Give up checkpoints and loads, then preempt requests.
+        """Give up checkpoints, loads and hand-overs, then preempt requests.
 
         Those starved go on in a later plan. Where nothing can be given up and no step is
         `in_flight` that releases bytes, one request is larger than the budget.
@@ -35,6 +35,8 @@ class Preemption:
         running_slots = self._registry.running_slots
         shortage = self._claims.shortage(starved, running_slots.values())
         if shortage > 0 and self._traffic.give_up_loads():
+            shortage = self._claims.shortage(starved, running_slots.values())
+        if shortage > 0 and self._traffic.give_up_handovers(shortage):
             shortage = self._claims.shortage(starved, running_slots.values())
         if shortage <= 0:
             return

@@ -150,6 +150,12 @@ class Admission:
             self._refused_at = self._budget.available
         return None
 
+    def may_start(self) -> bool:
+        """Whether a request might start: some neither wait by choice nor were refused for want of
+        bytes that are still taken."""
+        self._take_ready()
+        return bool(self.eligible) and not self._still_refused
+
     def considered(self) -> list[Request]:
         return self.eligible[:LOOKAHEAD]
 
@@ -234,6 +240,8 @@ class Admission:
             row_tokens=row_tokens,
             lock=lock,
             start_len=length,
+            capture_len=self._capture_len(request),
+            keeps_reply=not self._deterministic,
             branch=0 if match is None else match.branch,
         )
 
@@ -261,6 +269,13 @@ class Admission:
             limit = match.length - match.length % GRID
             match = self._cache.match(tokens, request.salt, limit=limit)
         return match
+
+    def _capture_len(self, request: Request) -> int:
+        """How much of what it starts with its chunks will bring the tree."""
+        if self._cache is None or request.wants_prompt_logprobs:
+            return 0
+        num_tokens = request.num_tokens
+        return num_tokens - num_tokens % GRID if self._deterministic else num_tokens
 
     def _promise(self, offer: Offer, inflight: InflightPrefixes) -> Promise | None:
         if self._cache is None or offer.request.wants_prompt_logprobs:

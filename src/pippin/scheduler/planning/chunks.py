@@ -80,6 +80,4 @@ class Chunker:
         return tuple(found)
 
     def _captures(self, running: RunningSlot, end: int) -> bool:
-        if self.policy is None or running.request.wants_prompt_logprobs:
-            return False
-        return running.quality is Quality.SOUND and (not self.on_grid or end % GRID == 0)
+        return running.quality is Quality.SOUND and end <= running.capture_len

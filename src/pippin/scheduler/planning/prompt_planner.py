@@ -37,10 +37,9 @@ class PromptPlanner:
     speculation: Speculation | None = None
     num_planned: int = 0  # tokens, since the start: waits of requests are counted in these
 
-    @property
-    def may_start(self) -> bool:
-        """Whether a prompt of the queue could have a slot in the next step."""
-        return bool(self.admission.queue) and self.slots.num_free > 0
+    def may_start(self, running_slots: RunningSlots) -> bool:
+        """Whether a prompt of the queue could have a slot, and bytes, in the next step."""
+        return self._may_start(running_slots) and self.admission.may_start()
 
     def plan(
         self,

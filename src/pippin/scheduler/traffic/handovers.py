@@ -154,12 +154,29 @@ class Handovers:
             if not one.waiters:
                 self._cancel(one)
 
-    def give_up(self) -> bool:
-        """Bytes are short: requests that wait compute instead. Whether any did."""
-        gave_up = list(self._under_way.values())
-        for one in gave_up:
-            self._cancel(one)
-        return bool(gave_up)
+    def give_up(self, nbytes: int) -> bool:
+        """So many bytes are short: where a lock keeps some of them, the requests that wait compute
+        instead, the youngest hand-overs first. Whether any did.
+
+        Several may keep the same bytes, so all are unlocked that it takes; those whose lock changes
+        nothing, or that the others make up for, are locked again and go on.
+        """
+        memory = self._tiers.memory
+        wanted = memory.evictable_bytes + nbytes
+        unlocked: list[Handover] = []
+        for one in reversed(self._under_way.values()):
+            if memory.evictable_bytes >= wanted:
+                break
+            memory.unlock(one.memory_lock)
+            unlocked.append(one)
+        num_before = self.stats.cancelled
+        for one in reversed(unlocked):
+            before = memory.evictable_bytes
+            path = one.wanted.tokens[: one.memory_lock.length]
+            one.memory_lock = memory.lock_tokens(path, one.wanted.salt)
+            if memory.evictable_bytes < min(before, wanted):
+                self._cancel(one)
+        return self.stats.cancelled > num_before
 
     def take_ready(self) -> list[Request]:
         """Those that need not wait any longer."""

@@ -175,7 +175,11 @@ class Traffic:
     def give_up_loads(self) -> bool:
         """Bytes are short: requests that wait for a load compute instead. Whether any did."""
         gave_up = [tier.loads.give_up() for tier in self.tiers]
-        gave_up += [handovers.give_up() for handovers in self._handovers]
+        return any(gave_up)
+
+    def give_up_handovers(self, nbytes: int) -> bool:
+        """So many bytes are short: likewise for hand-overs that keep some. Whether any did."""
+        gave_up = [handovers.give_up(nbytes) for handovers in self._handovers]
         return any(gave_up)
 
     def note(self, request: Request, length: int, *, whole: bool) -> None:
