@@ -209,6 +209,13 @@ class CacheTier:
         lost = self._lost(found.pieces)
         return min((e.start if e.key.num_tokens else last for e in lost), default=None)
 
+    def remove_lost(self, limit: int | None = None) -> list[Key]:
+        """Have the tree forget some of what the store reports as lost; returns keys that the store
+        may forget. What was written again since is not lost."""
+        reported = self._store.take_lost(limit)
+        self.below.lose(key for key in reported if key not in self._store)
+        return self.below.remove_lost()
+
     def _lost(self, needed: Iterable[Piece]) -> list[Entry]:
         """Entries of these pieces that the store does not have any more."""
         entries = [span.entry for piece in needed for span in piece.spans]

@@ -97,11 +97,14 @@ class TierTree:
 
     def add(self, ids: TokenArray, entry: Entry, root: bytes = b"") -> None:
         """An entry has been written; it is not wanted where it does not connect."""
-        if entry.key in self._owned:
+        owner = self._owned.get(entry.key)
+        if owner is None:
+            owner = self._owned[entry.key] = Owned(entry, self._forget)
+        elif self._lost.pop(entry.key, None) is None:
             return
+        owner.unreadable = False
         self._num_added += 1
-        owner = Owned(entry, self._forget)
-        self._owned[entry.key] = owner
+        # Of one that was lost, what had left the tree by now is missing; the rest is released.
         self.cache.insert_component(ids, entry.key.component, entry.start, owner.part(), root)
 
     def lose(self, keys: Iterable[Key], *, unreadable: bool = False) -> None:

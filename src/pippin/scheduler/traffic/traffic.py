@@ -59,11 +59,9 @@ class TierTraffic:
 
     def remove_lost(self) -> None:
         """Some of it: an evicted segment may hold very many entries, and every stream waits."""
-        store = self.tier_io.store
-        self.tiers.below.lose(store.take_lost(MAX_LOST))
-        unused = self.tiers.below.remove_lost()
+        unused = self.tiers.remove_lost(MAX_LOST)
         if unused:
-            self.tier_io.tell(store.forget, unused)
+            self.tier_io.tell(self.tier_io.store.forget, unused)
 
 
 class Traffic:
