@@ -16,7 +16,7 @@ from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import PEER
 from pippin.cache.tiers.tier_io import TierIO, plain_memory
 from pippin.cache.tree.canary import Canary
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.traffic.pushes import Pushes, PushTarget
 from pippin.types import SamplingParams
@@ -119,7 +119,7 @@ class Wire:
         client.loop.submit(
             Submit(
                 wanted.id,
-                wanted.tokens.tolist(),
+                pack_tokens(wanted.tokens),
                 SamplingParams(max_tokens=1, temperature=0.0),
                 boundaries=list(wanted.boundaries),
                 priority=wanted.priority,

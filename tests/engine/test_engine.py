@@ -37,6 +37,7 @@ from pippin.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    pack_tokens,
 )
 from pippin.scheduler.loop import Loop
 from pippin.supervision.connection import Connection
@@ -46,7 +47,7 @@ from processes import PATIENCE_SECONDS, environment
 
 async def ask(engine: EngineClient, id: str, prompt: list[int]) -> TokenDelta:
     """The terminal delta."""
-    submit = Submit(id, prompt, SamplingParams(max_tokens=2, temperature=0.0))
+    submit = Submit(id, pack_tokens(prompt), SamplingParams(max_tokens=2, temperature=0.0))
     return [delta async for delta in engine.generate(submit)][-1]
 
 
@@ -163,7 +164,9 @@ def test_an_engine_whose_device_is_gone_tells_its_requests_and_stops(
 
 
 def submit(id: str, max_tokens: int) -> Submit:
-    return Submit(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    return Submit(
+        id, pack_tokens([1, 2, 3]), SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    )
 
 
 def test_messages_that_arrive_while_others_are_read_keep_their_order(
@@ -280,13 +283,13 @@ import sys
 from pippin.config import Config, ModelConfig
 from pippin.engine.build_loop import build_loop
 from pippin.engine.run import MessagePump
-from pippin.messages import FeedMessage, Shutdown, Submit, TokenBatch, Watch
+from pippin.messages import FeedMessage, Shutdown, Submit, TokenBatch, Watch, pack_tokens
 from pippin.types import SamplingParams
 
 class Channel:
     def __init__(self):
         self.sent = []
-        self.inbox = [Watch(), Submit("a", [1, 2, 3], SamplingParams(max_tokens=4))]
+        self.inbox = [Watch(), Submit("a", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=4))]
 
     def send(self, message):
         self.sent.append(message)
