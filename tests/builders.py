@@ -23,7 +23,7 @@ from pippin.cache.tiers.kinds import DISK, HOST
 from pippin.cache.tiers.tier_io import TierIO
 from pippin.cache.tree.canary import Canary
 from pippin.decode.grammar import Grammar
-from pippin.messages import Submit, TokenDelta
+from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.pacing.pace import Pace
 from pippin.scheduler.scheduler import Scheduler
@@ -235,13 +235,13 @@ class Client:
         self.replies[reply.id] = reply
         submit = Submit(
             reply.id,
-            reply.prompt,
+            pack_tokens(reply.prompt),
             SamplingParams(**params),
             list(stop_ids),
             list(boundaries),
             priority,
             salt,
-            list(prediction),
+            pack_tokens(prediction),
         )
         self.loop.submit(submit, grammar)
         return reply
@@ -277,6 +277,7 @@ def check_idle(client: Client) -> None:
     assert not scheduler.running_slots
     assert not scheduler.requests
     assert not scheduler.admission.queue
+    assert scheduler.registry.num_coming_tokens == 0
     assert scheduler.slots.num_free == scheduler.slots.num_slots
     assert scheduler.budget.claimed == 0
     assert not client.backend._rows

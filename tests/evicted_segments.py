@@ -16,7 +16,7 @@ from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
 from pippin.cache.entries.entry import Entry, Key
 from pippin.cache.tiers.cache_tier import CacheTier
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.types import GRID, Component, SamplingParams
 from simulator import Workers
 
@@ -62,7 +62,7 @@ class EvictedSegments:
         self._fill(self.flow.tiers)
         for number in range(NUM_STREAMS):
             params = SamplingParams(max_tokens=1 << 19, temperature=0.0, ignore_eos=True)
-            self.scheduler.add(Submit(f"stream {number}", [number, 1, 2], params))
+            self.scheduler.add(Submit(f"stream {number}", pack_tokens([number, 1, 2]), params))
         for _ in range(4):
             self.step(lambda plan: plan())
 

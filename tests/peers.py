@@ -10,13 +10,13 @@ from typing import Any
 from builders import ALL, Client, Reply, make_loop
 from pippin.backends.fake import FakeBackend
 from pippin.cache.entries.entry import Bytes, Entry
-from pippin.cache.peers.peer_store import PeerStore
+from pippin.cache.peers.peer_store import Arrival, PeerStore
 from pippin.cache.peers.wanted import Wanted
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import PEER
 from pippin.cache.tiers.tier_io import TierIO, plain_memory
 from pippin.cache.tree.canary import Canary
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.traffic.pushes import Pushes, PushTarget
 from pippin.types import SamplingParams
@@ -46,6 +46,7 @@ class Wire:
         self._to_prefill: deque[Callable[[], None]] = deque()
         self._to_decode: deque[Callable[[], None]] = deque()
         self._num_submits = 0
+        self._is_full = False  # the decode engine's store, for now
 
     # ---- what the decode engine calls ------------------------------------------------------
 
@@ -88,9 +89,11 @@ class Wire:
     # ---- what the world does ---------------------------------------------------------------
 
     def deliver(self, most: int = 1_000_000) -> None:
+        self._is_full = False
         for queue in (self._to_prefill, self._to_decode):
             for _ in range(min(most, len(queue))):
-                queue.popleft()()
+                if not self._is_full:
+                    queue.popleft()()
 
     def disconnect(self) -> None:
         """What was on its way is lost, and both ends are told so."""
@@ -116,7 +119,7 @@ class Wire:
         client.loop.submit(
             Submit(
                 wanted.id,
-                wanted.tokens.tolist(),
+                pack_tokens(wanted.tokens),
                 SamplingParams(max_tokens=1, temperature=0.0),
                 boundaries=list(wanted.boundaries),
                 priority=wanted.priority,
@@ -138,8 +141,12 @@ class Wire:
             FINGERPRINT, lambda c, n: entry.arrays, entry.key.component, entry.start, entry.end
         )
         assert found == entry, "the two ends name an entry differently"
-        if not self.store.arrive(id, found, data, digest):
-            self._end(id, "damaged")
+        match self.store.arrive(id, found, data, digest):
+            case Arrival.NO_ROOM if id not in self.cancelled:
+                self._to_decode.appendleft(lambda: self._arrive(id, entry, data, digest))
+                self._is_full = True
+            case Arrival.DAMAGED:
+                self._end(id, "damaged")
 
     def _end(self, id: str, reason: str) -> None:
         if self.store is not None:

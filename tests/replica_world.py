@@ -19,7 +19,7 @@ from pippin.engine.clients.replica import Replica
 from pippin.engine.engine_client import Engine, EngineClient
 from pippin.engine.kv_events.announcer import Announcer
 from pippin.engine.kv_events.prefix_reports import PrefixReports
-from pippin.messages import Abort, Submit, ToEngine, TokenBatch
+from pippin.messages import Abort, Submit, ToEngine, TokenBatch, pack_tokens
 from pippin.types import SamplingParams
 
 REPLY_TOKENS = 24
@@ -112,7 +112,9 @@ class ReplicaWorld:
     async def ask(self, prompt: list[int], salt: bytes = b"") -> list[int]:
         """The reply; what the cache saved is counted."""
         params = SamplingParams(max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=True)
-        submit = Submit(str(next(self._ids)), prompt, params, boundaries=[len(prompt)], salt=salt)
+        submit = Submit(
+            str(next(self._ids)), pack_tokens(prompt), params, boundaries=[len(prompt)], salt=salt
+        )
         reply: list[int] = []
         cached: int | None = None
         async for delta in self.engine.generate(submit):

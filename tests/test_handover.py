@@ -13,7 +13,7 @@ from builders import Reply, ToyGrammar
 from live_peers import LiveDecode, LivePrefill, ask, ask_all, pair_of
 from pippin.config import EngineConfig, ModelConfig
 from pippin.config.engine import Speculate
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.memory import claims
 from pippin.scheduler.planning import admission
 from pippin.types import SamplingParams
@@ -140,7 +140,10 @@ def test_the_embedding_of_a_prompt_that_was_handed_over_is_the_local_one() -> No
         vectors = []
         for end in (prefill, None):
             loop = decode.client.loop if end else alone(name, "mlx").client.loop
-            loop.submit(Submit("vector", prompt, SamplingParams(max_tokens=1), embeds=True), None)
+            loop.submit(
+                Submit("vector", pack_tokens(prompt), SamplingParams(max_tokens=1), embeds=True),
+                None,
+            )
             deltas: list[Any] = []
             while not deltas:
                 prefill.step()

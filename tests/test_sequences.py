@@ -59,7 +59,7 @@ def test_each_sequence_has_its_own_id_index_and_seed() -> None:
     submits = [s.submit for s in sequences]
     assert [submit.id for submit in submits] == ["r-2", "r-3", "r-4"]
     assert [(submit.params.seed, submit.params.n) for submit in submits] == [(7, 1), (8, 1), (9, 1)]
-    assert all(submit.tokens == [5, 6, 7] and submit.boundaries == [2] for submit in submits)
+    assert all(submit.token_ids == [5, 6, 7] and submit.boundaries == [2] for submit in submits)
     assert submits[0].stop_ids == [*TOKENIZER.eos_ids, 9]
 
 

@@ -41,7 +41,7 @@ from pippin.backends.base import Load, StepPlan
 from pippin.cache.tiers.pieces import Piece, pieces, read
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import build_loop
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.loop import Loop
 from pippin.startup.resolve import resolve
 from pippin.types import SamplingParams
@@ -81,7 +81,7 @@ class Engine:
         self.launches.clear()
         reply: dict[str, Any] = {"tokens": []}
         began = perf_counter()
-        self.loop.submit(Submit(name, prompt, params))
+        self.loop.submit(Submit(name, pack_tokens(prompt), params))
         while "finish" not in reply:
             for delta in self.loop.step():
                 if "ttft" not in reply:

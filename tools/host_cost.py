@@ -19,7 +19,7 @@ import numpy as np  # noqa: E402
 
 from builders import make_scheduler  # noqa: E402
 from pippin.backends.fake import FakeBackend, FakePayload  # noqa: E402
-from pippin.messages import Submit  # noqa: E402
+from pippin.messages import Submit, pack_tokens  # noqa: E402
 from pippin.scheduler.scheduler import Scheduler  # noqa: E402
 from pippin.types import GRID, Component, SamplingParams  # noqa: E402
 
@@ -60,7 +60,7 @@ def make(components: tuple[Component, ...], capacity_bytes: int) -> tuple[Schedu
 
 
 def submit(scheduler: Scheduler, name: str, tokens: list[int], max_tokens: int = 5_000) -> None:
-    scheduler.add(Submit(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0)))
+    scheduler.add(Submit(name, pack_tokens(tokens), SamplingParams(max_tokens=max_tokens, temperature=0.0)))
 
 
 class Clock:

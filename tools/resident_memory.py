@@ -19,7 +19,7 @@ from time import perf_counter
 from pippin.backends.mlx.cpu.malloc import resident_bytes
 from pippin.config import EngineConfig
 from pippin.offline.llm import LLM
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.types import SamplingParams
 
 # isort: split
@@ -72,7 +72,7 @@ class Load:
         params = SamplingParams(max_tokens=draw.randrange(4, 300), ignore_eos=True)
         if draw.random() < 0.1:
             self.leaving[name] = draw.randrange(1, 40)
-        self.llm.loop.submit(Submit(name, prompt, params))
+        self.llm.loop.submit(Submit(name, pack_tokens(prompt), params))
 
     def step(self) -> None:
         for delta in self.llm.loop.step():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.request import Request
 from pippin.scheduler.speculation.suffix import SuffixDrafter
 from pippin.types import SamplingParams
@@ -42,7 +42,7 @@ def measure(text: Sequence[int], num_steps: int, depth: int) -> tuple[float, flo
     and bytes."""
     length = len(text) - num_steps
     params = SamplingParams(max_tokens=num_steps + 1)
-    submit = Submit(id="r", tokens=list(text[:length]), params=params, stop_ids=[])
+    submit = Submit(id="r", tokens=pack_tokens(text[:length]), params=params, stop_ids=[])
     request = Request.from_submit(submit, seed=0, arrival=0)
     drafter = SuffixDrafter(None)
     catching_up, steps = [], []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pippin.errors import PippinError
-from pippin.messages import Submit, TokenDelta
+from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.sequences import error_of_delta
 from pippin.types import SamplingParams
 
@@ -23,7 +23,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 def embedding_submit(
     id: str, tokens: Sequence[int], *, priority: int = 0, salt: bytes = b""
 ) -> Submit:
-    return Submit(id, list(tokens), _ONE_TOKEN, priority=priority, salt=salt, embeds=True)
+    return Submit(id, pack_tokens(tokens), _ONE_TOKEN, priority=priority, salt=salt, embeds=True)
 
 
 def embedding_of(delta: TokenDelta) -> np.ndarray:

@@ -5,25 +5,47 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from pippin.types import FinishReason, SamplingParams, TokenLogprobs
+
+TOKEN_BYTES = 4
+
+
+def pack_tokens(tokens: npt.ArrayLike) -> bytes:
+    """As prompts cross: int32, little-endian. An engine's loop has no time to decode a list."""
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(packed, dtype="<i4").astype(np.int32)
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
     """One sequence to generate. `boundaries` are token positions where messages end."""
 
     id: str
-    tokens: list[int]
+    tokens: bytes  # of `pack_tokens`
     params: SamplingParams
     stop_ids: list[int] = []  # eos ids (unless ignored) and the user's stop_token_ids
     boundaries: list[int] = []
     priority: int = 0  # higher starts first, and is preempted last
     salt: bytes = b""  # requests share cached prefixes only with those of the same salt
-    prediction: list[int] = []  # what the client expects as the reply: drafts are taken from it
+    prediction: bytes = b""  # what the client expects as the reply: drafts are taken from it
     # The result is the hidden vector after the prompt, not a reply; `params.max_tokens` is 1.
     embeds: bool = False
     # A decode engine asked for the prompt: it is sent there, and no client reads the reply.
     handover: str = ""
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, to be read by people and tests."""
+        return [int(token) for token in unpack_tokens(self.tokens)]
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):

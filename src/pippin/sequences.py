@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from pippin.errors import ContextOverflow, PippinError, error_of
-from pippin.messages import Submit, TokenDelta
+from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.text.detokenizer import Detokenizer
 from pippin.text.parsers.base import PlainText, ReplyParser
 from pippin.text.pieces import Content, TextPiece, content_of, joined
@@ -91,18 +91,19 @@ def open_sequences(
     """
     eos_ids = () if params.ignore_eos else tokenizer.eos_ids
     stop_ids = list(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+    tokens, expected = pack_tokens(prompt.tokens), pack_tokens(prediction)
     sequences = []
     for number in range(params.n):
         index = first_index + number
         submit = Submit(
             id=f"{request_id}-{index}",
-            tokens=prompt.tokens,
+            tokens=tokens,
             params=_params_of(number, params),
             stop_ids=stop_ids,
             boundaries=prompt.boundaries,
             priority=priority,
             salt=salt,
-            prediction=list(prediction),
+            prediction=expected,
         )
         hides_reply = params.max_tokens == 0
         sequences.append(

@@ -60,5 +60,5 @@ def allows(grammar: CompiledGrammar, text: str) -> bool:
 
 def prompt_text(engine: ScriptedEngine, number: int = -1) -> str:
     """What the engine was asked to continue."""
-    tokens = engine.submits[number].tokens
+    tokens = engine.submits[number].token_ids
     return b"".join(map(TEXT.tokenizer.token_bytes, tokens)).decode()

@@ -52,7 +52,9 @@ def say_tokens(tokens: list[int]) -> Script:
                 tokens=[token],
                 logprobs=_logprobs([token], submit.params.logprobs),
                 prompt_logprobs=(
-                    _logprobs(submit.tokens[1:], submit.params.prompt_logprobs) if i == 0 else None
+                    _logprobs(submit.token_ids[1:], submit.params.prompt_logprobs)
+                    if i == 0
+                    else None
                 ),
                 cached_tokens=3 if i == 0 else None,
                 queued_s=0.25 if i == 0 else None,

@@ -91,7 +91,7 @@ class RecitingEngine(ScriptedEngine):
         text = agent_says(len(self.turns))
         tokens = [*TEXT.tokenizer.encode(text, add_special_tokens=False), END_OF_TURN]
         reply = self._client.ask(
-            submit.tokens,
+            submit.token_ids,
             grammar=Recited(tokens),
             boundaries=submit.boundaries,
             stop_ids=submit.stop_ids,
@@ -99,7 +99,7 @@ class RecitingEngine(ScriptedEngine):
         )
         assert reply.tokens == tokens
         assert reply.cached_tokens is not None
-        self.turns.append(Turn(submit.tokens, tokens, reply.cached_tokens))
+        self.turns.append(Turn(submit.token_ids, tokens, reply.cached_tokens))
         yield TokenDelta(submit.id, tokens=tokens, cached_tokens=reply.cached_tokens, finish="stop")
 
 

@@ -22,7 +22,13 @@ def vector_of(tokens: list[int]) -> np.ndarray:
 
 def embed(submit: Submit) -> list[TokenDelta]:
     assert submit.embeds
-    return [TokenDelta(submit.id, embedding=vector_of(submit.tokens).tobytes(), finish="stop")]
+    return [
+        TokenDelta(
+            submit.id,
+            embedding=vector_of(submit.token_ids).tobytes(),
+            finish="stop",
+        )
+    ]
 
 
 def unit(tokens: list[int]) -> np.ndarray:

@@ -103,7 +103,7 @@ def test_llama_vims_warm_up_generates_nothing() -> None:
     # Both prompts share the files, and a prefix may end behind each.
     shared = engine.submits[0].boundaries
     assert shared == engine.submits[1].boundaries
-    assert engine.submits[0].tokens[: shared[-1]] == engine.submits[1].tokens[: shared[-1]]
+    assert engine.submits[0].token_ids[: shared[-1]] == engine.submits[1].token_ids[: shared[-1]]
     assert first.status_code == 200
 
 
@@ -138,7 +138,7 @@ def test_the_last_files_that_fit_are_kept_and_it_is_reported() -> None:
     shown = prompt_text(engine, 0)
     assert "number 39" in shown
     assert "number 0 " not in shown
-    assert 50_000 < len(engine.submits[0].tokens) <= 65_536 - 500
+    assert 50_000 < engine.submits[0].prompt_len <= 65_536 - 500
     assert prompt_text(engine, 1).startswith(f"{REPO}<|file_sep|>a.py")
 
 

@@ -139,7 +139,7 @@ def test_tokens_are_counted_as_they_are_sent() -> None:
     with client_of(says("Hm.")) as (client, engine):
         whole(client)
         counted = client.messages.count_tokens(model="qwen", messages=[USER], tools=[TOOL])
-    assert counted.input_tokens == len(engine.submits[0].tokens)
+    assert counted.input_tokens == engine.submits[0].prompt_len
 
 
 def test_models_are_listed_in_anthropics_shape() -> None:

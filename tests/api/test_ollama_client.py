@@ -82,8 +82,8 @@ def test_generate_continues_in_the_models_template_and_raw_as_it_is() -> None:
         parts = list(client.generate("stories", "Hi.", stream=True))
         assert client.generate("stories", "Hi.", raw=True).response == STORY
     assert "".join(part.response for part in parts) == STORY
-    assert engine.submits[2].tokens == TOKENIZER.encode("Hi.")
-    rendered = [TOKENIZER.decode_with_special(submit.tokens) for submit in engine.submits]
+    assert engine.submits[2].token_ids == TOKENIZER.encode("Hi.")
+    rendered = [TOKENIZER.decode_with_special(submit.token_ids) for submit in engine.submits]
     assert "Be brief." in rendered[0]
     assert "Hi." in rendered[1].removeprefix("Hi.")
 
@@ -96,9 +96,9 @@ def test_the_context_of_a_reply_precedes_the_next_prompt() -> None:
         client.generate("stories", "Two.", context=whole)
         client.generate("stories", "Two.")
     first, _, third, alone = engine.submits
-    assert whole == [*first.tokens, *TOKENIZER.encode("A dog."), *first.stop_ids[:1]]
+    assert whole == [*first.token_ids, *TOKENIZER.encode("A dog."), *first.stop_ids[:1]]
     assert streamed.context == whole
-    assert third.tokens == [*whole, *alone.tokens]
+    assert third.token_ids == [*whole, *alone.token_ids]
     assert len(whole) in third.boundaries
 
 
@@ -132,7 +132,7 @@ def test_as_many_tokens_as_fit_are_generated_where_no_less_is_asked(num_predict:
     options = {"num_predict": num_predict, "seed": -1}
     with client_of(engine) as client:
         assert client.chat("stories", USER, options=options).message.content == "Hi."
-    assert engine.submits[0].params.max_tokens == 8192 - len(engine.submits[0].tokens)
+    assert engine.submits[0].params.max_tokens == 8192 - engine.submits[0].prompt_len
     assert engine.submits[0].params.seed is None
 
 
@@ -267,7 +267,7 @@ def test_texts_are_embedded_and_cut_to_what_fits() -> None:
         assert client.embeddings("stories", "Hi.").embedding == [0.5] * 4
         assert len(client.embed("stories", "Hi.", dimensions=1).embeddings[0]) == 1
         reply = client.embed("stories", "word " * 100_000)
-        assert len(engine.submits[-1].tokens) == reply.prompt_eval_count == 8191
+        assert engine.submits[-1].prompt_len == reply.prompt_eval_count == 8191
         with pytest.raises(ollama.ResponseError, match="maximum context length"):
             client.embed("stories", "word " * 100_000, truncate=False)
 

@@ -64,7 +64,7 @@ def test_a_chat_reply_is_the_text_and_says_what_it_cost() -> None:
     assert (choice.message.content, choice.finish_reason) == (STORY, "stop")
     assert choice.message.role == "assistant"
     assert choice.logprobs is None
-    assert reply.usage.prompt_tokens == len(engine.submits[0].tokens)
+    assert reply.usage.prompt_tokens == engine.submits[0].prompt_len
     assert reply.usage.completion_tokens == len(TOKENIZER.encode(STORY)) + 1
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
@@ -157,7 +157,7 @@ def test_n_choices_are_separate_sequences_with_seeds_of_their_own() -> None:
     ]
     assert [submit.params.seed for submit in engine.submits] == [7, 8, 9]
     assert len({submit.id for submit in engine.submits}) == 3
-    assert reply.usage.prompt_tokens == len(engine.submits[0].tokens)
+    assert reply.usage.prompt_tokens == engine.submits[0].prompt_len
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
@@ -183,7 +183,7 @@ def test_a_completion_continues_its_prompt() -> None:
     reply = complete(engine, "Once upon")
     assert reply.choices[0].text == " a time"
     assert reply.choices[0].finish_reason == "stop"
-    assert engine.submits[0].tokens == TOKENIZER.encode("Once upon")
+    assert engine.submits[0].token_ids == TOKENIZER.encode("Once upon")
     assert "".join(c.choices[0].text for c in complete_chunks(engine, "Once upon")) == " a time"
 
 
@@ -192,13 +192,22 @@ def test_prompts_may_be_several_and_may_be_tokens() -> None:
     reply = complete(engine, ["One", "Two"], n=2)
     assert [(c.index, c.text) for c in reply.choices] == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
     one, two = TOKENIZER.encode("One"), TOKENIZER.encode("Two")
-    assert [submit.tokens for submit in engine.submits] == [one, one, two, two]
+    assert [submit.token_ids for submit in engine.submits] == [
+        one,
+        one,
+        two,
+        two,
+    ]
     assert reply.usage.prompt_tokens == len(one) + len(two)
     assert reply.usage.prompt_tokens_details.cached_tokens == 6
     engine = ScriptedEngine(say("a"))
     complete(engine, [5, 6, 7])
     complete(engine, [[5, 6], [8]])
-    assert [submit.tokens for submit in engine.submits] == [[5, 6, 7], [5, 6], [8]]
+    assert [submit.token_ids for submit in engine.submits] == [
+        [5, 6, 7],
+        [5, 6],
+        [8],
+    ]
 
 
 def test_echo_repeats_the_prompt_before_the_reply() -> None:
@@ -298,7 +307,7 @@ def test_what_a_request_leaves_out_comes_from_the_checkpoint() -> None:
     chat(engine)
     [submit] = engine.submits
     assert (submit.params.temperature, submit.params.top_p) == (0.7, 0.95)
-    assert submit.params.max_tokens == 8192 - len(submit.tokens)
+    assert submit.params.max_tokens == 8192 - submit.prompt_len
     assert submit.stop_ids == [EOS, 0]
 
 

@@ -70,7 +70,7 @@ def wait_for_reply(visit: Visit, number: int = 1) -> Any:
 
 
 def prompt_of(submit: Submit) -> str:
-    return b"".join(map(TOKENIZER.token_bytes, submit.tokens)).decode()
+    return b"".join(map(TOKENIZER.token_bytes, submit.token_ids)).decode()
 
 
 def test_a_reply_streams_as_markdown_and_says_its_numbers(browser: Browser) -> None:
@@ -86,7 +86,7 @@ def test_a_reply_streams_as_markdown_and_says_its_numbers(browser: Browser) -> N
         assert reply.locator("pre code").inner_text() == 'print("fox")'
         reuse = reply.locator(".reuse")
         assert reuse.get_attribute("data-cached") == "3"  # as the script says
-        assert reuse.get_attribute("data-prompt") == str(len(engine.submits[0].tokens))
+        assert reuse.get_attribute("data-prompt") == str(engine.submits[0].prompt_len)
         num_tokens = len(TOKENIZER.encode(MARKDOWN)) + 1
         assert f"{num_tokens} tokens" in reply.locator(".stats").inner_text()
         assert "TTFT" in reply.locator(".stats").inner_text()
@@ -148,7 +148,7 @@ def test_versions_of_a_message_are_kept_side_by_side(browser: Browser) -> None:
         wait_for_reply(visit).get_by_role("button", name="Regenerate").click()
         last_reply(visit).get_by_text("second").wait_for()
         assert last_reply(visit).locator(".which").inner_text() == "2/2"
-        assert engine.submits[0].tokens == engine.submits[1].tokens
+        assert engine.submits[0].token_ids == engine.submits[1].token_ids
         last_reply(visit).get_by_role("button", name="Previous version").click()
         last_reply(visit).get_by_text("first").wait_for()
 

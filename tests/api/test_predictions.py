@@ -11,7 +11,7 @@ import openai
 import pytest
 from scripted_engine import MODEL, TOKENIZER, ScriptedEngine, say, serving
 
-from pippin.messages import Submit, TokenDelta
+from pippin.messages import Submit, TokenDelta, unpack_tokens
 
 USER = [{"role": "user", "content": "Rewrite this."}]
 PREDICTED = "The fox ran home."
@@ -86,7 +86,9 @@ def test_a_prediction_is_tokenized_for_the_engine(content: Any) -> None:
             n=2,
         )
     assert "prediction" not in str(raw.headers)
-    assert [submit.prediction for submit in engine.submits] == [TOKENIZER.encode(PREDICTED)] * 2
+    assert [unpack_tokens(submit.prediction).tolist() for submit in engine.submits] == [
+        TOKENIZER.encode(PREDICTED)
+    ] * 2
 
 
 def test_a_prediction_is_reported_as_ignored_where_nothing_drafts_from_texts() -> None:
@@ -99,7 +101,7 @@ def test_a_prediction_is_reported_as_ignored_where_nothing_drafts_from_texts() -
         )
     assert raw.parse().choices[0].message.content == PREDICTED
     assert "prediction" in str(raw.headers)
-    assert engine.submits[0].prediction == []
+    assert engine.submits[0].prediction == b""
 
 
 @pytest.mark.parametrize(
@@ -133,4 +135,4 @@ def test_a_prediction_is_no_longer_than_a_reply_can_be() -> None:
             messages=USER,
             prediction={"type": "content", "content": PREDICTED * 60},
         )
-    assert len(engine.submits[0].prediction) == 256
+    assert len(unpack_tokens(engine.submits[0].prediction)) == 256

@@ -89,7 +89,7 @@ def test_messages_continue_a_final_message_of_the_assistant() -> None:
         counted = client.messages.count_tokens(**asked)
     assert message.content[0].text == " jumps."
     assert prompt_text(engine).endswith("</think>\n\nThe fox")
-    assert counted.input_tokens == len(engine.submits[0].tokens)
+    assert counted.input_tokens == engine.submits[0].prompt_len
 
 
 def test_tokenize_counts_the_same_prompt() -> None:
@@ -97,7 +97,7 @@ def test_tokenize_counts_the_same_prompt() -> None:
     with serving_qwen(says("")) as (url, engine):
         chat(url, *messages)
         found = httpx.post(f"{url}/tokenize", json={"messages": messages, **CONTINUED}).json()
-    assert found["tokens"] == engine.submits[0].tokens
+    assert found["tokens"] == engine.submits[0].token_ids
 
 
 @pytest.mark.parametrize(

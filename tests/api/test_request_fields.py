@@ -45,7 +45,7 @@ def complete(**fields: Any) -> Job:
 
 def prompt_of(*messages: dict[str, Any], **fields: Any) -> str:
     [sequence] = chat(messages=list(messages), **fields).sequences
-    return "".join(TEXT.tokenizer.token_text(token) for token in sequence.submit.tokens)
+    return "".join(TEXT.tokenizer.token_text(token) for token in sequence.submit.token_ids)
 
 
 def refuse(job: Any, error: type[PippinError], param: str, match: str, **fields: Any) -> None:

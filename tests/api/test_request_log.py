@@ -43,7 +43,7 @@ def test_a_reply_is_one_line_with_its_tokens_and_times(
     assert line["id"] == reply.headers["x-request-id"]
     assert (line["method"], line["path"]) == ("POST", "/v1/chat/completions")
     assert (line["status"], line["finish"]) == (200, "stop")
-    assert line["prompt_tokens"] == len(engine.submits[0].tokens)
+    assert line["prompt_tokens"] == engine.submits[0].prompt_len
     assert line["completion_tokens"] == len(TOKENIZER.encode("Once upon a time.")) + 1
     assert line["cached_tokens"] == 3
     assert 0 < line["ttft_s"] <= line["seconds"]

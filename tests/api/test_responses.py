@@ -80,8 +80,8 @@ def test_tokens_are_counted_as_they_are_sent() -> None:
         whole(client, **later)
         continued = client.responses.input_tokens.count(**later)
     assert counted.object == "response.input_tokens"
-    assert counted.input_tokens == len(engine.submits[0].tokens)
-    assert continued.input_tokens == len(engine.submits[1].tokens)
+    assert counted.input_tokens == engine.submits[0].prompt_len
+    assert continued.input_tokens == engine.submits[1].prompt_len
 
 
 @either_way

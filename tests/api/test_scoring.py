@@ -42,7 +42,13 @@ def vector_of(tokens: list[int]) -> np.ndarray:
 
 
 def embed(submit: Submit) -> list[TokenDelta]:
-    return [TokenDelta(submit.id, embedding=vector_of(submit.tokens).tobytes(), finish="stop")]
+    return [
+        TokenDelta(
+            submit.id,
+            embedding=vector_of(submit.token_ids).tobytes(),
+            finish="stop",
+        )
+    ]
 
 
 def cosine(one: str, other: str) -> float:
@@ -55,7 +61,7 @@ def judge(*, shown: bool) -> Script:
 
     def script(submit: Submit) -> list[TokenDelta]:
         (answer,) = submit.params.logit_bias
-        logprob = -1 / len(submit.tokens) if answer == YES else -1.0
+        logprob = -1 / submit.prompt_len if answer == YES else -1.0
         top = ((NO,), (-1.0,)) if shown else ((5,), (-0.5,))
         logprobs = [TokenLogprobs(logprob, *top)]
         return [TokenDelta(submit.id, tokens=[answer], logprobs=logprobs, finish="length")]
@@ -113,7 +119,7 @@ def test_a_reranker_scores_by_yes_against_no(shown: bool) -> None:
         asked = {"query": "a hen", "documents": DOCUMENTS, "instruction": "Find it."}
         reply = httpx.post(f"{url}/v1/rerank", json=asked).json()
     assert len(engine.submits) == (3 if shown else 6)
-    prompts = {tuple(submit.tokens) for submit in engine.submits}
+    prompts = {tuple(submit.token_ids) for submit in engine.submits}
     assert len(prompts) == 3
     assert reply["usage"]["prompt_tokens"] == sum(map(len, prompts))
     assert all("Find it." in TOKENIZER.decode(list(prompt)) for prompt in prompts)
@@ -324,7 +330,7 @@ def test_queries_and_documents_are_read_up_to_a_number_of_tokens() -> None:
         body = {"query": "a fox and two hens", "documents": ["two hens and a fox", "a"]}
         limits = {"max_tokens_per_query": 1, "max_tokens_per_doc": 2}
         reply = httpx.post(f"{url}/rerank", json=body | limits)
-    read = [submit.tokens for submit in engine.submits]
+    read = [submit.token_ids for submit in engine.submits]
     assert read == [
         TOKENIZER.encode("a fox and two hens")[:1],
         TOKENIZER.encode("two hens and a fox")[:2],

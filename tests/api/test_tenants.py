@@ -115,9 +115,9 @@ def test_another_key_cannot_break_a_reference_to_a_stored_item() -> None:
         assert respond(url, "keyB", refers).status_code == 400
         assert respond(url, "keyB", {**mine, "content": "Of B."}).status_code == 200
         assert respond(url, "keyA", refers).status_code == 200
-        assert engine.submits[-1].tokens == engine.submits[0].tokens
+        assert engine.submits[-1].token_ids == engine.submits[0].token_ids
         assert respond(url, "keyB", refers).status_code == 200
-        assert engine.submits[-1].tokens == engine.submits[1].tokens
+        assert engine.submits[-1].token_ids == engine.submits[1].token_ids
 
 
 def test_another_key_cannot_evict_what_is_stored() -> None:

@@ -42,7 +42,7 @@ def test_messages_become_what_the_chat_endpoint_computes() -> None:
         engine = ScriptedEngine(say("Hello."))
         found = post("/tokenize", messages=MESSAGES, **fields).json()
         post("/v1/chat/completions", engine, model="stories", messages=MESSAGES, **fields)
-        assert found["tokens"] == engine.submits[0].tokens
+        assert found["tokens"] == engine.submits[0].token_ids
         assert found["count"] == len(found["tokens"])
 
 

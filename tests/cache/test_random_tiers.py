@@ -205,8 +205,7 @@ class LowerTier:
             self.tell_store()
 
     def tell_store(self) -> None:
-        self.tiers.below.lose(self.store.take_lost())
-        self.store.forget(self.tiers.below.remove_lost())
+        self.store.forget(self.tiers.remove_lost())
 
     def check(self) -> None:
         self.tiers.check_integrity()
@@ -359,6 +358,34 @@ def test_what_is_lost_while_somebody_reads_it_is_offered_to_nobody_else() -> Non
     disk.tiers.below.cache.unlock(lock)
     disk.tell_store()
     assert not disk.store.entries()
+    two.check()
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_what_is_written_again_after_it_was_lost_stays(loads: bool) -> None:
+    """While a load has it locked, or before the store's report reached the tree."""
+    two = Tiered((A,), random.Random(0))
+    tokens = list(range(100))
+    two.checked.insert(tokens, 0)
+    two.spill(tokens)
+    two.spill([*tokens[:50], 7])  # splits the node
+    (disk,) = two.tiers
+    ids = np.array(tokens)
+    below, (entry,) = disk.tiers.below, disk.store.entries()
+    (loaded,) = disk.store.read([entry.key])
+    assert loaded is not None
+    lock = below.cache.lock_tokens(ids[:60])
+    disk.store._kept.pop(entry.key)
+    disk.store._lost.append(entry.key)
+    if loads:
+        disk.tell_store()  # tokens [60, 100) are removed, the others locked
+        assert below.is_lost(entry.key)
+    disk.store.write(entry, loaded.arrays)
+    disk.tiers.wrote(ids, [entry], [True])
+    below.cache.unlock(lock)
+    disk.tell_store()
+    assert disk.store.entries()
+    assert below.cache.num_cached(ids) == 100
     two.check()
 
 

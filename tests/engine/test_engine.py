@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from pippin.engine.message_pump import MessagePump
 from pippin.engine.run import Channel, run_engine
 from pippin.errors import PippinError
 from pippin.messages import (
+    Abort,
     Alive,
     Answer,
     Failed,
@@ -34,6 +37,7 @@ from pippin.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    pack_tokens,
 )
 from pippin.scheduler.loop import Loop
 from pippin.supervision.connection import Connection
@@ -43,7 +47,7 @@ from processes import PATIENCE_SECONDS, environment
 
 async def ask(engine: EngineClient, id: str, prompt: list[int]) -> TokenDelta:
     """The terminal delta."""
-    submit = Submit(id, prompt, SamplingParams(max_tokens=2, temperature=0.0))
+    submit = Submit(id, pack_tokens(prompt), SamplingParams(max_tokens=2, temperature=0.0))
     return [delta async for delta in engine.generate(submit)][-1]
 
 
@@ -160,7 +164,37 @@ def test_an_engine_whose_device_is_gone_tells_its_requests_and_stops(
 
 
 def submit(id: str, max_tokens: int) -> Submit:
-    return Submit(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    return Submit(
+        id, pack_tokens([1, 2, 3]), SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    )
+
+
+def test_messages_that_arrive_while_others_are_read_keep_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = Channel(EngineSpec(Config(), str(tmp_path)))
+    ids = iter(range(100))
+    decode = channel._decoder.decode
+
+    def deliver_two() -> None:
+        for id in itertools.islice(ids, 2):
+            channel.deliver(Abort(str(id)))
+
+    def decode_while_more_arrive(frame: bytes) -> ToEngine:
+        message = decode(frame)
+        if int(message.id) % 2:  # the last that was waiting
+            deliver_two()
+        return message
+
+    decoder = SimpleNamespace(decode=decode_while_more_arrive)
+    monkeypatch.setattr(channel, "_decoder", decoder)
+    deliver_two()
+    received: list[ToEngine] = []
+    while len(received) < 100:
+        received += channel.receive(PATIENCE_SECONDS)
+    assert received == [Abort(str(number)) for number in range(100)]
+    channel.close()
+    channel.deliver(Abort("late"))  # a thread that ends after the channel
 
 
 class ScriptedChannel:
@@ -249,13 +283,13 @@ import sys
 from pippin.config import Config, ModelConfig
 from pippin.engine.build_loop import build_loop
 from pippin.engine.run import MessagePump
-from pippin.messages import FeedMessage, Shutdown, Submit, TokenBatch, Watch
+from pippin.messages import FeedMessage, Shutdown, Submit, TokenBatch, Watch, pack_tokens
 from pippin.types import SamplingParams
 
 class Channel:
     def __init__(self):
         self.sent = []
-        self.inbox = [Watch(), Submit("a", [1, 2, 3], SamplingParams(max_tokens=4))]
+        self.inbox = [Watch(), Submit("a", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=4))]
 
     def send(self, message):
         self.sent.append(message)

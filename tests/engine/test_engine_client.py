@@ -25,6 +25,7 @@ from pippin.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    pack_tokens,
 )
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS
@@ -54,7 +55,7 @@ def run(scenario: Scenario) -> None:
 
 
 def submit(id: str = "a", **params: Any) -> Submit:
-    return Submit(id, [1, ord(id[0])], SamplingParams(**params))
+    return Submit(id, pack_tokens([1, ord(id[0])]), SamplingParams(**params))
 
 
 async def collect(client: EngineClient, id: str, **params: Any) -> list[TokenDelta]:
@@ -317,7 +318,9 @@ def test_suspects_are_remembered_up_to_a_number() -> None:
         suspects.engine_lost([submit("a")])
     with pytest.raises(PoisonRequest):
         suspects.check(submit("a"))
-    suspects.engine_lost(Submit("x", [n], SamplingParams()) for n in range(REMEMBERED_SUSPECTS))
+    suspects.engine_lost(
+        Submit("x", pack_tokens([n]), SamplingParams()) for n in range(REMEMBERED_SUSPECTS)
+    )
     suspects.check(submit("a"))
 
 

@@ -25,6 +25,7 @@ from pippin.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    pack_tokens,
 )
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS
@@ -58,7 +59,7 @@ class Engines:
         return sent
 
     async def ask(self, id: str, tokens: list[int] | None = None, **fields: Any) -> Asked:
-        submit = Submit(id, tokens or [1, ord(id[0])], SamplingParams(), **fields)
+        submit = Submit(id, pack_tokens(tokens or [1, ord(id[0])]), SamplingParams(), **fields)
         asked = asyncio.create_task(collect(self.pool, submit))
         await asyncio.sleep(0)  # until it waits
         return asked
@@ -67,7 +68,7 @@ class Engines:
         self.pool.replicas[number].deliver(TokenBatch(list(deltas)))
 
     def report(self, number: int, tokens: list[int], salt: bytes = b"") -> None:
-        hashes = prompt_hashes(tokens, salt)
+        hashes = prompt_hashes(pack_tokens(tokens), salt)
         self.pool.replicas[number].deliver(RestorablePrefixes(stored=hashes))
 
 
@@ -130,7 +131,7 @@ def test_a_prefix_of_one_salt_is_none_of_another() -> None:
 def test_what_was_evicted_draws_no_requests() -> None:
     async def scenario(engines: Engines) -> None:
         engines.report(1, PREFIX)
-        hashes = prompt_hashes(PREFIX, b"")
+        hashes = prompt_hashes(pack_tokens(PREFIX), b"")
         engines.pool.replicas[1].deliver(RestorablePrefixes(removed=hashes))
         await engines.ask("a", [*PREFIX, 7])
         assert engines.sent[0].ids == ["a"]
@@ -177,7 +178,7 @@ def test_requests_wait_while_no_engine_serves_and_the_first_that_does_takes_them
             replica.engine_lost(LOST)
         assert not engines.pool.healthy
         with pytest.raises(NotReady):
-            await collect(engines.pool, Submit("b", [1], SamplingParams()))
+            await collect(engines.pool, Submit("b", pack_tokens([1]), SamplingParams()))
         home = next(n for n, each in enumerate(engines.pool.replicas) if each.num_open)
         sent = engines.start(1 - home)
         assert sent.ids == ["a"]
@@ -199,7 +200,7 @@ def test_a_request_that_two_engines_died_of_is_refused_by_all() -> None:
             assert (await asked)[-1].error_code == EngineDead.code
             engines.start(number)
         with pytest.raises(PoisonRequest):
-            await collect(engines.pool, Submit("again", PREFIX, SamplingParams()))
+            await collect(engines.pool, Submit("again", pack_tokens(PREFIX), SamplingParams()))
 
     run(scenario)
 

@@ -17,6 +17,7 @@ import pytest
 
 from builders import check_idle, make_prompt, oracle
 from live_peers import FAKE, LiveDecode, LivePrefill, ask, ask_all, pair_of, write
+from pippin.cache.host.host_store import HostStore
 from pippin.config import Config, EngineConfig, PeersConfig
 from pippin.engine.peers import connection
 from pippin.engine.peers.agreement import Facts, difference, peer_facts, prove
@@ -69,6 +70,19 @@ def test_a_prompt_is_computed_in_one_engine_and_decoded_in_another(
     assert prefill.pushes["sent_bytes"] == decode.handovers["arrived_bytes"] > 0
     assert decode.wait_for(shares_memory=True)
     check_idle(decode.client)
+
+
+def test_an_entry_for_which_there_is_no_room_yet_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_room, refusals = HostStore._make_room, [None] * 3
+    monkeypatch.setattr(
+        HostStore, "_make_room", lambda *args: refusals.pop() if refusals else make_room(*args)
+    )
+    with pair_of(FAKE) as (prefill, decode):
+        assert ask(prefill, decode, make_prompt(900)).peer_tokens == 900
+        assert not refusals
+        assert decode.handovers["partial"] == 0
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 20_000, 64], ids=["all", "in turn", "small ones"])

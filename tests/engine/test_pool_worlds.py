@@ -22,6 +22,7 @@ from pippin.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    pack_tokens,
 )
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS
@@ -32,7 +33,7 @@ MAX_TOKENS = 5
 
 
 def right_tokens(submit: Submit) -> list[int]:
-    return [sum(submit.tokens) + position for position in range(MAX_TOKENS)]
+    return [sum(submit.token_ids) + position for position in range(MAX_TOKENS)]
 
 
 class RandomEngine:
@@ -129,7 +130,7 @@ class PoolWorld:
         rng = self.rng
         if rng.random() < 0.3:
             prompt = [rng.randrange(9) for _ in range(rng.choice([3, 70, 200]))]
-            submit = Submit(f"r{number}", [number, *prompt], SamplingParams())
+            submit = Submit(f"r{number}", pack_tokens([number, *prompt]), SamplingParams())
             self.clients[submit.id] = asyncio.create_task(self.client(submit))
         if rng.random() < 0.02 and self.clients:
             rng.choice(list(self.clients.values())).cancel()

@@ -14,7 +14,7 @@ from pippin.engine.clients.prefix_index import PrefixIndex
 from pippin.engine.kv_events.announcer import Announcer
 from pippin.engine.kv_events.block_hashes import BLOCK_TOKENS, prompt_hashes
 from pippin.engine.kv_events.prefix_reports import PrefixReports
-from pippin.messages import RestorablePrefixes
+from pippin.messages import RestorablePrefixes, pack_tokens
 from pippin.types import GRID, Component
 from replica_world import WORKLOADS, ReplicaWorld, mean_hit_rate
 
@@ -23,7 +23,7 @@ A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 
 def test_the_longest_prefix_counts() -> None:
     index = PrefixIndex()
-    hashes = prompt_hashes(list(range(5 * BLOCK_TOKENS + 3)), b"")
+    hashes = prompt_hashes(pack_tokens(list(range(5 * BLOCK_TOKENS + 3))), b"")
     assert len(hashes) == 5
     index.change(RestorablePrefixes(stored=[hashes[0], hashes[3]]))
     assert index.restorable_tokens(hashes) == 4 * BLOCK_TOKENS
@@ -85,7 +85,7 @@ def test_what_is_predicted_is_what_the_engine_restores(components: tuple[Compone
         announcer.turn()
         ends = range(len(prompt) // GRID * GRID, 0, -GRID)
         restorable = (end for end in ends if cache.probe(prompt, salt, limit=end) == end)
-        predicted = index.restorable_tokens(prompt_hashes(prompt, salt))
+        predicted = index.restorable_tokens(prompt_hashes(pack_tokens(prompt), salt))
         assert predicted == next(restorable, 0)
         num_hits += predicted > 0
         past = [*past, [*prompt, *client.ask(prompt, max_tokens=2, salt=salt).tokens]][-4:]

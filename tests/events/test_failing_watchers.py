@@ -16,7 +16,16 @@ from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.schema import RequestEvent, StepEvent
 from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.message_pump import MessagePump
-from pippin.messages import FeedMessage, FromEngine, Shutdown, Submit, ToEngine, TokenBatch, Watch
+from pippin.messages import (
+    FeedMessage,
+    FromEngine,
+    Shutdown,
+    Submit,
+    ToEngine,
+    TokenBatch,
+    Watch,
+    pack_tokens,
+)
 from pippin.types import SamplingParams
 
 
@@ -201,7 +210,9 @@ def test_the_pump_goes_on_when_the_feed_has_failed(
         raise RuntimeError("a bug of ours")
 
     monkeypatch.setattr(EventSender, "_load", fail)
-    submit = Submit("r0", make_prompt(40), SamplingParams(max_tokens=3, ignore_eos=True))
+    submit = Submit(
+        "r0", pack_tokens(make_prompt(40)), SamplingParams(max_tokens=3, ignore_eos=True)
+    )
     wire = Wire(Watch(), submit)
     with caplog.at_level(logging.ERROR):
         MessagePump(make_client().loop, wire).run()

@@ -296,10 +296,10 @@ def test_a_node_says_when_all_of_it_is_on_disk_too() -> None:
     assert {node.tier for node in held.values()} == {"device"}
     end = max(held)
     tokens = (prompt + one.client.replies["r0"].tokens)[:end]
-    cache.mark_copied(tokens, Component.ATTENTION, 0)
+    cache.mark_copied(tokens, [(Component.ATTENTION, 0, len(tokens))])
     one.flush()
     assert {node.tier for node in one.replica.nodes.values() if "state" in node.bytes} == {"device"}
-    cache.mark_copied(tokens, Component.STATE, 0)
+    cache.mark_copied(tokens, [(Component.STATE, 0, len(tokens))])
     one.flush()
     told = {node.start + node.tokens: node.tier for node in one.replica.nodes.values()}
     assert told[end] == "disk"

@@ -325,6 +325,23 @@ def test_bytes_end_hand_overs_that_keep_some_and_no_others() -> None:
     check_ended(pair)
 
 
+def test_what_arrives_while_all_of_the_store_is_being_read_waits_for_room() -> None:
+    pair, prompt = Pair(), make_prompt(500)
+    store = pair.wire.store
+    assert store is not None
+    for area in store._areas:
+        area.num_readers, area.end = 1, area.size
+    reply = pair.decode.submit(prompt)
+    pair.step(30)
+    assert not store.entries()
+    for area in store._areas:  # the steps that read have ended
+        area.num_readers = 0
+    pair.run()
+    assert (reply.tokens, reply.peer_tokens) == (oracle(prompt)[0], 500)
+    assert (pair.handovers["partial"], store.counters().write_errors) == (0, 0)
+    check_ended(pair)
+
+
 def test_bytes_that_running_replies_need_end_the_wait() -> None:
     row = FakeBackend().row_bytes(700)
     pair = Pair(decode={"capacity_bytes": 2 * row})

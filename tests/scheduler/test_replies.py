@@ -7,7 +7,7 @@ import pytest
 from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import BYTES_PER_TOKEN
 from pippin.cache.policy import MAX_STRIDE
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.types import Component, SamplingParams
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
@@ -197,7 +197,7 @@ def test_an_id_in_use_is_not_taken_over(overlap: bool, steps: int) -> None:
     client.step(steps)
     assert not client.loop.idle
     with pytest.raises(AssertionError, match="request id same is in use"):
-        client.loop.submit(Submit("same", make_prompt(20), SamplingParams()))
+        client.loop.submit(Submit("same", pack_tokens(make_prompt(20)), SamplingParams()))
     client.run()
     assert (first.tokens, first.finish) == oracle(make_prompt(10), max_tokens=4)
     check_idle(client)

@@ -7,14 +7,14 @@ import itertools
 import pytest
 
 from builders import make_loop, make_prompt
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.running_slot import NEXT_STAGES, Quality, RunningSlot, Stage
 from pippin.types import SamplingParams
 
 
 def make_running() -> RunningSlot:
     loop = make_loop()
-    loop.submit(Submit("one", make_prompt(20), SamplingParams(max_tokens=4)))
+    loop.submit(Submit("one", pack_tokens(make_prompt(20)), SamplingParams(max_tokens=4)))
     loop.step()
     (running,) = loop.scheduler.running_slots.values()
     return running

@@ -12,7 +12,7 @@ import pytest
 
 from builders import Client, check_idle, make_loop, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.request import Request
 from pippin.scheduler.speculation.shared_texts import MAX_SALTS, MAX_TOKENS, SharedTexts
 from pippin.scheduler.speculation.suffix import SLICE, SuffixDrafter
@@ -145,7 +145,7 @@ def test_a_search_reads_as_much_whatever_the_text(tokens: list[int]) -> None:
 
 def request_of(prompt: Sequence[int], name: str = "r", salt: bytes = b"") -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=100)
-    submit = Submit(id=name, tokens=list(prompt), params=params, stop_ids=[], salt=salt)
+    submit = Submit(id=name, tokens=pack_tokens(prompt), params=params, stop_ids=[], salt=salt)
     return Request.from_submit(submit, seed=0, arrival=0)
 
 

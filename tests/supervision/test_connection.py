@@ -10,7 +10,15 @@ import zmq
 import zmq.asyncio
 
 from pippin.errors import EngineDead
-from pippin.messages import FromEngine, Started, Submit, ToEngine, TokenBatch, TokenDelta
+from pippin.messages import (
+    FromEngine,
+    Started,
+    Submit,
+    ToEngine,
+    TokenBatch,
+    TokenDelta,
+    pack_tokens,
+)
 from pippin.supervision.connection import Connection
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS
@@ -45,7 +53,9 @@ def test_messages_arrive_as_they_were_sent_in_their_order() -> None:
     async def scenario() -> None:
         other = OtherEnd()
         connection = Connection(*other.addresses)
-        submit = Submit("a", [1, 2], SamplingParams(logit_bias={5: 1.0}, stop=("x",)), [2], [1])
+        submit = Submit(
+            "a", pack_tokens([1, 2]), SamplingParams(logit_bias={5: 1.0}, stop=("x",)), [2], [1]
+        )
         connection.send(submit)
         assert await other.receive() == submit
         batch = TokenBatch([TokenDelta("a", [1], finish="stop")])

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.messages import Answer, Failed, FromEngine, GetStatus, Ready, Submit, TokenBatch
+from pippin.messages import (
+    Answer,
+    Failed,
+    FromEngine,
+    GetStatus,
+    Ready,
+    Submit,
+    TokenBatch,
+    pack_tokens,
+)
 from pippin.startup.resolve import resolve
 from pippin.supervision import engine_process
 from pippin.supervision.connection import Connection
@@ -74,7 +83,7 @@ def test_messages_cross_to_the_engine_and_back_without_files() -> None:
             process.remove_socket_names()
             assert not Path(process.spec.socket_dir).exists()
             params = SamplingParams(max_tokens=8, temperature=0.0)
-            assert len(await reply(connection, Submit("b", [1, 2, 3], params))) == 8
+            assert len(await reply(connection, Submit("b", pack_tokens([1, 2, 3]), params))) == 8
             connection.close()
         assert process.process.returncode == 0
 

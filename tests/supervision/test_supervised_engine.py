@@ -15,7 +15,7 @@ import pippin.supervision.supervisor as supervisor_module
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.engine.clients.engine_pool import EnginePool
 from pippin.errors import EngineDead
-from pippin.messages import Submit, TokenDelta
+from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.startup.resolve import resolve
 from pippin.startup.supervised_engine import SupervisedEngine
 from pippin.supervision.engine_process import EngineProcess
@@ -50,7 +50,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
 
 async def ask(pool: EnginePool, id: str, tokens: list[int], max_tokens: int) -> list[TokenDelta]:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return [delta async for delta in pool.generate(Submit(id, tokens, params))]
+    return [delta async for delta in pool.generate(Submit(id, pack_tokens(tokens), params))]
 
 
 def tokens_of(deltas: list[TokenDelta]) -> list[int]:

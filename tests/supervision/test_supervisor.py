@@ -19,7 +19,7 @@ from zmq import ZMQError
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.engine.engine_client import EngineClient
 from pippin.errors import EngineDead, LoadError
-from pippin.messages import Submit, TokenDelta
+from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.startup.resolve import resolve
 from pippin.supervision import supervisor as supervisor_module
 from pippin.supervision.engine_process import EngineProcess
@@ -78,7 +78,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def collect(client: EngineClient, id: str, max_tokens: int = 4) -> list[TokenDelta]:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return [delta async for delta in client.generate(Submit(id, [1, 2, 3], params))]
+    return [delta async for delta in client.generate(Submit(id, pack_tokens([1, 2, 3]), params))]
 
 
 def tokens_of(deltas: list[TokenDelta]) -> list[int]:
@@ -98,7 +98,7 @@ async def hold_up_with_one_begun_and_one_waiting(
     async def begin() -> list[TokenDelta]:
         params = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)
         said: list[TokenDelta] = []
-        async for delta in client.generate(Submit("begun", [1, 2, 3], params)):
+        async for delta in client.generate(Submit("begun", pack_tokens([1, 2, 3]), params)):
             if not said:
                 os.kill(process.process.pid, signal.SIGSTOP)
                 stopped.set()

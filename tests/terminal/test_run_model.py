@@ -41,7 +41,7 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 def prompt_of(engine: ScriptedEngine) -> str:
-    return TOKENIZER.decode_with_special(engine.submits[-1].tokens)
+    return TOKENIZER.decode_with_special(engine.submits[-1].token_ids)
 
 
 def test_a_prompt_is_answered_by_a_running_server_of_the_model(

@@ -48,12 +48,12 @@ class Asker:
         self.answers: dict[str, Answer] = {}
 
     def submit(self, prompt: Sequence[int], max_tokens: int = REPLY_TOKENS, params: SamplingParams | None = None, *, embeds: bool = False) -> Answer:
-        from pippin.messages import Submit
+        from pippin.messages import Submit, pack_tokens
 
         name, answer = f"r{len(self.answers)}", Answer(asked=time.perf_counter())
         self.answers[name] = answer
         params = params or SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        self.loop.submit(Submit(name, list(prompt), params, [], [], embeds=embeds))
+        self.loop.submit(Submit(name, pack_tokens(prompt), params, [], [], embeds=embeds))
         return answer
 
     def step(self) -> None:

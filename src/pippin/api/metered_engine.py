@@ -86,7 +86,7 @@ class MeteredEngine(WrappedEngine):
         self._open: dict[str, _TimedRequest] = {}
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        request = self._open[submit.id] = _TimedRequest(self._times, len(submit.tokens))
+        request = self._open[submit.id] = _TimedRequest(self._times, submit.prompt_len)
         try:
             async with aclosing(self._engine.generate(submit)) as deltas:
                 async for delta in deltas:

@@ -11,7 +11,8 @@ that takes tokens takes a salt: sequences of different salts never share anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy.typing as npt
 
@@ -210,14 +211,19 @@ class PrefixCache:
         condemn(self.tree, path, len(ids), component, start)
 
     def mark_copied(
-        self, tokens: npt.ArrayLike, component: Component, start: int, salt: bytes = b""
+        self,
+        tokens: npt.ArrayLike,
+        copies: Iterable[tuple[Component, int, int]],
+        salt: bytes = b"",
     ) -> None:
-        """The tier below has a component of this path too: of [start, end), or at its end."""
-        ids = as_tokens(tokens)
-        path, _ = self.radix.walk(ids, salt)
-        for node in path:
-            within = node.start >= start if component.divides else node.end == len(ids)
-            if within and node.end <= len(ids):
+        """The tier below has these of this path too: a component of [start, end), or at the end."""
+        path, _ = self.radix.walk(as_tokens(tokens), salt)
+        ends = [node.end for node in path]
+        for component, start, end in copies:
+            last = bisect_right(ends, end)
+            for node in reversed(path[:last]):
+                if not (node.start >= start if component.divides else node.end == end):
+                    break
                 self.tree.mark_copied(node, INDEX[component])
 
     def set_capacity(self, capacity_bytes: int) -> None:

@@ -47,10 +47,13 @@ class Channel:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
-        for socket in (self._inbox, self._outbox):
+        # One for all threads: messages of two sockets arrive in any order.
+        self._to_self = self._context.socket(zmq.PUSH)
+        for socket in (self._inbox, self._outbox, self._to_self):
             socket.set_hwm(0)  # the scheduler bounds its own queue
         self._inbox.bind(spec.inbox)
         self._inbox.bind(OWN_INBOX)
+        self._to_self.connect(OWN_INBOX)
         self._outbox.bind(spec.outbox)
         self._sending = threading.Lock()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -70,14 +73,15 @@ class Channel:
         return messages
 
     def deliver(self, message: ToEngine) -> None:
-        """From any thread of this process: what `receive` brings next."""
-        already_closed = contextlib.suppress(zmq.ZMQError)
-        with already_closed, self._context.socket(zmq.PUSH) as inbox:
-            inbox.connect(OWN_INBOX)
-            inbox.send(msgspec.msgpack.encode(message))
+        """From any thread of this process, in this order; dropped once the channel is closed."""
+        frame = msgspec.msgpack.encode(message)
+        with self._sending:
+            if not self._to_self.closed:
+                self._to_self.send(frame)
 
     def close(self) -> None:
-        self._context.destroy(linger=200)
+        with self._sending:
+            self._context.destroy(linger=200)
 
 
 @contextlib.contextmanager

@@ -34,13 +34,7 @@ class Registry:
     @property
     def num_coming_tokens(self) -> int:
         """Of requests that will be in the queue when something is compiled or loaded for them."""
-        if not len(self._compiling) and not self._traffic.num_loading:
-            return 0
-        return sum(
-            request.num_queued
-            for request in self.requests.values()
-            if request.phase in ("compiling", "loading")
-        )
+        return self._compiling.num_tokens + self._traffic.num_loading_tokens
 
     @property
     def running(self) -> list[RunningSlot]:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from pippin.decode.grammar import Grammar
-from pippin.messages import Submit
+from pippin.messages import Submit, unpack_tokens
 from pippin.types import FinishReason, SamplingParams, TierName
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -80,7 +80,7 @@ class Request:
         arrived_at: int = 0,
         grammar: Grammar | None = None,
     ) -> Request:
-        prompt = np.asarray(submit.tokens, dtype=np.int32)
+        prompt = unpack_tokens(submit.tokens)
         return cls(
             id=submit.id,
             prompt=prompt,
@@ -94,7 +94,7 @@ class Request:
             salt=submit.salt,
             priority=submit.priority,
             grammar=grammar,
-            prediction=np.asarray(submit.prediction, dtype=np.int32),
+            prediction=unpack_tokens(submit.prediction),
             embeds=submit.embeds,
             handover=submit.handover,
         )

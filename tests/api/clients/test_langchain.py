@@ -26,7 +26,7 @@ def test_a_reply_is_whole_streamed_and_asynchronous(ask: Answer, kind: str) -> N
     assert "".join(streamed["texts"]) == whole["text"]
     assert len(streamed["texts"]) > 5
     assert texts == [whole["text"]] * 2
-    assert whole["usage"]["input_tokens"] == len(engine.submits[0].tokens)
+    assert whole["usage"]["input_tokens"] == engine.submits[0].prompt_len
     for count in ("input_tokens", "output_tokens", "total_tokens"):
         assert streamed["usage"][count] == whole["usage"][count]
 

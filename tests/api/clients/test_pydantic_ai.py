@@ -23,7 +23,7 @@ def test_a_reply_is_whole_and_streamed_with_its_counts(ask: Answer, kind: str) -
     assert whole["text"] == "It rains in Rome."
     assert "".join(streamed["texts"]) == whole["text"]
     assert len(streamed["texts"]) > 3
-    assert whole["usage"][0] == len(engine.submits[0].tokens)
+    assert whole["usage"][0] == engine.submits[0].prompt_len
     assert streamed["usage"] == whole["usage"]
     assert whole["thinking"] == ["Let me think."]
     assert "".join(streamed["thinking"]) == "Let me think."

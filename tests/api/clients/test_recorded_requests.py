@@ -40,7 +40,7 @@ def reply_text(reply: str | dict[str, Any]) -> str:
 
 def thought_in(submit: Submit) -> str:
     """The reasoning of a reply to this prompt, if it has any."""
-    return THOUGHT if TEXT.tokenizer.decode(submit.tokens[-4:]).endswith("<think>\n") else ""
+    return THOUGHT if TEXT.tokenizer.decode(submit.token_ids[-4:]).endswith("<think>\n") else ""
 
 
 def events_in(response: httpx.Response) -> list[Any]:

@@ -43,7 +43,7 @@ class SubmitsJob:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(submit.tokens) for submit in self.submits)
+        return sum(submit.prompt_len for submit in self.submits)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pippin.api.requests.salts import read_salt
 from pippin.embedding import embedding_submit
 from pippin.engine.engine_client import Engine
 from pippin.errors import EngineDead
-from pippin.messages import Submit
+from pippin.messages import Submit, pack_tokens
 from pippin.sequences import error_of_delta, room_for_reply
 from pippin.tasks import all_or_none
 from pippin.text.bundle import TextBundle
@@ -121,10 +121,10 @@ class _Builder:
         pairs = [(self._cut(query, 0), self._cut(document, 1)) for query, document in pairs]
         if reranker is not None:
             numbers = [self._judged(query, document, reranker) for query, document in pairs]
-            num_tokens = sum(len(self._submits[yes].tokens) for yes, _ in numbers)
+            num_tokens = sum(self._submits[yes].prompt_len for yes, _ in numbers)
         else:
             numbers = [(self._embedded(0, one), self._embedded(1, other)) for one, other in pairs]
-            num_tokens = sum(len(submit.tokens) for submit in self._submits)
+            num_tokens = sum(submit.prompt_len for submit in self._submits)
         return ScoreJob(
             self._submits,
             read_timeout(body, self._rules.limits),
@@ -179,7 +179,14 @@ class _Builder:
             max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, logit_bias={answer: _FORCED}
         )
         boundaries = [head_len]  # where prompts of other documents begin to differ
-        return Submit(id, tokens, params, boundaries=boundaries, priority=priority, salt=salt)
+        return Submit(
+            id,
+            pack_tokens(tokens),
+            params,
+            boundaries=boundaries,
+            priority=priority,
+            salt=salt,
+        )
 
     def _options(self) -> tuple[str, int, bytes]:
         id = f"score-{uuid.uuid4().hex}"

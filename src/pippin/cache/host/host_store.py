@@ -49,12 +49,18 @@ class HostStore(EntryIndex[Kept]):
     # ---- writing ---------------------------------------------------------------------------
 
     def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+        kept = self.keep(entry, data)
+        if not kept:
+            self.count(write_errors=1)
+        return kept
+
+    def keep(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+        """As `write`; where there is no room while all areas are being read, that is no error."""
         check_sizes(entry, data)
         if entry.key in self:
             return True
         area = self._make_room(entry.nbytes)
         if area is None:
-            self.count(write_errors=1)
             return False
         kept = Kept(entry, area, area.end, self.next_use())
         at = kept.at

@@ -6,6 +6,7 @@ The verbs are those of a store in the host's memory. Entries arrive in the threa
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,6 +15,14 @@ from typing import Any, NamedTuple
 from pippin.cache.entries.entry import Bytes, Entry
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.peers.wanted import PrefillPeers, Wanted, payload_digest
+
+
+class Arrival(enum.Enum):
+    """What became of an entry that was sent."""
+
+    KEPT = "kept"
+    DAMAGED = "damaged"  # it is not what its sender read
+    NO_ROOM = "no room"  # for now: every area is being read
 
 
 class Arrived(NamedTuple):
@@ -71,15 +80,15 @@ class PeerStore(HostStore):
 
     # ---- the thread of the connections -----------------------------------------------------
 
-    def arrive(self, id: str, entry: Entry, data: Sequence[Bytes], digest: bytes) -> bool:
-        """Keep what was sent; False if it is not what its sender read, or there is no room."""
+    def arrive(self, id: str, entry: Entry, data: Sequence[Bytes], digest: bytes) -> Arrival:
+        """Keep what was sent. Where there is no room, call again: steps that read end soon."""
         if payload_digest(data) != digest:
             self.count(damaged=1)
-            return False
-        if not self.write(entry, data):
-            return False
+            return Arrival.DAMAGED
+        if not self.keep(entry, data):
+            return Arrival.NO_ROOM
         self._announce(Arrived(id, entry))
-        return True
+        return Arrival.KEPT
 
     def end(self, id: str, reason: str) -> None:
         """Nothing else arrives of this hand-over."""

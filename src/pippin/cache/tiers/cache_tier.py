@@ -113,8 +113,8 @@ class CacheTier:
         return [] if self._lost(found) else found
 
     def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run], salt: bytes = b"") -> list[Entry]:
-        ids = as_tokens(tokens)
-        return [self.below.entry(ids[: run.end], run.component, run.start, salt) for run in runs]
+        places = [(run.component, run.start, run.end) for run in runs]
+        return self.below.entries(as_tokens(tokens), places, salt)
 
     def wrote(
         self,
@@ -129,11 +129,15 @@ class CacheTier:
         before the tree had them. It does not report it again.
         """
         ids, root = as_tokens(tokens), self.below.root(salt)
+        there = [
+            entry
+            for entry, was_kept in zip(entries, kept, strict=True)
+            if was_kept and entry.key in self._store
+        ]
+        self.below.add_all(ids, there, root)
+        self._note_copies(ids, [(e.key.component, e.start, e.end) for e in there], salt)
         for entry, was_kept in zip(entries, kept, strict=True):
             if was_kept:
-                if entry.key in self._store:
-                    self.below.add(ids[: entry.end], entry, root)
-                    self.note_copy(ids[: entry.end], entry.key.component, entry.start, salt)
                 self.stats.spilled_entries += 1
                 self.stats.spilled_bytes += entry.nbytes
             else:
@@ -144,8 +148,13 @@ class CacheTier:
     ) -> None:
         """Memory and this tier have a component of this path: memory evicts first what the next
         tier has."""
-        if not self.level and self.kind.max_bytes_written:
-            self.memory.mark_copied(ids, component, start, salt)
+        self._note_copies(ids, [(component, start, len(ids))], salt)
+
+    def _note_copies(
+        self, ids: TokenArray, copies: Sequence[tuple[Component, int, int]], salt: bytes
+    ) -> None:
+        if not self.level and self.kind.max_bytes_written and copies:
+            self.memory.mark_copied(ids, copies, salt)
 
     # ---- across ----------------------------------------------------------------------------
 
@@ -208,6 +217,13 @@ class CacheTier:
         last = found.match.length - 1
         lost = self._lost(found.pieces)
         return min((e.start if e.key.num_tokens else last for e in lost), default=None)
+
+    def remove_lost(self, limit: int | None = None) -> list[Key]:
+        """Have the tree forget some of what the store reports as lost; returns keys that the store
+        may forget. What was written again since is not lost."""
+        reported = self._store.take_lost(limit)
+        self.below.lose(key for key in reported if key not in self._store)
+        return self.below.remove_lost()
 
     def _lost(self, needed: Iterable[Piece]) -> list[Entry]:
         """Entries of these pieces that the store does not have any more."""

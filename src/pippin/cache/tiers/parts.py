@@ -49,8 +49,7 @@ class Owned:
         return self.entry.key
 
     def part(self) -> EntryPart:
-        """All of it, once."""
-        assert not self.parts
+        """All of it, for an insert."""
         return EntryPart(self, 0, num_parts(self.entry))
 
 

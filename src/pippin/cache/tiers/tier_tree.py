@@ -21,7 +21,7 @@ from pippin.cache.tiers.parts import EntryPart, Owned, num_parts
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.observer import TreeObserver
 from pippin.cache.tree.radix import Node, TokenArray
-from pippin.types import Component
+from pippin.types import Component, Payload
 
 MAX_REMOVALS = 8  # nodes and parts in one `remove_lost`: about half a millisecond on a slow core
 # A path first, then where it can end, then what is kept only at such an end.
@@ -48,6 +48,8 @@ class TierTree:
         self._lost: dict[Key, Owned] = {}  # these leave the tree once they are not locked
         self._num_added = 0  # since the last `remove_lost`: as many more leave the tree
         self._unused: list[Key] = []  # nothing of these is in the tree any more
+        # Of the salt and the tokens that were hashed last.
+        self._last_chain = b"", b"", Chain(fingerprint)
         self.num_unreadable = 0  # entries that did not read back as they were written
         self.cache.tree.observers += (_Places(),)
 
@@ -83,26 +85,75 @@ class TierTree:
 
         For the latter, `start` is how much of the path this tree has already.
         """
-        chain = Chain(self._fingerprint, salt)
-        if start:
-            chain = chain.extended(ids[:start])
-        num_tokens = len(ids) - start if component.divides else 0
-        return Entry(
-            Key(chain.extended(ids[start:]).key, component, num_tokens),
-            chain.key,
-            start,
-            ids[start:].tobytes(),
-            self._format(component, num_tokens or 1),
-        )
+        (entry,) = self.entries(ids, ((component, start, len(ids)),), salt)
+        return entry
+
+    def entries(
+        self, ids: TokenArray, runs: Sequence[tuple[Component, int, int]], salt: bytes = b""
+    ) -> list[Entry]:
+        """The entries for components of the path `ids`, each from a start to an end."""
+        chains = self._chains(ids, {at for _, *ends in runs for at in ends}, salt)
+        entries: list[Entry] = []
+        for component, start, end in runs:
+            num_tokens = end - start if component.divides else 0
+            key = Key(chains[end].key, component, num_tokens)
+            specs = self._format(component, num_tokens or 1)
+            entries.append(Entry(key, chains[start].key, start, ids[start:end].tobytes(), specs))
+        return entries
+
+    def _chains(self, ids: TokenArray, places: set[int], salt: bytes) -> dict[int, Chain]:
+        """At these places of a path: hashed once, and on from where the last path ended."""
+        root, tokens, chain = self._last_chain
+        first = min(places, default=0)
+        if root != salt or chain.length > first or ids[: chain.length].tobytes() != tokens:
+            chain = Chain(self._fingerprint, salt)
+        chains: dict[int, Chain] = {}
+        for place in sorted(places):
+            if place > chain.length:
+                chain = chain.extended(ids[chain.length : place])
+            chains[place] = chain
+        self._last_chain = salt, ids[: chain.length].tobytes(), chain
+        return chains
 
     def add(self, ids: TokenArray, entry: Entry, root: bytes = b"") -> None:
         """An entry has been written; it is not wanted where it does not connect."""
-        if entry.key in self._owned:
-            return
+        self.add_all(ids[: entry.end], [entry], root)
+
+    def add_all(self, ids: TokenArray, entries: Iterable[Entry], root: bytes = b"") -> None:
+        """Entries of one path. All its states are inserted in one walk along it."""
+        states: dict[int, Payload] = {}
+        for entry in entries:
+            part = self._part(entry)
+            if part is None:
+                continue
+            if entry.key.component is Component.STATE:
+                states[entry.end] = part
+                continue
+            # What is kept behind a state needs it.
+            states = self._insert_states(ids, states, root)
+            path = ids[: entry.end]
+            self.cache.insert_component(path, entry.key.component, entry.start, part, root)
+        self._insert_states(ids, states, root)
+
+    def _insert_states(
+        self, ids: TokenArray, states: dict[int, Payload], root: bytes
+    ) -> dict[int, Payload]:
+        """Returns those that are left to insert: none."""
+        if states:
+            self.cache.insert(ids[: max(states)], 0, {}, states, salt=root)
+        return {}
+
+    def _part(self, entry: Entry) -> EntryPart | None:
+        """All of it, to be inserted; None if the tree names it already."""
+        owner = self._owned.get(entry.key)
+        if owner is None:
+            owner = self._owned[entry.key] = Owned(entry, self._forget)
+        elif self._lost.pop(entry.key, None) is None:
+            return None
+        owner.unreadable = False
         self._num_added += 1
-        owner = Owned(entry, self._forget)
-        self._owned[entry.key] = owner
-        self.cache.insert_component(ids, entry.key.component, entry.start, owner.part(), root)
+        # Of one that was lost, what had left the tree by now is missing; the rest is released.
+        return owner.part()
 
     def lose(self, keys: Iterable[Key], *, unreadable: bool = False) -> None:
         """The store does not have these any more, or they cannot be used."""

@@ -43,7 +43,7 @@ class Route:
     def enter(self, replica: Replica) -> None:
         restorable = replica.prefixes.restorable_tokens(self.hashes)
         self.replica = replica
-        self.num_to_compute = max(len(self.request.submit.tokens) - restorable, 0)
+        self.num_to_compute = max(self.request.submit.prompt_len - restorable, 0)
         replica.num_to_compute += self.num_to_compute
         replica.prefixes.expect(self.hashes)
 

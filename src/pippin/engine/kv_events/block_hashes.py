@@ -6,9 +6,6 @@ digest(n) = SHA-256(digest(n-1), tokens of block n)      digest(0): the salt, em
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-
-import numpy as np
 
 from pippin.cache.entries.chain import little_endian
 from pippin.types import GRID
@@ -32,7 +29,6 @@ def block_hash(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
-def prompt_hashes(tokens: Sequence[int], salt: bytes) -> list[int]:
-    """Of the whole blocks of a prompt."""
-    raw = np.asarray(tokens, dtype=np.int32).tobytes()
-    return [block_hash(digest) for digest in block_digests(salt, raw)]
+def prompt_hashes(tokens: bytes, salt: bytes) -> list[int]:
+    """Of the whole blocks of a prompt, as it is submitted."""
+    return [block_hash(digest) for digest in block_digests(salt, little_endian(tokens))]

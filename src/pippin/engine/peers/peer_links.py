@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pippin.cache.peers.peer_store import PeerStore
+from pippin.cache.peers.peer_store import Arrival, PeerStore
 from pippin.cache.peers.wanted import Wanted
 from pippin.cache.tiers.tier_tree import Format
 from pippin.config.peers import PeerAddress
@@ -36,6 +36,7 @@ from pippin.types import Component
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE = 0.2  # seconds before another attempt; it doubles
 LONGEST_PAUSE = 5.0
+ROOM_SECONDS = 0.02  # before an entry for which there was no room is tried again
 
 logger = logging.getLogger(__name__)
 
@@ -229,9 +230,13 @@ class Link:
             )
         arrays = entry.new_buffers()
         await connection.read_entry(frame, arrays)
-        if not store.arrive(wanted.id, entry, arrays, frame.digest):
+        while (arrival := store.arrive(wanted.id, entry, arrays, frame.digest)) is Arrival.NO_ROOM:
+            await asyncio.sleep(ROOM_SECONDS)  # and what the other end sends next waits as well
+            if wanted.id not in self._wanted:  # it was late: the prompt is computed here
+                return
+        if arrival is Arrival.DAMAGED:
             self.cancel(wanted.id)
-            store.end(wanted.id, "an entry was damaged on its way, or there was no room for it")
+            store.end(wanted.id, "an entry was damaged on its way")
 
     def _report(self, error: str) -> None:
         """Once for each reason."""

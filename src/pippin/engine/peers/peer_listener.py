@@ -207,7 +207,7 @@ class AskingPeer:
         listener.deliver(
             Submit(
                 name,
-                tokens.tolist(),
+                ask.tokens,
                 SamplingParams(max_tokens=1, temperature=0.0, speculate=False),
                 boundaries=[at for at in ask.boundaries if at <= len(tokens)],
                 priority=ask.priority,

@@ -16,13 +16,12 @@ set aside until that prefix is in the tree, so that those behind it are consider
 from __future__ import annotations
 
 import bisect
-import itertools
 
 from pippin.backends.base import Costs
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import Match
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedField
-from pippin.messages import Submit
+from pippin.messages import TOKEN_BYTES, Submit
 from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.memory.claims import GROWTH_TOKENS
 from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes, Promise, Waiters
@@ -57,6 +56,8 @@ class Admission:
         self._limits = limits
         self._deterministic = limits.deterministic
         self._hints: dict[Request, tuple[int, int]] = {}  # the cache's version, tokens matched
+        self._offers: list[Offer] = []  # of the first of those eligible, in their order,
+        self._offered_in: InflightPrefixes | None = None  # in the plan that has these
         self._refused_at: int | None = None  # bytes available when no request could start
         self.refused: Request | None = None  # the first that did not fit then
         self.queue: list[Request] = []  # by seniority
@@ -72,7 +73,7 @@ class Admission:
         `num_coming` others will be in the queue soon, with `num_coming_tokens` in all: something is
         compiled or loaded for them.
         """
-        prompt_len, max_tokens = len(submit.tokens), submit.params.max_tokens
+        prompt_len, max_tokens = submit.prompt_len, submit.params.max_tokens
         max_len = self._costs.spec.max_len
         if prompt_len + max_tokens > max_len:
             raise ContextOverflow(
@@ -92,7 +93,7 @@ class Admission:
             raise Overloaded(
                 f"{waiting:,} requests are waiting, the queue holds {limits.max_queue:,}"
             )
-        num_new = prompt_len + len(submit.prediction)
+        num_new = prompt_len + len(submit.prediction) // TOKEN_BYTES
         num_tokens = self.num_tokens + num_coming_tokens
         if waiting and num_tokens + num_new > limits.max_queue_tokens:
             raise Overloaded(
@@ -105,7 +106,7 @@ class Admission:
         bisect.insort(self.queue, request, key=_rank)
         bisect.insort(self.eligible, request, key=_rank)
         self.num_tokens += request.num_queued
-        self._refused_at = None
+        self._refused_at = self._offered_in = None
 
     def remove(self, request: Request) -> None:
         _remove(self.queue, request)
@@ -115,7 +116,7 @@ class Admission:
             _remove(self.eligible, request)
         self.num_tokens -= request.num_queued
         self._hints.pop(request, None)
-        self._refused_at = self.refused = None
+        self._refused_at = self.refused = self._offered_in = None
 
     # ---- who starts ------------------------------------------------------------------------
 
@@ -132,9 +133,9 @@ class Admission:
         if not nothing_runs and self._still_refused:
             return None
         num_waiters = len(self.waiters)
-        offers = self._offers(inflight)
+        self._offer_more(inflight)
         self.refused = None
-        for offer in offers:
+        for offer in sorted(self._offers, key=lambda offer: offer.order):
             if max_to_compute is not None and offer.num_to_compute > max_to_compute:
                 if offer.is_firm:
                     return None
@@ -142,6 +143,8 @@ class Admission:
             running = self._claim(offer.request, nothing_runs=nothing_runs)
             if running is not None:
                 self._start(running)
+                self._offers.remove(offer)
+                self._offered_in = inflight  # the others are still the first of those eligible
                 return running
             self.refused = self.refused or offer.request
             if offer.is_firm or offer.request.priority > self.queue[-1].priority:
@@ -180,15 +183,22 @@ class Admission:
         """Those that need not wait any longer are eligible again."""
         for request in self.waiters.take_ready():
             bisect.insort(self.eligible, request, key=_rank)
-            self._refused_at = None
+            self._refused_at = self._offered_in = None
 
-    def _offers(self, inflight: InflightPrefixes) -> list[Offer]:
-        """Those considered now, the best first. Those that had better wait are set aside."""
+    def _offer_more(self, inflight: InflightPrefixes) -> None:
+        """As many as are considered now. Those that had better wait are set aside.
+
+        In one plan a request is looked at once: later, what started since is all that can differ.
+        """
         probed = 0
-        offers: list[Offer] = []
         waits: list[tuple[Request, Promise]] = []
+        offers = self._still_offered(inflight, waits) if self._offered_in is inflight else []
         current = 0 if self._cache is None else self._cache.tree.version
-        for request in itertools.islice(self.eligible, MAX_EXAMINED):
+        examined = len(offers) + len(waits)
+        most = examined + MAX_EXAMINED - len(offers)
+        while examined < min(most, len(self.eligible)) and len(offers) < LOOKAHEAD:
+            request = self.eligible[examined]
+            examined += 1
             version, matched = self._hints.get(request, (-1, 0))
             if version != current and probed < PROBED_TOKENS:
                 probed += request.num_tokens
@@ -199,12 +209,25 @@ class Admission:
                 waits.append((request, promise))
                 continue
             offers.append(offer)
-            if len(offers) == LOOKAHEAD:
-                break
+        if waits:
+            self.eligible[:examined] = [offer.request for offer in offers]
         for request, promise in waits:
-            _remove(self.eligible, request)
             self.waiters.add(request, promise)
-        return sorted(offers, key=lambda offer: offer.order)
+        self._offers, self._offered_in = offers, inflight
+
+    def _still_offered(
+        self, inflight: InflightPrefixes, waits: list[tuple[Request, Promise]]
+    ) -> list[Offer]:
+        """Of those offered before, less those that now wait for what started last."""
+        key = inflight.last_key
+        offers: list[Offer] = []
+        for offer in self._offers:
+            promise = self._promise(offer, inflight) if key and offer.request.key == key else None
+            if promise is None:
+                offers.append(offer)
+            else:
+                waits.append((offer.request, promise))
+        return offers
 
     def _claim(self, request: Request, *, nothing_runs: bool) -> RunningSlot | None:
         whole, least = request.max_total, request.num_tokens + 1

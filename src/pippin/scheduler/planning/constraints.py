@@ -37,6 +37,7 @@ class Compiling:
 
     compiler: GrammarCompiler | None  # None: requests have no grammars
     on_compiled: Callable[[list[str]], None] = lambda ids: None
+    num_tokens: int = 0  # of these requests
     _pending: dict[Request, Future[CompiledGrammar]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -46,9 +47,11 @@ class Compiling:
         assert self.compiler is not None, "this scheduler was made without a compiler"
         request.phase = "compiling"
         self._pending[request] = self.compiler.compile(spec)
+        self.num_tokens += request.num_queued
 
     def remove(self, request: Request) -> None:
         del self._pending[request]
+        self.num_tokens -= request.num_queued
 
     def take_done(self, fail: Fail) -> list[Request]:
         """Those that may start now, in order of arrival; what is no grammar ends its request."""

@@ -18,6 +18,7 @@ REPLY_TOKENS = KEY_TOKENS  # of a reply that are worth a wait of two steps; fewe
 class InflightPrefixes:
     def __init__(self, running_slots: Iterable[RunningSlot]) -> None:
         self._bringing: dict[bytes, list[RunningSlot]] = {}  # by `Request.key`
+        self.last_key = b""  # of the one that was added last
         for running in running_slots:
             if running.inflight_len > running.in_tree:
                 self.add(running)
@@ -26,6 +27,7 @@ class InflightPrefixes:
         return len(self._bringing)
 
     def add(self, running: RunningSlot) -> None:
+        self.last_key = running.request.key
         if key := running.request.key:
             self._bringing.setdefault(key, []).append(running)
 

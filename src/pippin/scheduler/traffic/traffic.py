@@ -59,11 +59,9 @@ class TierTraffic:
 
     def remove_lost(self) -> None:
         """Some of it: an evicted segment may hold very many entries, and every stream waits."""
-        store = self.tier_io.store
-        self.tiers.below.lose(store.take_lost(MAX_LOST))
-        unused = self.tiers.below.remove_lost()
+        unused = self.tiers.remove_lost(MAX_LOST)
         if unused:
-            self.tier_io.tell(store.forget, unused)
+            self.tier_io.tell(self.tier_io.store.forget, unused)
 
 
 class Traffic:
@@ -80,6 +78,7 @@ class Traffic:
         self._cache = cache
         self.pushes = pushes  # to decode engines
         self.clock: Callable[[], float] = perf_counter
+        self.num_loading_tokens = 0  # of requests that wait for a load
         self.tiers: tuple[TierTraffic, ...] = ()
         above: Spills | None = None  # of the slowest tier so far that this engine writes
         for one, tier_io in tiers:
@@ -155,6 +154,7 @@ class Traffic:
         now = self.clock()
         for tier in self.tiers:
             for request in tier.take_ready(now):
+                self.num_loading_tokens -= request.num_queued
                 admission.add(request)
                 changed[request] = None
             for request in admission.considered():
@@ -162,11 +162,13 @@ class Traffic:
                     continue
                 if tier.start(request, now, compute_seconds):
                     admission.remove(request)
+                    self.num_loading_tokens += request.num_queued
                     changed[request] = None
         return list(changed)
 
     def remove(self, request: Request) -> None:
         """A request that waits for a load has ended."""
+        self.num_loading_tokens -= request.num_queued
         for tier in self.tiers:
             tier.loads.remove(request)
         for handovers in self._handovers:
