@@ -142,7 +142,7 @@ class MLXBackend:
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
-            max_len=min(loaded.max_len, max_len or loaded.max_len),
+            max_len=max_len or loaded.max_len,
             layers=loaded.layout.layer_specs,
             state_taps=loaded.state_taps,
             hidden_bytes=loaded.hidden_bytes,
