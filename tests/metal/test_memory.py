@@ -17,7 +17,7 @@ MOST_BUFFERS = 499_000  # that Metal allows a process
 @pytest.fixture(scope="module")
 def counted() -> Any:
     done = subprocess.run(
-        [sys.executable, TOOL, "--json", "--rows", "4", "16"],
+        [sys.executable, TOOL, "--json", "--rows", "4", "16", "64"],
         capture_output=True,
         text=True,
         check=True,
@@ -25,7 +25,9 @@ def counted() -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("rows", "share", "sizes"), [("4", 0.035, 20), ("16", 0.065, 30)])
+@pytest.mark.parametrize(
+    ("rows", "share", "sizes"), [("4", 0.035, 21), ("16", 0.055, 26), ("64", 0.07, 35)]
+)
 def test_steps_of_requests_that_start_and_end_have_few_shapes(
     counted: Any, rows: str, share: float, sizes: int
 ) -> None:

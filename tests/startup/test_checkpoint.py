@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from huggingface_hub.errors import (
 
 from bundled import BUNDLED_PATH
 from pippin.backends.mlx.load import load
+from pippin.backends.torch.config import read_config
 from pippin.config import Config, ModelConfig
 from pippin.errors import LoadError
 from pippin.hub.download import HUB_FILES, HUB_FOLDERS
 from pippin.startup.find_checkpoint import checkpoint_names, find_checkpoint
 from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
+from pippin.text.tokenizer import Tokenizer
 
 
 def checkpoint(path: Path, *, weights: str = "model.safetensors", **config: Any) -> ModelConfig:
@@ -134,6 +138,18 @@ def test_a_file_of_weights_that_was_cut_off_is_refused_by_name(nbytes: int, tmp_
     (tmp_path / "model.safetensors").write_bytes(whole[:nbytes])
     with pytest.raises(LoadError, match=r"model\.safetensors cannot be read, perhaps its download"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json"])
+def test_a_file_that_is_nested_too_deeply_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    shutil.copytree(BUNDLED_PATH, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    readers: list[Callable[[Path], object]] = [Tokenizer.load]
+    if name == "config.json":
+        readers = [lambda path: find_checkpoint(ModelConfig(str(path))), load, read_config]
+    for read in readers:
+        with pytest.raises(LoadError, match=re.escape(name)):
+            read(tmp_path)
 
 
 def test_a_model_with_code_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
-from pippin.errors import LoadError
+from pippin.errors import ConfigError, LoadError
 from pippin.startup.launch import with_batch_running
 from pippin.startup.resolve import choose_backend, resolve
 
@@ -153,3 +153,43 @@ def test_what_torch_lacks_kernels_for_is_mlx_on_a_gpu_too(
     assert chosen(config | windows) == "torch"
     assert chosen(config | {"quantization": {"bits": 4, "group_size": 64}}) == "torch"
     assert chosen(config | change) == "mlx"
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({"n_positions": 1024}, 1024),
+        (
+            {
+                "max_position_embeddings": 32_768,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32_768},
+            },
+            131_072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131_072,
+                "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131_072,
+        ),
+        ({}, None),
+    ],
+)
+def test_a_context_beyond_the_checkpoint_s_is_refused_with_both_numbers(
+    config: dict[str, object], most: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+
+    def asked(max_len: int) -> int | None:
+        model = ModelConfig(str(tmp_path), backend="mlx", max_len=max_len)
+        return resolve(Config(model=model)).model.max_len
+
+    assert asked(most or 1_000_000) == (most or 1_000_000)
+    if most is not None:
+        numbers = rf"--max-len is {most + 1:,} tokens, and \S+ holds {most:,}"
+        with pytest.raises(ConfigError, match=numbers):
+            asked(most + 1)

@@ -11,6 +11,10 @@ from pippin.types import GRID
 # Padding that costs about as much as one more forward. On a CPU a token costs far more than
 # launching operations; on GPUs a forward's overhead buys many tokens.
 FORWARD_COST_TOKENS = {True: 8, False: 256}  # by whether the device is a CPU
+# Columns that a shorter prefix is padded with: attention reads them, and nothing else. By the
+# operations of models from 20M to 8B parameters a token costs more than a hundred.
+COLUMNS_A_TOKEN = 64
+SHORT_PREFIX = 512  # prefixes up to here are alike
 
 
 def grid_blocks(chunk: PrefillRow) -> list[PrefillRow]:
@@ -41,25 +45,37 @@ def group_chunks(
     chunks: Sequence[PrefillRow],
     alone: Callable[[PrefillRow], bool],
     *,
+    fits: Callable[[int, int], bool] = lambda rows, prefix: True,
     pads: bool = True,
     cpu: bool = True,
 ) -> list[list[PrefillRow]]:
-    """Chunks of like lengths together; those that must be `alone` by themselves.
+    """Chunks of like lengths and prefixes together; those that must be `alone` by themselves.
 
-    Without `pads`, the model would take padding for tokens: only equal lengths go together.
+    `fits`: whether so many rows may be padded to a prefix of this length. Without `pads`, the model
+    would take padding for tokens: only equal lengths go together.
     """
-    forward_cost_tokens = FORWARD_COST_TOKENS[cpu] if pads else 0
+
+    def like(chunk: PrefillRow) -> tuple[int, int]:
+        prefix, length = max(chunk.start, SHORT_PREFIX).bit_length(), len(chunk.tokens)
+        return (prefix, length) if pads else (length, prefix)
+
     groups = [[chunk] for chunk in chunks if alone(chunk)]
-    rest = sorted((c for c in chunks if not alone(c)), key=lambda c: len(c.tokens), reverse=True)
     group: list[PrefillRow] = []
-    padding = 0
-    for chunk in rest:
-        extra = len(group[0].tokens) - len(chunk.tokens) if group else 0
-        if group and padding + extra > forward_cost_tokens * len(group):
+    for chunk in sorted((c for c in chunks if not alone(c)), key=like, reverse=True):
+        wider = [*group, chunk]
+        tokens = _padding([len(one.tokens) for one in wider])
+        columns = _padding([one.start for one in wider])
+        cost = tokens + columns / COLUMNS_A_TOKEN
+        together = cost <= FORWARD_COST_TOKENS[cpu] * len(group) and (pads or not tokens)
+        if group and not (together and fits(len(wider), max(one.start for one in wider))):
             groups.append(group)
-            group, padding, extra = [], 0, 0
+            group = []
         group.append(chunk)
-        padding += extra
     if group:
         groups.append(group)
     return groups
+
+
+def _padding(lengths: Sequence[int]) -> int:
+    """What it takes to make all as long as the longest."""
+    return max(lengths) * len(lengths) - sum(lengths)

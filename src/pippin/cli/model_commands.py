@@ -70,7 +70,7 @@ def chat(
 
 
 @takes_config("model", "engine")
-def doctor(config: Config, *, json: bool = False) -> None:
+def doctor(config: Config, *, json: bool = False, save: bool = False) -> None:
     """Check whether `pippin serve` computes correct results on this machine with these options.
 
     Prints one page to paste into an issue: device and memory, operations and kernels compared with
@@ -82,9 +82,12 @@ def doctor(config: Config, *, json: bool = False) -> None:
     ----------
     json
         Print JSON instead of the page; its schema is documented with the command.
+    save
+        Save what drafts gain: `pippin serve` and `LLM` then have drafts of this model by default
+        where they pay. Without it the check changes nothing.
     """
     from pippin.terminal.doctor import run_doctor
 
     faulthandler.enable()  # a kernel may crash the process: stderr then says where
 
-    raise SystemExit(run_doctor(config, as_json=json))
+    raise SystemExit(run_doctor(config, as_json=json, saves=save))

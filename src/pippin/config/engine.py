@@ -50,7 +50,7 @@ class EngineConfig:
     with the MTP head of the checkpoint, and is refused where there is none. `draft` guesses with
     --draft-model. `auto`: `suffix`, and the draft model or else the MTP head if there is one. Only
     as far as it is measured to pay while serving; `pippin bench speculate` measures it. Default:
-    `auto` if `pippin doctor` measured that it pays for this model on this machine, otherwise
+    `auto` if `pippin doctor --save` measured that it pays for this model on this machine, otherwise
     `off`."""
 
     draft_model: str | None = None

@@ -38,7 +38,7 @@ class ModelConfig:
 
     max_len: int | None = None
     """Maximum length of a prompt and its reply together, in tokens. Default: the context length in
-    the checkpoint."""
+    the checkpoint; more only as far as its config.json scales positions."""
 
     def __post_init__(self) -> None:
         check_at_least(self, max_len=1)

@@ -9,6 +9,9 @@ from typing import Any
 from pippin.api.model_info import CheckpointInfo
 from pippin.text.tokenizer import Tokenizer, read_json
 
+# How families name it.
+CONTEXT = ("max_position_embeddings", "seq_length", "n_positions", "n_ctx", "max_seq_len")
+
 
 def describe_checkpoint(path: Path) -> CheckpointInfo:
     """The digest is of the configuration and of the names and sizes of the weights' files."""
@@ -42,13 +45,32 @@ def context_length(path: Path) -> int:
     return _number(path, ("max_position_embeddings", "seq_length"), 4096)
 
 
+def most_context(path: Path) -> int | None:
+    """What --max-len may be at the most: more than `context_length` where the rotation of positions
+    is scaled to more. None: config.json has no limit, as of models without positions."""
+    options = _options(path)
+    most = next((n for name in CONTEXT if isinstance(n := options.get(name), int)), None)
+    rope = options.get("rope_parameters") or options.get("rope_scaling")
+    if most is None or not isinstance(rope, dict):
+        return most
+    factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if isinstance(factor, int | float) and isinstance(trained, int):
+        return max(most, int(factor * trained))
+    return most
+
+
 def vocabulary_size(path: Path) -> int:
     return _number(path, ("vocab_size",), 0) or len(Tokenizer.load(path).vocabulary)
 
 
 def _number(path: Path, names: tuple[str, ...], default: int) -> int:
-    config = read_json(path / "config.json")
-    text = config.get("text_config")
-    options = {**config, **(text if isinstance(text, dict) else {})}
+    options = _options(path)
     found = (options.get(name) for name in names)
     return next((n for n in found if isinstance(n, int) and n > 0), default)
+
+
+def _options(path: Path) -> dict[str, Any]:
+    """Of the model of text."""
+    config = read_json(path / "config.json")
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, dict) else {})}

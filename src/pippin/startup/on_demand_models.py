@@ -144,12 +144,11 @@ def _alone(config: Config, claim: int, num_models: int) -> Config:
 def _described(config: Config, others: Sequence[Config]) -> ModelInfo:
     """As far as its files say: exactly when it is loaded."""
     path = Path(config.model.model)
-    most = context_length(path)
     own = config.server.served_name
     names = [str(o.server.served_name) for o in others if o.server.served_name != own]
     return ModelInfo(
         str(own),
-        min(most, config.model.max_len or most),
+        config.model.max_len or context_length(path),
         vocabulary_size(path),
         created_s=int(time.time()),
         aliases=config.server.alias,

@@ -13,8 +13,9 @@ from platformdirs import user_state_path
 from pippin.api.http.keys import read_key_file
 from pippin.backends.nvidia import compute_capability
 from pippin.backends.torch.config import read_config, read_shape, suit_kernels
-from pippin.config import BackendName, Config, EngineConfig, ServerConfig
-from pippin.errors import LoadError
+from pippin.config import BackendName, Config, EngineConfig, ModelConfig, ServerConfig
+from pippin.errors import ConfigError, LoadError
+from pippin.startup.describe_checkpoint import most_context
 from pippin.startup.drafts.by_default import resolve_speculate
 from pippin.startup.drafts.draft_model import resolve_draft_model
 from pippin.startup.find_checkpoint import find_checkpoint, model_name
@@ -29,6 +30,7 @@ def resolve(config: Config) -> Config:
     """Every "auto" that can be decided without the device; the model as a directory."""
     model, server = config.model, with_keys(config.server)
     path = find_checkpoint(model)
+    check_max_len(model, path)
     served_name = server.served_name or model_name(model)
     model = dataclasses.replace(
         model, model=str(path), backend=choose_backend(model.backend, path, config.engine)
@@ -43,6 +45,18 @@ def resolve(config: Config) -> Config:
             batch_dir=server.batch_dir or str(_batch_dir(served_name)),
         ),
     )
+
+
+def check_max_len(model: ModelConfig, path: Path) -> None:
+    """Raises ConfigError where positions would be beyond what the checkpoint is for."""
+    if model.max_len is None or model.backend == "fake":
+        return
+    most = most_context(path)
+    if most is not None and model.max_len > most:
+        raise ConfigError(
+            f"--max-len is {model.max_len:,} tokens, and {path.name} holds {most:,} by its "
+            f"config.json: use --max-len {most} or less, or another model"
+        )
 
 
 def with_keys(server: ServerConfig) -> ServerConfig:

@@ -101,7 +101,7 @@ CODING_AGENTS = {
             "npm install -g @anthropic-ai/claude-code",
             _claude,
             unset=("ANTHROPIC_API_KEY",),
-            prompt_tokens=11_400,
+            prompt_tokens=32_800,
         ),
         CodingAgent(
             "Codex",

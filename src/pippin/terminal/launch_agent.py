@@ -26,11 +26,11 @@ def launch_agent(command: str, arguments: Sequence[str], url: str | None) -> NoR
     with connect(url, api_key_of_environment()) as client:
         served = client.get("/v1/models")["data"][0]
         target = Target(client.url, served["id"], served["max_model_len"], client.api_key)
-    if target.context < 2 * agent.prompt_tokens:
+    if 2 * target.context < 3 * agent.prompt_tokens:
         print(
             f"pippin: {target.model} has a context of {target.context:,} tokens, and the "
             f"prompts of {agent.name} start with about {agent.prompt_tokens:,}: serve a model with "
-            "a longer one, or a larger --max-len",
+            "a longer one, and without a --max-len that cuts it",
             file=sys.stderr,
         )
     kept = {name: value for name, value in os.environ.items() if name not in agent.unset}

@@ -152,6 +152,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise LoadError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise LoadError(f"{path} is nested too deeply to be read") from error
     if not isinstance(value, dict):
         raise LoadError(f"{path} holds {type(value).__name__}, not a JSON object")
     return value

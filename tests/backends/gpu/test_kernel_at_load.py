@@ -77,3 +77,45 @@ def test_a_kernel_that_cannot_run_is_not_used(
 
     assert prepared(monkeypatch, broken).attention.kernel is None
     assert "no such kernel" in caplog.text
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_drafts_are_left_to_plain_operations_where_their_form_of_a_kernel_is_off(
+    long: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One token of each row stays with the kernel."""
+    asked: list[tuple[int, int]] = []
+
+    def off_for_drafts(call: PackedCall) -> Attended:
+        num_tokens = call.q.shape[2]
+        asked.append((num_tokens, call.num_columns))
+        out, *tail = attend_joined(call)
+        off = num_tokens > 1 and (call.num_columns == LONG) is long
+        return (0 * out if off else out), tail[0], tail[1]
+
+    paths = prepared(monkeypatch, off_for_drafts).attention
+    assert "plain operations attend to drafts: the kernel is off" in caplog.text
+    assert paths.kernel is not None
+    drafting, asked[:] = trial_call(3), []
+    for call in (trial_call(1), drafting):
+        expected = attend_joined(call)
+        assert all(map(mx.array_equal, paths.kernel(call), expected))
+    assert [num_tokens for num_tokens, _ in asked] == [1]
+
+
+def trial_call(num_tokens: int) -> PackedCall:
+    def drawn(*shape: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(sum(shape)))
+
+    call = PackedCall(
+        *(drawn(2, 4, 1, 32), drawn(2, 2, 1, 32), drawn(2, 2, 1, 32)),
+        tail=(drawn(2, 2, 64, 32), drawn(2, 2, 64, 32)),
+        mains=[(drawn(2, 256, 32), drawn(2, 256, 32))],
+        places=mx.array([[[0, 100]], [[100, 7]]], dtype=mx.int32),
+        visible_tail=mx.arange(64)[None] <= mx.array([[3], [0]]),
+        cursor=mx.array([3, 0], dtype=mx.int32),
+        scale=0.2,
+        sinks=None,
+        num_columns=128,
+    )
+    return call if num_tokens == 1 else plain_attention.of_drafts(call, num_tokens)

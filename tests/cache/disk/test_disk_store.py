@@ -428,3 +428,89 @@ def test_where_no_lock_can_be_had_what_is_there_is_served(
     store.close()
     assert "is only read" in caplog.text
     assert {path: path.read_bytes() for path in files_in(tmp_path)} == before
+
+
+def kept(directory: Path) -> tuple[Path, Entry]:
+    """The only segment of a store, and the entry in it."""
+    store = open_store(directory, FINGERPRINT, MB)
+    (entry,) = states(1)
+    write_all(store, [entry])
+    store.close()
+    return next(directory.rglob("*.data")), entry
+
+
+@pytest.mark.parametrize("name", ["lock", "00000001.data", "00000001.index", "recency"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_what_is_no_regular_file_is_neither_read_nor_written(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    """And the start does not wait for it."""
+    victim, directory = tmp_path / "victim", tmp_path / "cache"
+    segment, entry = kept(directory)
+    path = directory / "lock" if name == "lock" else segment.with_name(name)
+    victim.write_bytes(path.read_bytes() + b"more")
+    before = victim.read_bytes()
+    path.unlink()
+    path.symlink_to(victim) if kind == "link" else os.mkfifo(path)
+    if name == "lock":
+        with pytest.raises(DiskCacheError, match="lock is not a regular file: remove it"):
+            open_store(directory, FINGERPRINT, MB)
+    else:
+        store = open_store(directory, FINGERPRINT, MB)
+        assert (store.read([entry.key]) == [None]) is (name != "recency")
+        assert store.counters().read_errors == 1
+        store.close()
+    assert victim.read_bytes() == before
+
+
+def test_files_larger_than_any_of_ours_are_not_read(tmp_path: Path) -> None:
+    segment, entry = kept(tmp_path)
+    os.truncate(segment.with_suffix(".index"), 1 << 40)
+    store = open_store(tmp_path, FINGERPRINT, 1 << 41)
+    assert store.read([entry.key]) == [None]
+    store.close()
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    store.close()
+    assert not segment.exists(), "it is larger than the ceiling"
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+@pytest.mark.parametrize("part", ["directory", "folder"])
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, part: str, mode: int) -> None:
+    segment, entry = kept(tmp_path)
+    shared = tmp_path if part == "directory" else segment.parent
+    shared.chmod(mode)
+    with pytest.raises(DiskCacheError, match=f"{shared} .*mode {mode:o}.*chmod -R go-w {shared}"):
+        open_store(tmp_path, FINGERPRINT, MB)
+    shared.chmod(0o755)
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    assert same_bytes(store.read([entry.key]), [entry])
+    store.close()
+
+
+def test_another_users_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(DiskCacheError, match="belongs to user"):
+        open_store(tmp_path, FINGERPRINT, MB)
+
+
+def test_a_models_folder_is_no_link(tmp_path: Path) -> None:
+    segment, _ = kept(tmp_path / "cache")
+    segment.parent.rename(tmp_path / "elsewhere")
+    segment.parent.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DiskCacheError, match="is not a directory: remove it"):
+        open_store(tmp_path / "cache", FINGERPRINT, MB)
+
+
+def test_a_directory_that_we_make_is_ours_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        segment, _ = kept(tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache", segment.parent)} == {0o700}

@@ -237,10 +237,13 @@ def test_drafts_are_worth_what_they_were_timed_to_be(
 
     monkeypatch.setattr(drafts, "timed_reply", reply)
     engine = Engine(Config(ModelConfig(backend="fake")))
-    found, default = drafts.drafts(engine, TimeLimit(60.0))
+    _, not_changed = drafts.drafts(engine, TimeLimit(60.0))
+    pays = seconds == (2.0, 1.0) and not wrong
+    assert f"not changed: by this it would be {'auto' if pays else 'off'}" in not_changed.value
+    assert resolve(Config(ModelConfig(backend="fake"))).engine.speculate == "off"
+    found, default = drafts.drafts(engine, TimeLimit(60.0), saves=True)
     assert found.value.startswith(words)
     assert found.level == level
-    pays = seconds == (2.0, 1.0) and not wrong
     expected = "`pippin serve` uses --speculate auto" if pays else "off: `pippin serve` has no"
     assert default.value.startswith(expected)
     assert resolve(Config(ModelConfig(backend="fake"))).engine.speculate == (
@@ -254,7 +257,7 @@ def test_a_gain_that_cannot_be_kept_is_a_warning(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(drafts, "keep_gain", fail)
     engine = Engine(Config(ModelConfig(backend="fake")))
-    _, default = drafts.drafts(engine, TimeLimit(60.0))
+    _, default = drafts.drafts(engine, TimeLimit(60.0), saves=True)
     assert (default.level, default.value) == ("warning", "not kept: read-only")
 
 

@@ -32,7 +32,9 @@ def examine(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Exception) -> 
                 raise finding
             yield finding
 
-    monkeypatch.setattr(run, "sections", lambda *_: iter([Section("kernels", "looking", look)]))
+    monkeypatch.setattr(
+        run, "sections", lambda *_, **__: iter([Section("kernels", "looking", look)])
+    )
 
 
 def validate(document: Any) -> None:

@@ -142,7 +142,7 @@ class MLXBackend:
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
-            max_len=min(loaded.max_len, max_len or loaded.max_len),
+            max_len=max_len or loaded.max_len,
             layers=loaded.layout.layer_specs,
             state_taps=loaded.state_taps,
             hidden_bytes=loaded.hidden_bytes,
@@ -275,7 +275,7 @@ class MLXBackend:
             self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._decodes.shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
-        self._prompts.scores.fit(max(left, 0) * ACTIVATION_SHARE)
+        self._prompts.fit(max(left, 0) * ACTIVATION_SHARE)
         spare, left = left * SPARE_SHARE, int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
         buffers, longest = max_buffers(), self.device.max_buffer_bytes
         if buffers is not None:

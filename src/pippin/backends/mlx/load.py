@@ -124,6 +124,8 @@ def load(
         model, config = load_model(path, lazy=True)
     except (ValueError, FileNotFoundError) as error:
         raise LoadError(f"{path.name}: {error}") from error
+    except RecursionError as error:
+        raise LoadError(f"{path.name}: config.json is nested too deeply to be read") from error
     except LoadError:
         raise
     except Exception as error:  # whatever a family's own code makes of a config

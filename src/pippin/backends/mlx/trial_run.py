@@ -17,7 +17,12 @@ from pippin.backends.fallbacks import note_fallback
 from pippin.backends.mlx.agreement import agrees, off_by
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
-from pippin.backends.mlx.attention.plain_attention import held_against_plain, of_long_rows
+from pippin.backends.mlx.attention.plain_attention import (
+    attend_joined,
+    held_against_plain,
+    of_drafts,
+    of_long_rows,
+)
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.gpu import latent_attention, packed_attention
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
@@ -86,7 +91,8 @@ def packed_rows(layout: Layout, forward: Forward) -> AttendPacked | None:
     """The kernel for packed rows, where there is one for this device and it runs this model.
 
     Every layer's attention is held against plain operations on the very same numbers, and each kind
-    of layer's over long rows. (What a device cannot run for want of registers is silent.)
+    of layer's over long rows. (What a device cannot run for want of registers is silent.) Rows that
+    verify drafts need another form of the kernel: where that is off, plain operations attend.
     """
     kernel = kernel_of(layout)
     if kernel is None:
@@ -96,12 +102,12 @@ def packed_rows(layout: Layout, forward: Forward) -> AttendPacked | None:
         return None
     errors: list[mx.array] = []
     attend = held_against_plain(kernel, errors)
-    kinds: set[object] = set()
+    calls: dict[object, PackedCall] = {}  # by kind of layer
 
     def attend_both(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         kind = call.q.shape, *(side.shape for side in call.tail), call.sinks is None
-        if kind not in kinds:
-            kinds.add(kind)
+        if kind not in calls:
+            calls[kind] = call
             attend(of_long_rows(call))
         return attend(call)
 
@@ -109,7 +115,19 @@ def packed_rows(layout: Layout, forward: Forward) -> AttendPacked | None:
         _logits(layout, forward, AttentionPaths(attend_both))
         return errors
 
-    return kernel if agrees("no kernel attends to decode rows", run) else None
+    def run_drafts() -> list[mx.array]:
+        of_kernel: list[mx.array] = []
+        verify = held_against_plain(kernel, of_kernel)
+        for call in calls.values():
+            verify(of_drafts(call))
+            verify(of_drafts(of_long_rows(call)))
+        return of_kernel
+
+    if not agrees("no kernel attends to decode rows", run):
+        return None
+    if layout.packs and not agrees("plain operations attend to drafts", run_drafts):
+        return lambda call: (kernel if call.q.shape[2] == 1 else attend_joined)(call)
+    return kernel
 
 
 def deferred_norms(

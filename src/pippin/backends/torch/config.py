@@ -61,6 +61,8 @@ def read_config(path: Path) -> Json:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LoadError(f"{path.name}: config.json cannot be read: {error}") from error
+    except RecursionError as error:
+        raise LoadError(f"{path.name}: config.json is nested too deeply to be read") from error
     if not isinstance(config, dict):
         raise LoadError(f"{path.name}: config.json is not an object")
     return config

@@ -76,7 +76,7 @@ def _load(
     if kernels or (kernels is None and device.type == "cuda"):
         kept = shape.keeping_all()
         shape = kept if suit_kernels(kept) else shape
-    longest = min(shape.max_len, max_len or shape.max_len)
+    longest = max_len or shape.max_len
     progress("loading weights")
     with open_weights(path, device, shape.prefix) as weights:
         names = (shape.stored_name(f"{shape.prefix}{name}") for name in TYPED)
@@ -102,5 +102,6 @@ def _with_draft(loaded: LoadedModel, path: Path, progress: Callable[[str], None]
             "plain attention alone: use another one, or --speculate mtp or suffix"
         )
     dtype = str(decoder.dtype).removeprefix("torch.")
-    found = _load(path, dtype, loaded.max_len, decoder.device, False, lambda _: None)
+    longest = min(shape.max_len, loaded.max_len)
+    found = _load(path, dtype, longest, decoder.device, False, lambda _: None)
     return replace(loaded, draft=found.decoder)

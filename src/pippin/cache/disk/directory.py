@@ -6,6 +6,8 @@
 
 One server at a time: a second one is refused, if the first does not exit soon. A reader
 (`read_only`) needs no lock. The system releases a lock when its process ends, however it ends.
+
+Directories that other users can write are refused: what they put there would be read as ours.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pippin.cache.disk.files import Files
+from pippin.cache.disk.files import Files, open_regular
 from pippin.errors import DiskCacheError
 
 NAME_DIGITS = 8
@@ -29,12 +32,45 @@ RECENCY = "recency"
 logger = logging.getLogger(__name__)
 
 
+def refuse_shared(directory: Path, model: bytes) -> None:
+    """Raises DiskCacheError if another user can write where this model's entries are read."""
+    folder = model_folder(directory, model)
+    for path, facts in ((directory, directory.stat()), (folder, _facts(folder))):
+        if facts is None:
+            continue
+        if not stat.S_ISDIR(facts.st_mode):
+            raise DiskCacheError(f"{path} is not a directory: remove it")
+        if facts.st_uid not in (os.geteuid(), 0):
+            raise DiskCacheError(
+                f"{path} belongs to user {facts.st_uid}, and this process is user {os.geteuid()}: "
+                "choose another --cache-dir, or change its owner (chown -R)"
+            )
+        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise DiskCacheError(
+                f"other users can write to {path} (mode {stat.S_IMODE(facts.st_mode):o}), and what "
+                f"they put there would be used: run chmod -R go-w {path}, or choose another "
+                "--cache-dir"
+            )
+
+
+def _facts(path: Path) -> os.stat_result | None:
+    """Of the path itself, if it is a link."""
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
 class DirectoryLock:
     """The right to write to a directory, until `release`."""
 
     def __init__(self, directory: Path, patience_s: float = 0.0) -> None:
         """Raises DiskCacheError if another process has it all that time, OSError on others."""
-        self._file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = directory / "lock"
+        facts = _facts(path)
+        if facts is not None and not stat.S_ISREG(facts.st_mode):
+            raise DiskCacheError(f"{path} is not a regular file: remove it")
+        self._file = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             self._take(time.monotonic() + patience_s)
         except OSError as error:
@@ -76,7 +112,7 @@ def model_folder(directory: Path, model: bytes) -> Path:
 def model_folders(directory: Path) -> Iterator[Path]:
     """Of every model that has one."""
     for path in sorted(directory.iterdir()):
-        if path.is_dir() and re.fullmatch("[0-9a-f]{32}", path.name):
+        if path.is_dir() and not path.is_symlink() and re.fullmatch("[0-9a-f]{32}", path.name):
             yield path
 
 
@@ -124,7 +160,7 @@ class OtherModels:
         self._files = files
         folders = [folder for folder in model_folders(directory) if folder != own]
         found = [path for folder in folders for path in segment_paths(folder)]
-        self._segments = sorted(found, key=lambda path: path.stat().st_mtime)  # the oldest first
+        self._segments = sorted(found, key=lambda path: path.lstat().st_mtime)  # the oldest first
         self.num_segments = len(found)
         notes = [folder / RECENCY for folder in folders]
         self.nbytes = sum(map(segment_bytes, found)) + sum(map(_size, notes))
@@ -154,4 +190,5 @@ def segment_bytes(path: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    facts = _facts(path)
+    return 0 if facts is None else facts.st_size

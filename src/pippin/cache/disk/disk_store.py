@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from threading import Lock
 
-from pippin.cache.disk.directory import DirectoryLock
+from pippin.cache.disk.directory import DirectoryLock, refuse_shared
 from pippin.cache.disk.files import Files
 from pippin.cache.disk.segments.catalog import Catalog
 from pippin.cache.disk.segments.format import model_digest
@@ -49,7 +49,8 @@ def open_store(
 ) -> DiskStore:
     """The store of a model in a directory, which is made if it is not there.
 
-    Raises DiskCacheError if another process has it locked for `patience_s`, or it cannot exist.
+    Raises DiskCacheError if another process has it locked for `patience_s`, if other users can
+    write to it, or it cannot exist.
     Where nothing can be written, what is there is served (`DiskStore.read_only`).
     """
     files = files or Files()
@@ -57,6 +58,8 @@ def open_store(
     try:
         if not read_only:
             files.make_folder(directory)
+        refuse_shared(directory, model_digest(fingerprint))
+        if not read_only:
             lock = _lock(directory, patience_s)
         return DiskStore(directory, fingerprint, max_bytes, lock=lock, files=files, clock=clock)
     except OSError as error:

@@ -7,7 +7,9 @@ is full.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,18 +17,38 @@ from pippin.cache.entries.blocks import views
 from pippin.cache.entries.entry import Bytes
 
 MAX_PARTS = 512  # of one writev or preadv; systems allow 1,024
+MAX_READ_BYTES = 256 << 20  # of a file that is read whole: an index, an order of use
+
+
+def open_regular(path: Path, flags: int, mode: int = 0o600) -> int:
+    """A descriptor of a regular file. A link, a device, a FIFO are an OSError, at once: someone
+    else may have put them there."""
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_whole(path: Path) -> bytes:
+    """Raises OSError for what is larger than we write, or no regular file."""
+    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+        content = file.read(MAX_READ_BYTES + 1)
+    if len(content) > MAX_READ_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MAX_READ_BYTES:,} bytes", str(path))
+    return content
 
 
 class Files:
     def make_folder(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
         """A new, empty file; returns its descriptor."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def open(self, path: Path, *, read_only: bool) -> int:
-        return os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
+        return open_regular(path, os.O_RDONLY if read_only else os.O_RDWR)
 
     def write(self, file: int, at: int, parts: Sequence[Bytes | bytes]) -> None:
         """All of the parts one after the other, from `at` on. By one thread at a time."""
@@ -74,7 +96,8 @@ def read_into(file: int, path: Path, at: int, parts: Sequence[memoryview]) -> in
             total += done
             left = rest_of(left, done)
         return total
-    with path.open("rb", buffering=0) as own:  # a place in the file that no other thread moves
+    # A place in the file that no other thread moves.
+    with open(open_regular(path, os.O_RDONLY), "rb", buffering=0) as own:
         own.seek(at)
         while left:
             done = own.readinto(left[0])

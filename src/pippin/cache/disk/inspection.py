@@ -6,6 +6,7 @@ the name of its folder.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from pippin.cache.disk.directory import (
     segment_bytes,
     segment_paths,
 )
-from pippin.cache.disk.files import Files
+from pippin.cache.disk.files import Files, open_regular
 from pippin.cache.disk.segments.catalog import Catalog
 from pippin.cache.disk.segments.format import HEADER, decode_header
 from pippin.cache.disk.segments.segment_log import SegmentLog
@@ -117,7 +118,7 @@ def _model_of(paths: list[Path]) -> bytes | None:
     """The whole name of a folder's model, from the first header that is sound."""
     for path in paths:
         try:
-            with path.open("rb") as file:
+            with open(open_regular(path, os.O_RDONLY), "rb") as file:
                 header = decode_header(file.read(HEADER.size))
         except OSError:
             continue
@@ -127,4 +128,4 @@ def _model_of(paths: list[Path]) -> bytes | None:
 
 
 def _last_change(paths: list[Path]) -> float:
-    return max(path.stat().st_mtime for path in paths)
+    return max(path.lstat().st_mtime for path in paths)

@@ -1,6 +1,6 @@
 """What --speculate would gain here for one request at a time. Knows no backend.
 
-What was measured is kept: by it `pippin serve` decides whether drafts are on by default.
+With --save it is kept: by it `pippin serve` decides whether drafts are on by default.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pippin.startup.drafts.measured_gain import LEAST_GAIN, Gain, keep_gain, ser
 from pippin.terminal.doctor.engine import MARGINS, Engine
 from pippin.terminal.doctor.findings import SAFE, Finding, TimeLimit, checked
 
-NAME = "--speculate auto"
+NAME, DEFAULT = "--speculate auto", "default of --speculate"
 PROMPT = "A little girl named Lily found a small red box under her bed. She"
 PARAMS = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
 NUM_PAIRS = 3
 
 
-def drafts(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
+def drafts(engine: Engine, limit: TimeLimit, *, saves: bool = False) -> Iterator[Finding]:
     """Greedy replies with drafts and without, in turn, by one engine."""
     if limit.left() <= 0.0:
         yield Finding(NAME, "not timed: no time was left")
@@ -49,25 +49,30 @@ def drafts(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
         numbers={"ratio": ratio},
     )
     if not engine.has_draft_model:  # which is on where it is given
-        yield kept(Gain(served_by(engine.model), ratio, same_reply, strftime("%Y-%m-%d")))
+        gain = Gain(served_by(engine.model), ratio, same_reply, strftime("%Y-%m-%d"))
+        yield kept(gain) if saves else not_saved(gain)
+
+
+def not_saved(gain: Gain) -> Finding:
+    measured = "auto" if gain.pays else "off"
+    return Finding(DEFAULT, f"not changed: by this it would be {measured}, with --save it is")
 
 
 def kept(gain: Gain) -> Finding:
     """What `pippin serve` and `LLM` do from now on."""
-    name = "default of --speculate"
     try:
         keep_gain(gain)
     except OSError as error:
         return Finding(
-            name,
+            DEFAULT,
             f"not kept: {error}",
             "warning",
             means="`pippin serve` does not know that drafts were measured here",
-            remedy="make the directory writable and run `pippin doctor` again, or give --speculate",
+            remedy="make the directory writable and repeat this with --save, or give --speculate",
         )
     if gain.pays:
-        return Finding(name, "`pippin serve` uses --speculate auto for this model from now on")
-    return Finding(name, "off: `pippin serve` has no drafts of this model without --speculate")
+        return Finding(DEFAULT, "`pippin serve` uses --speculate auto for this model from now on")
+    return Finding(DEFAULT, "off: `pippin serve` has no drafts of this model without --speculate")
 
 
 def timed_reply(llm: LLM, *, speculate: bool) -> tuple[float, list[int]]:

@@ -17,10 +17,10 @@ from pippin.terminal.doctor.sections import sections
 LIMIT_SECONDS = 60.0  # of the demo model; after it no further times are measured
 
 
-def run_doctor(config: Config, *, as_json: bool) -> int:
+def run_doctor(config: Config, *, as_json: bool, saves: bool = False) -> int:
     """Print the report; the exit status, 1 if something is wrong. Progress is on stderr."""
     limit = TimeLimit(LIMIT_SECONDS)
-    examined = [_examine(section) for section in sections(config, limit)]
+    examined = [_examine(section) for section in sections(config, limit, saves=saves)]
     if as_json:
         print(json.dumps(as_document(examined, limit.passed()), indent=2))
     else:

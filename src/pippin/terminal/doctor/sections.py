@@ -13,7 +13,8 @@ from pippin.terminal.doctor.findings import Finding, Section, TimeLimit
 from pippin.terminal.doctor.machine import machine
 
 
-def sections(config: Config, limit: TimeLimit) -> Iterator[Section]:
+def sections(config: Config, limit: TimeLimit, *, saves: bool = False) -> Iterator[Section]:
+    """`saves`: what drafts gain."""
     yield Section("machine", "reading versions", partial(machine, config))
     try:
         config = resolve(config)
@@ -26,7 +27,7 @@ def sections(config: Config, limit: TimeLimit) -> Iterator[Section]:
         case "torch":
             yield from _of_torch()
     engine = Engine(config)
-    for name, doing, look in _of_engine(config, engine, limit):
+    for name, doing, look in _of_engine(config, engine, limit, saves=saves):
         if engine.failed:  # nothing to look at
             return
         yield Section(name, doing, look)
@@ -57,7 +58,7 @@ def _of_torch() -> Iterator[Section]:
 
 
 def _of_engine(
-    config: Config, engine: Engine, limit: TimeLimit
+    config: Config, engine: Engine, limit: TimeLimit, *, saves: bool
 ) -> Iterator[tuple[str, str, Callable[[], Iterator[Finding]]]]:
     from pippin.terminal.doctor import drafts, replies, steps
 
@@ -68,7 +69,8 @@ def _of_engine(
     if not config.engine.safe and config.model.backend != "fake":
         yield "plain", "comparing with plain operations", partial(replies.plain, engine)
         if not config.engine.deterministic:
-            yield "drafts", "timing replies with drafts", partial(drafts.drafts, engine, limit)
+            look = partial(drafts.drafts, engine, limit, saves=saves)
+            yield "drafts", "timing replies with drafts", look
 
 
 def _not_found(message: str) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from pippin.backends.mlx.agreement import off_by
+from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
 from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
 from pippin.backends.mlx.payloads.packing import KV
 
@@ -126,6 +127,24 @@ def of_long_rows(call: PackedCall) -> PackedCall:
     places = np.zeros(call.places.shape, np.int32)
     places[:, 0] = [(row * LONG, LONG) for row in range(num_rows)]
     return replace(call, mains=[(keys, values)], places=mx.array(places), num_columns=LONG)
+
+
+def of_drafts(call: PackedCall, num_tokens: int = 3) -> PackedCall:
+    """The same asked of rows that verify drafts, of drawn numbers: a kernel has a form for them."""
+
+    def drawn(side: mx.array, seed: int) -> mx.array:
+        shape = (*side.shape[:2], num_tokens, side.shape[3])
+        return mx.random.normal(shape, side.dtype, key=mx.random.key(seed))
+
+    own = call.cursor[:, None] + mx.arange(num_tokens)
+    return replace(
+        call,
+        q=drawn(call.q, 1),
+        k=drawn(call.k, 2),
+        v=drawn(call.v, 3),
+        places=places_of_tokens(call.places, own, None),
+        visible_tail=visible_to_tokens(own, None, call.tail[0].shape[2]),
+    )
 
 
 def _in_float32(call: PackedCall) -> PackedCall:

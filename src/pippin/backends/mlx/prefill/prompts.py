@@ -6,6 +6,7 @@ Nothing here is launched: the backend decides when.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
@@ -25,6 +26,10 @@ from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.sampling.sampler import SampleRow
 from pippin.types import Component
+
+# Of a layer's prefixes, where rows are padded to the longest: each row's, all of them, and with the
+# chunks behind them. They may take half of what activations may.
+PREFIX_COPIES = 3
 
 ROW_COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE)
 
@@ -51,6 +56,7 @@ class Prompts:
         self._deterministic = deterministic
         self._states: dict[int, PromptState] = {}  # by slot
         self._to_draft: list[tuple[PrefillRow, mx.array | None]] = []
+        self._most_prefix_bytes = math.inf  # of a layer
         self.scores = PromptScores(loaded.vocab_size, admitted)
 
     def __len__(self) -> int:
@@ -61,6 +67,11 @@ class Prompts:
 
     def arrays(self) -> list[mx.array]:
         return [array for state in self._states.values() for array in state.arrays()]
+
+    def fit(self, activation_bytes: float) -> None:
+        """Let what forwards make beside prompts take no more than that."""
+        self._most_prefix_bytes = activation_bytes / (2 * PREFIX_COPIES)
+        self.scores.fit(activation_bytes)
 
     def start(self, slot: int) -> None:
         self._states[slot] = PromptState()
@@ -94,7 +105,9 @@ class Prompts:
         if self._deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
         pads = self._loaded.layout.pads
-        return group_chunks(chunks, self.scores.wants, pads=pads, cpu=on_cpu())
+        return group_chunks(
+            chunks, self.scores.wants, fits=self._prefixes_fit, pads=pads, cpu=on_cpu()
+        )
 
     def run(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         """One forward."""
@@ -102,11 +115,12 @@ class Prompts:
             step.check_restored(chunk, ROW_COMPONENTS)
         states = [self._restored(chunk) for chunk in chunks]
         whole = self.scores.wants(chunks[0])
+        fits = self._prefixes_fit(len(chunks), max(chunk.start for chunk in chunks))
         batch = ChunkBatch(
             self._loaded.layout,
             [chunk.tokens for chunk in chunks],
             states,
-            EXACT if whole else self.shapes,
+            self.shapes if fits and not whole else EXACT,
         )
         step.note_prefill(is_new=self._seen.add(batch.shape))
         inside = (
@@ -179,6 +193,15 @@ class Prompts:
             step.written += self._restored(row).arrays()
 
     # ---- inside ----------------------------------------------------------------------------
+
+    def _prefixes_fit(self, num_rows: int, prefix_len: int) -> bool:
+        """Whether a layer's prefixes may be made as long as that."""
+        rows, longest = self.shapes.rows(num_rows), self.shapes.prefix(prefix_len)
+        kept = (
+            cache.nbytes * min(longest, cache.window or longest)
+            for cache in self._loaded.layout.kv_caches
+        )
+        return rows * max(kept, default=0) <= self._most_prefix_bytes
 
     def _sample(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""

@@ -31,6 +31,9 @@ from pippin.backends.mlx.rows.segments import Segment, WindowClass
 from pippin.backends.mlx.shapes import at_least
 
 FEWEST_COLUMNS = 256  # of a segment that steps are compiled for
+# A segment is padded to this part of all columns at least, where there are so many rows: small ones
+# come and go with every join, and each size is another graph. With fewer rows the part is smaller.
+LEAST_SHARE, ROWS_OF_LEAST_SHARE = 4, 16
 MOST_IN_TABLE = 32  # segments of a window class: copying them costs more than reading many
 FEWEST_SHARED = 128  # tokens that a row begins with and another one has
 # After it joined: results are known by then, and a row whose numbers are none has left.
@@ -237,9 +240,10 @@ class Mains:
         which nothing else holds then. Each row has a share of memory for moves; a row that is
         longer than these allow for is copied one layer after the other."""
         used = sum(counts.values())
-        segment = Segment(self._capacity(used))
+        held = sum(own.held()) + used
+        segment = Segment(self._capacity(used, held))
         nbytes = self._spare.footprint.bytes_by_window[own.window]
-        allowed = int(MOVING_SHARE * (sum(own.held()) + used) * nbytes)
+        allowed = int(MOVING_SHARE * held * nbytes)
         has_table = self._operations is not None
         copies = len(counts) > 1 or used < segment.capacity  # one row's columns lie as they are
         total = segment.capacity * nbytes if copies else 0
@@ -256,7 +260,8 @@ class Mains:
         """One layer after the other: old arrays are released when their successors are launched."""
         old = own.segments[first:last]
         segment, columns = own.merge(first, last)
-        used, segment.capacity = segment.capacity, self._capacity(segment.capacity)
+        used = segment.capacity
+        segment.capacity = self._capacity(used, sum(own.held()))
         if used < segment.capacity:  # spare columns hold nothing of rows that left
             columns = np.pad(columns, (0, segment.capacity - used), mode="edge")
         chosen = mx.array(columns.astype(np.int32))
@@ -272,12 +277,17 @@ class Mains:
                 del sources  # nothing but the move holds them now
                 paced.launch(segment.kv[cache][-1:])
 
-    def _capacity(self, num_columns: int) -> int:
-        """By the ladder; barely enough where memory allows no more, and where shapes are nothing
-        to a step."""
+    def _capacity(self, num_columns: int, num_held: int) -> int:
+        """Of a segment, where rows hold so many columns with it. By the ladder; barely enough where
+        memory allows no more, and where shapes are nothing to a step."""
         if self._operations is not None:
             return num_columns
         wanted = max(at_least(num_columns), FEWEST_COLUMNS)
+        if self._most_segments > 1:
+            share = LEAST_SHARE * max(ROWS_OF_LEAST_SHARE // max(len(self._rows), 1), 1)
+            least = (1 << num_held.bit_length()) // 2 // share  # few sizes: a power of two
+            if least - num_columns <= self._spare.max_padding / self._most_segments:
+                wanted = max(wanted, least)
         if wanted - num_columns <= self._spare.max_padding:
             return wanted
         return -(-num_columns // COLUMN_STEP) * COLUMN_STEP

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pippin.cache.disk.directory import index_path
-from pippin.cache.disk.files import Files
+from pippin.cache.disk.files import Files, read_whole
 from pippin.cache.disk.segments.format import (
     DATA_MARK,
     HEADER,
@@ -129,6 +129,6 @@ def _belong_together(data: Header | None, index: Header | None) -> bool:
 
 def _content(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except FileNotFoundError:
         return None

@@ -18,11 +18,12 @@ from pippin.cache.disk.directory import (
     OtherModels,
     model_folder,
     remove_segment,
+    segment_bytes,
     segment_path,
     segment_paths,
     sort_out,
 )
-from pippin.cache.disk.files import Files
+from pippin.cache.disk.files import Files, read_whole
 from pippin.cache.disk.segments.catalog import Catalog
 from pippin.cache.disk.segments.format import (
     HEADER,
@@ -221,6 +222,11 @@ class SegmentLog:
             self._active = newest if newest.data_size < self.segment_bytes else None
 
     def _open_segment(self, path: Path, *, read_only: bool) -> None:
+        nbytes = segment_bytes(path)
+        if nbytes > self.max_bytes and not read_only:
+            logger.warning("%s is removed: %d bytes are more than --disk", path, nbytes)
+            remove_segment(self._files, path)
+            return
         found = open_segment(self._files, path, self._model, read_only=read_only)
         self._catalog.count(damaged=found.damaged, foreign=found.foreign)
         if found.segment is not None:
@@ -233,8 +239,12 @@ class SegmentLog:
 
     def _load_recency(self, *, read_only: bool) -> None:
         try:
-            raw = self._recency_path.read_bytes()
+            raw = read_whole(self._recency_path)
         except FileNotFoundError:
+            return
+        except OSError:
+            logger.warning("%s cannot be read", self._recency_path, exc_info=True)
+            self._catalog.count(read_errors=1)
             return
         uses = decode_recency(raw, self._model)
         if uses is None:
