@@ -124,7 +124,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "startup.resolve": {
         *("config", "startup.drafts", "startup.find_checkpoint", "api.http.keys"),
-        *("backends.nvidia", "backends.torch.config"),
+        *("backends.nvidia", "backends.torch.config", "startup.describe_checkpoint"),
     },
     "startup.servable": {
         *("text", "backends.mlx.families.refusals", "backends.torch.config"),
