@@ -476,7 +476,10 @@ def test_files_larger_than_any_of_ours_are_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o775, 0o757])
 @pytest.mark.parametrize("part", ["directory", "folder"])
-def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, part: str, mode: int) -> None:
+def test_a_directory_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, mode: int
+) -> None:
+    monkeypatch.setattr(os, "getegid", lambda: 20)  # a group of several users
     segment, entry = kept(tmp_path)
     shared = tmp_path if part == "directory" else segment.parent
     shared.chmod(mode)
@@ -486,6 +489,18 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, part: str,
     store = open_store(tmp_path, FINGERPRINT, MB)
     assert same_bytes(store.read([entry.key]), [entry])
     store.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+def test_a_group_that_is_the_users_own_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a Kubernetes volume with an fsGroup is: of root, its group the container's."""
+    os.chown(tmp_path, -1, 4321)
+    tmp_path.chmod(0o2775)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    monkeypatch.setattr(os, "getegid", lambda: 4321)
+    open_store(tmp_path, FINGERPRINT, MB).close()
 
 
 def test_another_users_directory_is_refused(

@@ -45,7 +45,9 @@ def refuse_shared(directory: Path, model: bytes) -> None:
                 f"{path} belongs to user {facts.st_uid}, and this process is user {os.geteuid()}: "
                 "choose another --cache-dir, or change its owner (chown -R)"
             )
-        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        # A group of the user alone, whose number is the user's: containers' volumes are the group's.
+        private = facts.st_gid == os.getegid() == os.geteuid() != 0
+        if facts.st_mode & (stat.S_IWOTH if private else stat.S_IWGRP | stat.S_IWOTH):
             raise DiskCacheError(
                 f"other users can write to {path} (mode {stat.S_IMODE(facts.st_mode):o}), and what "
                 f"they put there would be used: run chmod -R go-w {path}, or choose another "
