@@ -5,7 +5,8 @@
 # make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
 # make mutants   break one rule of the scheduler or the cache at a time; a test must notice each
 # make soak      ten minutes of mixed load on a server whose engine is killed and frozen every 20 s
-# make bench-short  a few minutes of `pippin bench compare`: beside mlx-lm on the same weights
+# make bench-short  a few minutes beside mlx-lm on the same weights (tools/bench/compare.py)
+# make bench-NAME   any other benchmark of tools/bench/: `make bench-one-batch ARGS="--batch 1,4"`
 # make dist      build the wheels of pippin and pippin-demo into dist/, and check them
 # make clean     remove the virtual environment and every cache
 #
@@ -73,7 +74,10 @@ soak: install-dev
 	@$(VENV)/bin/python tools/soak.py $(ARGS)
 
 bench-short: install
-	@exec $(RUN) pippin bench compare --only prefill decode-1 decode-4 --rounds 1 $(ARGS)
+	@exec $(VENV)/bin/python tools/bench/compare.py --only prefill decode-1 decode-4 --rounds 1 $(ARGS)
+
+bench-%: install
+	@exec $(VENV)/bin/python tools/bench/$(subst -,_,$*).py $(ARGS)
 
 dist: install-dev
 	@$(VENV)/bin/python tools/dist.py $(ARGS)

@@ -58,6 +58,8 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
     ]
     missing = [path for path in linked if not (document.parent / path).exists()]
     named += [line for line in code_lines(document) if re.fullmatch(r"[\w-]+(/[\w-]+)*/", line)]
+    if document.name == "CHANGELOG.md":  # it names what there was
+        named = []
     created = re.findall(r"^```python (\S+)$", text, re.MULTILINE)  # by a worked example
     missing += [path for path in named if path not in created and not (ROOT / path).exists()]
     assert not missing
@@ -139,7 +141,7 @@ def test_make_targets_exist(document: Path) -> None:
 
 @over_documents
 def test_commands_and_their_options_exist(document: Path) -> None:
-    for line in code_lines(document):
+    for line in code_lines(document) if document.name != "CHANGELOG.md" else ():
         if (called := re.match(r"(?:\$ )?(?:\S*/)?pippin ([a-z][^`#|&>]*)", line.strip())) is None:
             continue
         command, *words = called[1].split()

@@ -178,13 +178,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "config",
         *("engine.engine_client", "engine.engine_spec", "engine.exit_times"),
     },
-    "bench": {"", "types", "amounts", "config", "metrics"},
-    "bench.in_process.ceilings": {"bench", "backends.mlx.cpu.blas"},
-    "bench.in_process.torch_ceilings": {"bench", "backends.torch.graphs.capture"},
-    "bench.in_process.speculate": {
-        *("", "bench", "config", "offline.offline_requests"),
-        *("scheduler.request", "scheduler.speculation.oracle"),
-    },
+    "bench": {""},
     **dict.fromkeys(["", "__main__", "cli"], ANYTHING),
 }
 FOREIGN = {
@@ -192,11 +186,7 @@ FOREIGN = {
     **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),
     "ray": "deploy",
 }
-EXEMPT = {
-    "terminal.doctor",
-    "bench.in_process.ceilings",
-    "bench.in_process.torch_ceilings",
-}
+EXEMPT = {"terminal.doctor"}
 
 
 def module_name(path: Path) -> str:

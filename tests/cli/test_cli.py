@@ -141,7 +141,7 @@ def test_expert_options_are_listed_by_help_all_alone(capsys: pytest.CaptureFixtu
     assert output_of(capsys, "serve", "--help") == short  # of one page, not from now on
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "doctor", "config", "bench one-batch"])
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor", "config"])
 def test_options_are_listed_under_headings(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
