@@ -8,9 +8,9 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from cyclopts import App
 
+from cases import cases
 from pippin import cli
 from pippin.cli.option_groups import EXPERT, GROUP_OF, HEADINGS
 from pippin.config import Config
@@ -22,7 +22,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 FENCED = re.MULTILINE | re.DOTALL
 TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
-over_documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+over_documents = cases("document", DOCUMENTS, ids=lambda path: path.name)
 
 
 def code_lines(document: Path) -> list[str]:

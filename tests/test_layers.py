@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
+
 SRC = Path(__file__).parent.parent / "src" / "pippin"
 ANYTHING = None
 
@@ -220,7 +222,7 @@ def within(name: str, package: str) -> bool:
 FILES = sorted(SRC.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
+@cases("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
 def test_imports_stay_within_the_layer(path: Path) -> None:
     name = module_name(path)
     allowed = MAY_IMPORT[layer(name)]
@@ -234,7 +236,7 @@ def test_imports_stay_within_the_layer(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
+@cases("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
 def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
     name = module_name(path)
     for imported in imports(path):

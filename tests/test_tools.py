@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from cases import cases
 from processes import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +46,7 @@ def test_all_that_is_imported_is_traced() -> None:
     assert ours <= traced
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changed", "chosen", "passed_over"),
     [
         ("src/pippin/cache/tree/radix.py", "cache/test_locks.py", "scheduler/test_replies.py"),

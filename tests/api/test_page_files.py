@@ -10,6 +10,7 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine, say, serving
 
+from cases import cases
 from pippin.api.app import create_waiting_app
 from pippin.api.page.routes import FILES, page_files, page_paths
 from pippin.config import ServerConfig
@@ -57,7 +58,7 @@ def test_the_page_needs_nothing_that_the_policy_forbids() -> None:
         assert not re.search(r"@import|\burl\((?!#)", text), path
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(FILES).as_posix())
+@cases("script", SCRIPTS, ids=lambda path: path.relative_to(FILES).as_posix())
 def test_every_import_leads_to_a_file(script: Any) -> None:
     for name in re.findall(r'^import .*?from "([^"]+)";', script.read_text(), re.M | re.S):
         assert (script.parent / name).is_file(), f"{script.name} imports {name}"
