@@ -4,8 +4,10 @@
 # make quick     the same for every change: quick tests of what differs from main (tools/quick.py)
 # make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
 # make mutants   break one rule of the scheduler or the cache at a time; a test must notice each
+# make fuzz      requests made up from the OpenAPI document, and hostile bodies
 # make soak      ten minutes of mixed load on a server whose engine is killed and frozen every 20 s
-# make bench-short  a few minutes of `pippin bench compare`: beside mlx-lm on the same weights
+# make bench-short  a few minutes beside mlx-lm on the same weights (tools/bench/compare.py)
+# make bench-NAME   any other benchmark of tools/bench/: `make bench-one-batch ARGS="--batch 1,4"`
 # make dist      build the wheels of pippin and pippin-demo into dist/, and check them
 # make clean     remove the virtual environment and every cache
 #
@@ -33,7 +35,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13,torch || \
 	{ nvidia-smi >/dev/null 2>&1 && echo cpu,torch || echo cpu; })
 
-.PHONY: serve test doctor quick lint types simulate mutants soak bench-short dist install install-dev \
+.PHONY: serve test doctor quick lint types simulate mutants fuzz soak bench-short dist install install-dev \
 	clean
 .DELETE_ON_ERROR:
 
@@ -50,7 +52,7 @@ PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Types are checked beside the tests, by one process, and shown after them.
 test: lint
 	@$(RUN) mypy > $(VENV)/types.log 2>&1 & types=$$!; \
-	$(RUN) $(PYTEST); status=$$?; \
+	$(RUN) $(PYTEST) --ignore=tests/api/test_openapi_fuzz.py; status=$$?; \
 	wait $$types || status=1; cat $(VENV)/types.log; exit $$status
 
 quick: lint types
@@ -69,11 +71,18 @@ simulate: install-dev
 mutants: install-dev
 	@$(VENV)/bin/python tools/mutation_check.py $(ARGS)
 
+fuzz: install-dev
+	@$(RUN) pytest -q tests/api/test_openapi_fuzz.py
+	@$(VENV)/bin/python tools/fuzz_bodies.py $(ARGS)
+
 soak: install-dev
 	@$(VENV)/bin/python tools/soak.py $(ARGS)
 
 bench-short: install
-	@exec $(RUN) pippin bench compare --only prefill decode-1 decode-4 --rounds 1 $(ARGS)
+	@exec $(VENV)/bin/python tools/bench/compare.py --only prefill decode-1 decode-4 --rounds 1 $(ARGS)
+
+bench-%: install
+	@exec $(VENV)/bin/python tools/bench/$(subst -,_,$*).py $(ARGS)
 
 dist: install-dev
 	@$(VENV)/bin/python tools/dist.py $(ARGS)

@@ -26,9 +26,9 @@ gc.disable()
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 LONGEST_FILES = (
-    *("test_draft_contract", "test_mutants", "test_openapi_fuzz", "test_mlx_families"),
+    *("test_draft_contract", "test_mlx_families"),
     *("test_any_split", "test_worlds", "test_packed_attention", "test_prefix_reuse", "test_depth"),
-    *("test_distributions", "test_serve", "test_every_family", "test_speculation", "test_soak"),
+    *("test_distributions", "test_serve", "test_every_family", "test_speculation"),
     *("test_torch_gpu_check", "test_page_chat", "test_page_engine", "test_shared_prefix"),
     *("test_openapi", "test_proving", "test_worked_examples", "test_pressure", "test_row_bytes"),
     *("test_speculated_replies", "test_structured_output", "test_preemption", "test_crashes"),

@@ -1,6 +1,6 @@
 """Replicas in this process: loops on the toy model behind an EnginePool, and clients of it.
 
-For `tools/replica_routing.py` and for tests of routing. Nothing here reads a clock.
+For tests of routing. Nothing here reads a clock.
 """
 
 from __future__ import annotations

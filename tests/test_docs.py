@@ -8,9 +8,9 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from cyclopts import App
 
+from cases import cases
 from pippin import cli
 from pippin.cli.option_groups import EXPERT, GROUP_OF, HEADINGS
 from pippin.config import Config
@@ -22,7 +22,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 FENCED = re.MULTILINE | re.DOTALL
 TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
-over_documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+over_documents = cases("document", DOCUMENTS, ids=lambda path: path.name)
 
 
 def code_lines(document: Path) -> list[str]:
@@ -58,6 +58,8 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
     ]
     missing = [path for path in linked if not (document.parent / path).exists()]
     named += [line for line in code_lines(document) if re.fullmatch(r"[\w-]+(/[\w-]+)*/", line)]
+    if document.name == "CHANGELOG.md":  # it names what there was
+        named = []
     created = re.findall(r"^```python (\S+)$", text, re.MULTILINE)  # by a worked example
     missing += [path for path in named if path not in created and not (ROOT / path).exists()]
     assert not missing
@@ -139,7 +141,7 @@ def test_make_targets_exist(document: Path) -> None:
 
 @over_documents
 def test_commands_and_their_options_exist(document: Path) -> None:
-    for line in code_lines(document):
+    for line in code_lines(document) if document.name != "CHANGELOG.md" else ():
         if (called := re.match(r"(?:\$ )?(?:\S*/)?pippin ([a-z][^`#|&>]*)", line.strip())) is None:
             continue
         command, *words = called[1].split()

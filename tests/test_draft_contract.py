@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cases import cases
 from near_ties import count_same
 from pippin.backends.base import (
     Backend,
@@ -477,7 +478,7 @@ def _random_row(random: Random, backend: Backend, reply: Reply, errors: Sequence
 
 
 # Larger sizes take ten times as long, and show no more.
-@pytest.mark.parametrize(
+@cases(
     ("name", "seed"),
     [
         (name, seed)

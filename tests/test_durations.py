@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from cases import cases
 from pippin.durations import FOR_EVER, parse_duration
 
 
-@pytest.mark.parametrize(
+@cases(
     ("given", "seconds"),
     [
         (0, 0.0),
@@ -29,7 +28,7 @@ def test_numbers_and_texts_are_read(given: Any, seconds: float) -> None:
     assert parse_duration(given) == seconds
 
 
-@pytest.mark.parametrize("given", ["", "soon", "5 m", "m", "1d", True, None, [], {}, "1" * 100])
+@cases("given", ["", "soon", "5 m", "m", "1d", True, None, [], {}, "1" * 100])
 def test_what_is_no_duration_is_none(given: Any) -> None:
     assert parse_duration(given) is None
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
+
 SRC = Path(__file__).parent.parent / "src" / "pippin"
 ANYTHING = None
 
@@ -178,13 +180,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "config",
         *("engine.engine_client", "engine.engine_spec", "engine.exit_times"),
     },
-    "bench": {"", "types", "amounts", "config", "metrics"},
-    "bench.in_process.ceilings": {"bench", "backends.mlx.cpu.blas"},
-    "bench.in_process.torch_ceilings": {"bench", "backends.torch.graphs.capture"},
-    "bench.in_process.speculate": {
-        *("", "bench", "config", "offline.offline_requests"),
-        *("scheduler.request", "scheduler.speculation.oracle"),
-    },
+    "bench": {""},
     **dict.fromkeys(["", "__main__", "cli"], ANYTHING),
 }
 FOREIGN = {
@@ -192,11 +188,7 @@ FOREIGN = {
     **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),
     "ray": "deploy",
 }
-EXEMPT = {
-    "terminal.doctor",
-    "bench.in_process.ceilings",
-    "bench.in_process.torch_ceilings",
-}
+EXEMPT = {"terminal.doctor"}
 
 
 def module_name(path: Path) -> str:
@@ -230,7 +222,7 @@ def within(name: str, package: str) -> bool:
 FILES = sorted(SRC.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
+@cases("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
 def test_imports_stay_within_the_layer(path: Path) -> None:
     name = module_name(path)
     allowed = MAY_IMPORT[layer(name)]
@@ -244,7 +236,7 @@ def test_imports_stay_within_the_layer(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
+@cases("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
 def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
     name = module_name(path)
     for imported in imports(path):

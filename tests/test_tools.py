@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from cases import cases
 from processes import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -24,49 +25,6 @@ def load_tool(name: str) -> ModuleType:
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     return tool
-
-
-def test_the_cost_of_planning_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tool = load_tool("host_cost")
-    little = {"NUM_NODES": 100, "NUM_RUNNING": 8, "NUM_WAITING": 10, "STEPS": 3, "NUM_LONG": 3}
-    for name, value in {**little, "LONG_PROMPT": 300}.items():
-        monkeypatch.setattr(tool, name, value)
-    assert tool.main() == 0
-    printed = capsys.readouterr().out
-    assert printed.count("plan") == 7  # two for each of three layouts, and where bytes are short
-
-
-def reply(**changes: object) -> dict[str, object]:
-    sound = {"tokens": [1, 2], "finish": "length", "error": None, "cached": 500, "disk": 500}
-    return {**sound, "read_bytes": 9, "resident": 1.0, "counted": {"loaded": 1}, **changes}
-
-
-@pytest.mark.parametrize(
-    ("phase", "changes", "said"),
-    [
-        ("cold", {"cached": 448}, "was not computed"),
-        ("cached", {"tokens": [1, 3]}, "are not [1, 2]"),
-        ("cached", {"disk": 0}, "only 0 tokens were loaded from disk"),
-        ("cached", {"read_bytes": 0}, "loaded from disk"),
-        ("cached", {"finish": "error", "error": "no"}, "ended with error no"),
-        ("dropped", {"resident": 0.8}, "80% of the files stayed in the page cache"),
-    ],
-)
-def test_a_load_that_did_not_come_from_disk_is_told(
-    phase: str, changes: dict[str, object], said: str
-) -> None:
-    tool = load_tool("disk_load")
-    cold = {"replies": [reply(cached=0, disk=0, read_bytes=0)]}
-    dropped = {"replies": [reply(resident=0.0)]}
-    phases = {"cold": cold, "cached": {"replies": [reply()]}, "dropped": dropped}
-    options = tool.parse_options(["--prompt", "500"])
-    assert tool.judge(phases, options) == []
-    phases[phase]["replies"][0].update(changes)
-    (wrong,) = tool.judge(phases, options)
-    assert f"{phase}, prompt 0: " in wrong
-    assert said in wrong
 
 
 @cache
@@ -88,12 +46,12 @@ def test_all_that_is_imported_is_traced() -> None:
     assert ours <= traced
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changed", "chosen", "passed_over"),
     [
         ("src/pippin/cache/tree/radix.py", "cache/test_locks.py", "scheduler/test_replies.py"),
         (
-            "src/pippin/bench/results/pairs.py",
+            "src/pippin/bench/report.py",
             "bench/test_bench_offline.py",
             "scheduler/test_pace.py",
         ),
@@ -101,7 +59,7 @@ def test_all_that_is_imported_is_traced() -> None:
         ("src/pippin/api/page/page.css", "api/test_access_control.py", "cache/test_locks.py"),
         ("tests/builders.py", "scheduler/test_replies.py", "text/test_stop.py"),
         ("tests/text/test_stop.py", "text/test_stop.py", "text/test_tokenizer.py"),
-        ("tools/host_cost.py", "test_tools.py", "text/test_stop.py"),
+        ("tools/simulate.py", "test_tools.py", "text/test_stop.py"),
         ("docs/api/overview.md", "test_docs.py", "test_tools.py"),
     ],
 )

@@ -39,8 +39,8 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 
 
-def test_there_is_one_to_test_and_one_to_release() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["release", "test"]
+def test_there_is_one_to_test_one_for_the_night_and_one_to_release() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["nightly", "release", "test"]
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)

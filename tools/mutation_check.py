@@ -1,8 +1,6 @@
 """Breaks one rule at a time and checks that a test notices. The rules are tables in `mutants/`.
 
-    python tools/mutation_check.py [--trust-tests] [NAME or TABLE ...]
-
-`--trust-tests`: do not run them without a mutant first, where they have just been run.
+    python tools/mutation_check.py [NAME or TABLE ...]
 
 Works on a copy in a temporary directory. Each run of tests is a fork of this process, which has
 imported pytest and what else takes long, and nothing of the project; the tests' own set-up, which
@@ -33,7 +31,6 @@ from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tools" / "mutants"
-TRUST = "--trust-tests"
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")  # what is used of those installed
 # What is not used of pytest's own: to set them up takes as long as most tests.
 UNUSED = (
@@ -159,7 +156,7 @@ def main(names: list[str]) -> int:
     if stale := stale_mutants():
         print(f"the source has changed under: {', '.join(stale)}")
         return 2
-    wanted = set(names) - {TRUST}
+    wanted = set(names)
     if unknown := wanted - {name for mutant in MUTANTS for name in (mutant.name, mutant.table)}:
         print(f"no mutant and no table is called {min(unknown)!r}")
         return 2
@@ -171,7 +168,7 @@ def main(names: list[str]) -> int:
         project = Path(directory) / "pippin"
         copy_project(project)
         tests = sorted({test for mutant in chosen for test in mutant.tests})
-        if TRUST not in names and not tests_pass(project, tests):
+        if not tests_pass(project, tests):
             print("the tests fail without any mutant")
             return 2
         for mutant in chosen:

@@ -9,46 +9,29 @@
     mixed       decode rows beside chunks of prompts in one forward: the tokens are those apart, and the times
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
-    families    every family that transformers writes: the tokens and log probabilities that it says
     packed      products with packed weights against plain operations; 4 bits against bfloat16 in decode
                 steps of Qwen3.5-0.8B's and Qwen3-0.6B's shapes
     biases      models with every bias that a config can ask for: decode says what prefill says
     agreement   what is tried at load: that each kernel agrees with plain operations, in seconds
-    top_p       of a whole vocabulary, without a sort: the same tokens, and both times
-    captures    captures that CUDA invalidates: the engine keeps serving, and nothing leaks
-    long        a row of 128,000 tokens beside 31 short ones: kernels against plain operations, the time of a
-                step, and that of chunks behind as many tokens
-    budget      Qwen3.5-0.8B's shape within 6 GB: 32 rows, 20,000 random operations, never more than
-                103% of it, by torch's count and by nvidia-smi's
-    allocations 100,000 random allocations of a narrow model within 3 GB: admissions, captures, evictions,
-                restored prefixes, spills and loads; never more than 103% of it; a minute or two, only where
-                it is asked for
     races       200 random schedules, launched ahead of a GPU that is held up, against the same ones
                 with a wait after each step: tokens, and the bits of what was kept
     drafts      200 random schedules with drafts, half of them ahead of a GPU that is held up: the tokens
                 are those without drafts
     waits       nothing between a plan and its launch waits for the device
-    state_prompts       prompts of Mamba-2 and of latent attention, of Granite 4's and GLM-4.7-Flash's shapes: kernels
-                and captured chunks against plain operations, behind long contexts too, and all their times; only
-                where it is asked for
+    packed_tiles    what other sizes of the kernel of packed weights would take; only where it is asked for
     decode, prefill    Qwen3.5-0.8B's shape in bfloat16, random weights
     speculate   the same shape: a step's time by the depth of drafts, and what 80% of right ones gain
     penalised   17 rows with drafts, and 16 beside one with a penalty: ms a step; only where it is asked for
-    mtp         the bundled model with drafts of its MTP head: the same tokens in float32, and how much faster
-    draft_model a random model that drafts for itself: the same tokens, and nearly every draft right
     expert_speed       eight layers of Qwen3-30B-A3B's shape, against the time to read their weights
     tails       requests of all kinds and lengths after load, without drafts and with some: nothing is compiled or
                 captured for them, and without drafts the first of a shape takes at most 50 ms longer than the next one
     beside      eight streams while prompts of 4,096 tokens are computed: gaps, and the prompts' first tokens
-    churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
                 and the gaps of streams meanwhile
-    recurrence, profile, products, packed_tiles    the time of each part, and what other sizes of kernels would take;
-                only where they are asked for
 
 Sections are independent: one that fails prints why, and the next one runs. The end and the exit
-status report which ones failed. Needs torch, triton, safetensors and numpy, and `host` and `churn`
-all of pippin[torch]; nothing is downloaded.
+status report which ones failed. Needs torch, triton, safetensors and numpy, and `host` all of
+pippin[torch]; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -61,22 +44,15 @@ from collections.abc import Callable
 
 import torch
 
-from torch_gpu.allocations import allocations
 from torch_gpu.right import correct
 from torch_gpu.chunks import chunks, mixed
-from torch_gpu.families import families
-from torch_gpu.filters import top_p
 from torch_gpu.host import host
-from torch_gpu.limits import budget, captures, long
 from torch_gpu.moe import agreement, biases, expert_speed, moe
-from torch_gpu.mtp import draft_model, mtp
 from torch_gpu.packed import packed, packed_tiles
 from torch_gpu.races import races, waits
 from torch_gpu.speculate import drafts, penalised, speculate
-from torch_gpu.speed import churn, decode, prefill
-from torch_gpu.state_prompts import state_prompts
+from torch_gpu.speed import decode, prefill
 from torch_gpu.tails import beside, tails
-from torch_gpu.tuning import products, profile, recurrence
 
 LIMIT_SECONDS = 420.0  # no section is started after that
 STARTED = time.perf_counter()
@@ -116,29 +92,21 @@ USUAL = {
     "chunks": chunks,
     "mixed": mixed,
     "moe": moe,
-    "families": families,
     "packed": packed,
     "biases": biases,
     "agreement": agreement,
-    "top_p": top_p,
-    "captures": captures,
-    "long": long,
-    "budget": budget,
     "races": races,
     "drafts": drafts,
     "waits": waits,
     "decode": decode,
     "prefill": prefill,
     "speculate": speculate,
-    "mtp": mtp,
-    "draft_model": draft_model,
     "expert_speed": expert_speed,
     "host": host,
     "tails": tails,
     "beside": beside,
-    "churn": churn,
 }
-SECTIONS = USUAL | {"allocations": allocations, "penalised": penalised, "state_prompts": state_prompts, "recurrence": recurrence, "profile": profile, "products": products, "packed_tiles": packed_tiles}
+SECTIONS = USUAL | {"packed_tiles": packed_tiles, "penalised": penalised}
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine, answer_anything, say, serving
 
+from cases import cases
 from pippin.api.endpoints.local_pages import LOCAL_PATHS
 from pippin.api.http.access_control import HostCheck, warn_if_open
 from pippin.api.http.http_errors import Forbidden
@@ -41,7 +42,7 @@ def lets_in(host: str | None, *allowed: str, bound: str = "127.0.0.1") -> bool:
     return True
 
 
-@pytest.mark.parametrize(
+@cases(
     "host",
     [
         *("127.0.0.1:8000", "localhost", "LocalHost:1", "[::1]:8000", "192.168.1.7", None),
@@ -52,7 +53,7 @@ def test_addresses_and_localhost_are_answered_to(host: str | None) -> None:
     assert lets_in(host)
 
 
-@pytest.mark.parametrize(
+@cases(
     "host",
     [
         *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
@@ -89,7 +90,7 @@ def test_a_rebound_name_reaches_nothing(path: str) -> None:
     assert not engine.submits
 
 
-@pytest.mark.parametrize(
+@cases(
     "origin",
     [
         *(EVIL, "null", "file://", "http://localhost.evil.example", "http://127.evil.example"),
@@ -148,8 +149,8 @@ def test_pages_of_this_machine_may_generate_and_read_the_reply(origin: str) -> N
             assert reply.headers["access-control-allow-origin"] == origin
 
 
-@pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
-@pytest.mark.parametrize("config", [ServerConfig(), ServerConfig(api_key=("k",))])
+@cases(("method", "path"), ADMIN_PATHS)
+@cases("config", [ServerConfig(), ServerConfig(api_key=("k",))])
 def test_pages_of_this_machine_reach_nothing_that_concerns_others(
     config: ServerConfig, method: str, path: str
 ) -> None:
@@ -270,7 +271,7 @@ def test_a_programs_body_is_json_whatever_it_says(given: str) -> None:
 KEYS = ServerConfig(api_key=("sésame", "open"))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("header", "expected"),
     [
         (None, 401),
@@ -354,8 +355,8 @@ ROUTES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-@pytest.mark.parametrize("site", ["cross-site", "same-site", "something new"])
+@cases(("method", "path"), ROUTES)
+@cases("site", ["cross-site", "same-site", "something new"])
 def test_a_request_that_another_sites_page_makes_without_an_origin_is_refused(
     method: str, path: str, site: str
 ) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from scripted_engine import ScriptedEngine, say, serving
 
+from cases import cases
 from pippin.api.dialects.responses import items as response_items
 from pippin.api.dialects.responses.items import messages_of, read_items
 from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
@@ -191,7 +192,7 @@ def test_half_of_a_pair_in_arguments_is_no_mistake_of_the_server() -> None:
     assert arguments == {"a\ufffd": "\ufffd", "b": "\U0001f600"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "what"),
     [
         ("[" + "[]," * 100_000 + "1]", "100,001 objects and arrays; at most 100,000"),

@@ -9,6 +9,7 @@ import pytest
 from qwen35_server import ARGUMENTS, TEXT, WEATHER, allows, vocabulary
 
 from call_texts import write_calls
+from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.grammars.call_rules import CallRules
 from pippin.api.grammars.constrain import constrain
@@ -44,8 +45,8 @@ def calls(format: str, *names: str, **arguments: Any) -> str:
     return write_calls(TOOL_FORMATS[format].parser.syntax, [(name, given) for name in names])
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("format", CONSTRAINED)
+@cases("strict", [False, True])
+@cases("format", CONSTRAINED)
 def test_a_grammar_allows_the_formats_calls(format: str, strict: bool) -> None:
     tools = (tool("look", strict=strict), tool("go", strict=strict))
     grammar = grammar_of(format, ToolUse(tools, required=True))
@@ -60,7 +61,7 @@ def test_a_grammar_allows_the_formats_calls(format: str, strict: bool) -> None:
     assert not allows(one, calls(format, "go", "go"))
 
 
-@pytest.mark.parametrize("format", CONSTRAINED)
+@cases("format", CONSTRAINED)
 def test_a_required_call_whose_schema_cannot_be_enforced_is_any_call(format: str) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "minProperties": 5}
     function = {"name": "look", "parameters": schema}
@@ -122,8 +123,8 @@ TREE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("format", BARE_KEYS)
-@pytest.mark.parametrize(
+@cases("format", BARE_KEYS)
+@cases(
     ("arguments", "obeys"),
     [
         ({"leaves": []}, True),

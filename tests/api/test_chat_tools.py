@@ -23,6 +23,8 @@ from qwen35_server import (
 )
 from scripted_engine import Script, ScriptedEngine
 
+from cases import cases
+
 USER = {"role": "user", "content": "What is the weather?"}
 FUNCTION = {"name": "get_weather", "description": "Looks.", "parameters": WEATHER}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -204,7 +206,7 @@ def test_effort_switches_the_templates_reasoning() -> None:
     assert choice.message.content == "It rains."
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "param"),
     [
         ({"tools": [{"type": "functions"}]}, "tools[0].type"),

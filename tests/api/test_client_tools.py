@@ -10,11 +10,11 @@ from typing import Any
 import anthropic
 import httpx
 import jsonschema
-import pytest
 from anthropic.types import beta as beta_types
 from qwen35_server import THOUGHT, prompt_text, says, serving_qwen
 
 from call_texts import write_calls
+from cases import cases
 from pippin.api.fields.client_tools import client_tool
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
@@ -86,7 +86,7 @@ def test_those_that_anthropic_runs_are_left_out() -> None:
     assert "computer" not in prompt_text(engine)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("type", "known"),
     [
         *(("bash_20241022", True), ("bash_20991231", True), ("text_editor_20250124", True)),

@@ -14,6 +14,7 @@ from qwen35_server import TEXT, THOUGHT, allows, prompt_text, says, serving_qwen
 from scripted_engine import Script, ScriptedEngine
 
 from call_texts import write_calls
+from cases import cases
 from pippin.api.grammars.call_rules import CallRules
 from pippin.api.grammars.lark import Lark
 from pippin.api.requests.custom_tools import InputReader, arguments_of, as_function, input_of
@@ -102,8 +103,8 @@ BARE = ("qwen3_coder", "glm", "minimax_m2", "gemma4", "function_gemma")
 CONSTRAINED = [name for name in TOOL_FORMATS if name != "harmony"]
 
 
-@pytest.mark.parametrize("format", BARE)
-@pytest.mark.parametrize(
+@cases("format", BARE)
+@cases(
     ("definition", "good", "bad"),
     [
         (ARITHMETIC, ["1", "1 + 22 + 3"], ["1 +", "1+2", "a", ""]),
@@ -120,7 +121,7 @@ def test_a_lark_grammar_is_kept_where_inputs_stand_bare(
     assert not any(allows(grammar.copy(), written(format, text)) for text in bad)
 
 
-@pytest.mark.parametrize("format", CONSTRAINED)
+@cases("format", CONSTRAINED)
 def test_a_regular_expression_is_kept_in_every_format(format: str) -> None:
     grammar = grammar_of(format, GrammarPart("regex", TIMESTAMP, "f"))
     for good in ("2026-01-01", "2026-01-01 at 07:30"):
@@ -133,7 +134,7 @@ def test_a_regular_expression_is_kept_in_every_format(format: str) -> None:
     assert not allows(lines.copy(), written(format, "b"))
 
 
-@pytest.mark.parametrize("format", CONSTRAINED)
+@cases("format", CONSTRAINED)
 def test_an_input_without_a_grammar_is_any_text(format: str) -> None:
     grammar = grammar_of(format, None)
     assert allows(grammar.copy(), written(format, ODD))
@@ -282,7 +283,7 @@ def custom(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "custom", "name": "f", **fields}]}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "param"),
     [
         ({"tools": [{"type": "custom"}]}, "tools[0].name"),

@@ -12,6 +12,7 @@ import pytest
 from openai.types import embedding_create_params
 from scripted_engine import MODEL, TOKENIZER, Script, ScriptedEngine, fail, hang, serving
 
+from cases import cases
 from pippin.api.fields.openai import EMBEDDINGS
 from pippin.messages import Submit, TokenDelta
 
@@ -91,7 +92,7 @@ def test_more_dimensions_than_the_model_has_are_refused() -> None:
     assert "at most 4" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "param"),
     [
         ({}, "input"),

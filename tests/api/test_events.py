@@ -10,6 +10,7 @@ import httpx
 import pytest
 from scripted_engine import TEXT, ScriptedEngine, serving
 
+from cases import cases
 from pippin.api.http.access_control import shows_prompts
 from pippin.config import ServerConfig
 from pippin.engine.clients.watchers import WatchEvent
@@ -81,7 +82,7 @@ def test_tokens_in_the_status_are_told_to_the_same_people() -> None:
         assert (path["tokens"], len(path)) == (70, told)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("config", "expected"),
     [
         (ServerConfig(), True),

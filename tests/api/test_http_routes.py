@@ -11,6 +11,7 @@ import httpx
 import pytest
 from scripted_engine import MODEL, ScriptedEngine, asking, hang, say, serving
 
+from cases import cases
 from pippin.api.http.http_errors import ModelNotFound
 from pippin.config import ServerConfig
 from pippin.errors import EngineDead, PippinError
@@ -35,7 +36,7 @@ def assert_openai_error(response: httpx.Response, status: int, match: str) -> No
     assert match in error["message"]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("method", "path", "body", "status", "match"),
     [
         ("GET", "/v1/nothing", None, 404, "/v1/nothing"),
@@ -214,8 +215,8 @@ def test_replicas_are_restarted_on_request() -> None:
     assert engine.num_restarts == 1
 
 
-@pytest.mark.parametrize("path", ["/events", "/events/node/1"])
-@pytest.mark.parametrize("given", ["x", "-1", "1.0", "", "99999", "١"])
+@cases("path", ["/events", "/events/node/1"])
+@cases("given", ["x", "-1", "1.0", "", "99999", "١"])
 def test_a_replica_is_given_by_its_number(path: str, given: str) -> None:
     refused = fetch("GET", f"{path}?replica={given}")
     assert_openai_error(refused, 400, "use a number, from 0 on")

@@ -10,6 +10,7 @@ import pytest
 from qwen35_server import prompt_text, says, serving_qwen
 from scripted_engine import ScriptedEngine, say, serving
 
+from cases import cases
 from pippin.api.dialects.infill import IndentLimit
 from pippin.config import ServerConfig
 
@@ -197,7 +198,7 @@ def test_indentation_is_measured_wherever_the_text_is_split() -> None:
     assert unfinished.feed("a\n  ") + unfinished.close() == "a\n  "
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "param"),
     [
         ({"input_prefix": None}, "input_prefix"),

@@ -15,6 +15,7 @@ import pytest
 from qwen35_server import prompt_text, says, serving_qwen
 from scripted_engine import MODEL, TEXT, ScriptedEngine, say, serving
 
+from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.messages.message_request import parse_message_request
 from pippin.api.dialects.responses.response_request import parse_responses_request
@@ -148,7 +149,7 @@ def test_other_servers_names_of_our_fields_are_honoured() -> None:
         chat({"repeat_penalty": 1.5, "repetition_penalty": 1.2})
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "effort"),
     [
         ({"enable_thinking": False}, "none"),
@@ -233,7 +234,7 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}
 NOTE = f"data:text/plain;base64,{base64.b64encode(b'A note.').decode()}"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("part", "text"),
     [
         (image({"url": "http://a/b.png"}), "[image omitted: http://a/b.png]"),
@@ -268,7 +269,7 @@ PREVIEW = b"\xff\xc0" + struct.pack(">HBHH", 17, 8, 1, 1)
 EXIF = b"\xff\xe1" + struct.pack(">H", 2 + len(PREVIEW)) + PREVIEW
 
 
-@pytest.mark.parametrize(
+@cases(
     ("data", "described"),
     [
         (PNG, "640x480 PNG"),

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine, hang, say, serving
 
+from cases import cases
 from pippin.api.endpoints import app_state
 from pippin.api.http import sending, workers
 from pippin.config import LimitsConfig
@@ -41,7 +42,7 @@ def post(
         return httpx.post(url + path, json=body)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "param", "option"),
     [
         ({"prompt": ["a"] * 3, "n": 3}, "prompt", "--max-choices"),

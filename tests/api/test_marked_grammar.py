@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
 from qwen35_server import ARGUMENTS, TEXT, WEATHER
 from tokenizers import decoders, models, pre_tokenizers
 
 from call_texts import write_calls
+from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.grammars.constrain import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo, RequestRules
@@ -91,7 +91,7 @@ class Checker:
         return self.grammar._matcher.validate_tokens(tokens) == len(tokens)
 
 
-@pytest.mark.parametrize("format", MARKED)
+@cases("format", MARKED)
 def test_strict_calls_are_optional_where_a_mark_begins_them(format: str) -> None:
     tokenizer, syntax = tokenizer_with(*MARKED[format]), TOOL_FORMATS[format].parser.syntax
     good = write_calls(syntax, [("look", ARGUMENTS), ("look", {"city": "Rome"})])
@@ -112,7 +112,7 @@ def test_strict_calls_are_optional_where_a_mark_begins_them(format: str) -> None
     assert not none.allows(good)
 
 
-@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name != "muse_spark"])
+@cases("name", [name for name in REASONING_FORMATS if name != "muse_spark"])
 def test_calls_are_constrained_behind_a_familys_reasoning(name: str) -> None:
     marks = REASONING_FORMATS[name]
     ends = re.findall(r"<[^>]+>|\[/?THINK\]", marks.begin + marks.end)
@@ -151,8 +151,8 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: each["template"])
+@cases("strict", [False, True])
+@cases("recorded", RECORDED, ids=lambda each: each["template"])
 def test_a_required_call_may_be_what_the_familys_template_wrote(
     recorded: dict[str, Any], strict: bool
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from scripted_engine import MODEL as SERVED
 from scripted_engine import ScriptedEngine, answer_anything, serving
 
+from cases import cases
 from fake_hub import COMMIT, CONFIG, FILES, MODEL, FakeHub, fake_hub
 from pippin.api.http.access_control import check_downloads
 from pippin.api.http.http_errors import Forbidden
@@ -140,7 +141,7 @@ def test_any_name_that_is_accepted_and_no_id_of_the_hub_is_the_served_model(hub:
 KEYS = ServerConfig(api_key=("one", "two"), admin_key=("admin",))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("config", "headers", "client", "is_allowed"),
     [
         (ServerConfig(), {}, "127.0.0.1", True),

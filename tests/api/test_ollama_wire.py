@@ -10,6 +10,7 @@ import httpx
 import pytest
 from scripted_engine import TOKENIZER, ScriptedEngine, answer_anything, hang, say, serving
 
+from cases import cases
 from pippin.api.http import heartbeats, sending
 from pippin.config import ServerConfig
 
@@ -50,7 +51,7 @@ def test_a_stream_that_waits_is_kept_open_by_what_json_allows(
     assert "0.5 s" in json.loads(line)["error"]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "fields", "named"),
     [
         ("chat", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),

@@ -15,6 +15,7 @@ import pytest
 from repeated_fields import repeated_fields
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, build_app, serving
 
+from cases import cases
 from pippin.api.batches.file_store import FileRecord
 from pippin.api.endpoints import openapi
 from pippin.api.model_info import RequestRules
@@ -63,7 +64,7 @@ def test_every_route_is_described() -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
-@pytest.mark.parametrize("path", BODIES)
+@cases("path", BODIES)
 def test_every_field_that_is_honoured_says_what_it_holds(path: str) -> None:
     assert [name for name, schema in BODIES[path]["properties"].items() if not schema] == []
 
@@ -158,7 +159,7 @@ def numeric_fields() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("path", "name", "schema"), numeric_fields())
+@cases(("path", "name", "schema"), numeric_fields())
 def test_numbers_are_taken_up_to_their_bounds_and_no_further(
     path: str, name: str, schema: dict[str, Any]
 ) -> None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 from scripted_engine import MODEL, TOKENIZER, ScriptedEngine, say, serving
 
+from cases import cases
 from pippin.messages import Submit, TokenDelta, unpack_tokens
 
 USER = [{"role": "user", "content": "Rewrite this."}]
@@ -104,7 +105,7 @@ def test_a_prediction_is_reported_as_ignored_where_nothing_drafts_from_texts() -
     assert engine.submits[0].prediction == b""
 
 
-@pytest.mark.parametrize(
+@cases(
     "prediction",
     [
         "text",

@@ -10,6 +10,7 @@ from openai.types import completion_create_params as completion_types
 from openai.types.chat import completion_create_params as chat_types
 from scripted_engine import MODEL, TEXT
 
+from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
 from pippin.api.fields.openai import CHAT, COMPLETION
@@ -77,7 +78,7 @@ def neutral_values(field: str) -> tuple[Any, ...]:
     return kind.neutral
 
 
-@pytest.mark.parametrize("field", sorted(named(CHAT, "refused")))
+@cases("field", sorted(named(CHAT, "refused")))
 def test_refused_chat_fields_are_named_but_null_and_neutral_values_pass(field: str) -> None:
     refuse(chat, UnsupportedField, field, field, **{field: {"some": "thing"}})
     for value in (None, *neutral_values(field)):
@@ -122,7 +123,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one(field: str, near
     refuse(chat, RequestError, field, f"did you mean {nearest}", **{field: 1})
 
 
-@pytest.mark.parametrize(
+@cases(
     ("field", "value", "allowed"),
     [
         ("temperature", 2.1, "from 0 to 2"),
@@ -202,7 +203,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers() -> None:
     assert complete(prompt=long[:8000]).sequences[0].submit.params.max_tokens == 192
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], "", {}, 5, ["a", 5], [9000], [[9000]], [[1], "a"]])
+@cases("prompt", [[], [[]], "", {}, 5, ["a", 5], [9000], [[9000]], [[1], "a"]])
 def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
     refuse(complete, RequestError, "prompt", "prompt is", prompt=prompt)
 
@@ -229,7 +230,7 @@ def test_the_generation_prompt_can_be_left_out() -> None:
     assert prompt_of(USER, add_generation_prompt=False).endswith("<|im_end|>\n")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("messages", "param"),
     [
         ([], "messages"),

@@ -7,6 +7,7 @@ import random
 import msgspec
 import pytest
 
+from cases import cases
 from pippin.api.dialects.responses.response_store import (
     PreviousResponseNotFound,
     ResponseNotFound,
@@ -111,7 +112,7 @@ def test_a_chain_counts_whole_also_if_its_beginning_was_dropped_meanwhile() -> N
     assert len(store.get("c").turn.items()) == 4
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_bounds_hold_and_bytes_add_up_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     store = ResponseStore(rng.randint(1, 8), rng.randint(200, 2000))

@@ -25,6 +25,7 @@ from qwen35_server import (
 )
 from scripted_engine import Script, ScriptedEngine, fail
 
+from cases import cases
 from pippin.api.fields.extensions import GENERATION, REASONING
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
 from pippin.api.fields.shared import SAMPLING, SERVING
@@ -247,7 +248,7 @@ def test_effort_switches_the_templates_reasoning() -> None:
     assert prompt_text(engine).endswith("</think>\n\n")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),

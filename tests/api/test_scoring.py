@@ -17,6 +17,7 @@ from scripted_engine import MODEL, TEXT, TOKENIZER, Script, ScriptedEngine, fail
 from transformers import PreTrainedTokenizerFast
 
 from bundled import BUNDLED_PATH
+from cases import cases
 from pippin.api.endpoints.scoring import parse_score, whole_score
 from pippin.api.fields.scoring import PAIRS
 from pippin.api.model_info import RequestRules
@@ -132,7 +133,7 @@ def test_a_reranker_scores_by_yes_against_no(shown: bool) -> None:
         assert by_index[index] == pytest.approx(yes / (yes + no), rel=1e-6)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "fields", "param"),
     [
         ("/v1/rerank", {"documents": []}, "documents"),

@@ -25,6 +25,7 @@ from qwen35_server import THOUGHT, prompt_text, says, serving_qwen
 from scripted_engine import Script, ScriptedEngine
 
 from call_texts import write_calls
+from cases import cases
 from pippin.api.requests.shell_tools import CALLS, SHELL_TOOLS, call_fields
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
@@ -169,7 +170,7 @@ def test_a_shell_in_a_container_of_openai_is_left_out(place: str) -> None:
     assert '"name": "shell"' in prompt_text(engine)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "param"),
     [
         ({"tool_choice": {"type": "apply_patch"}}, "tool_choice"),
@@ -191,7 +192,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "arguments"),
     [
         ("shell", "["),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 from qwen35_server import says, serving_qwen
+
+from cases import cases
 
 USER = {"role": "user", "content": "Hi."}
 BODIES: dict[str, dict[str, Any]] = {
@@ -20,7 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", BODIES)
+@cases("path", BODIES)
 def test_a_request_without_drafts_in_every_dialect(path: str) -> None:
     with serving_qwen(says("Hello.")) as (url, engine):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]

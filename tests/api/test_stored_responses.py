@@ -12,6 +12,7 @@ import pytest
 from qwen35_server import CALL, THOUGHT, WEATHER, prompt_text, says, serving_qwen
 from scripted_engine import Script, ScriptedEngine, fail
 
+from cases import cases
 from pippin.config import ServerConfig
 
 QUESTION = "What is the weather?"
@@ -157,7 +158,7 @@ def test_a_reply_that_failed_is_not_stored() -> None:
             client.responses.retrieve(events[0].response.id)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("query", "param"),
     [
         ("input_items?limit=0", "limit"),

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine, say, serving
 
+from cases import cases
 from pippin.config import Config, ServerConfig
 from pippin.errors import ConfigError
 from pippin.messages import Submit
@@ -42,7 +43,7 @@ def submitted(
     return submit
 
 
-@pytest.mark.parametrize("path", REQUESTS)
+@cases("path", REQUESTS)
 def test_every_dialect_separates_by_cache_salt_and_the_engine_gets_a_digest(path: str) -> None:
     plain, salted, same, other = (
         submitted(path, **fields)
@@ -60,8 +61,8 @@ def test_every_dialect_separates_by_cache_salt_and_the_engine_gets_a_digest(path
     assert SECRET not in repr(salted)
 
 
-@pytest.mark.parametrize("path", REQUESTS)
-@pytest.mark.parametrize(
+@cases("path", REQUESTS)
+@cases(
     ("salt", "message"),
     [
         ("", "cache_salt has 0 characters; it must have 1 to 1,024"),
@@ -78,7 +79,7 @@ def test_a_salt_is_a_string_of_bounded_length(path: str, salt: object, message: 
     assert not engine.submits
 
 
-@pytest.mark.parametrize("path", REQUESTS)
+@cases("path", REQUESTS)
 def test_with_several_keys_each_has_prefixes_of_its_own(path: str) -> None:
     of_a, of_b = submitted(path, TWO_KEYS, "keyA"), submitted(path, TWO_KEYS, "keyB")
     assert len({of_a.salt, of_b.salt, b""}) == 3

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 import tokenizers
 from scripted_engine import BUNDLED, EOS, MODEL, ScriptedEngine, say, serving
+
+from cases import cases
 
 REFERENCE = tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
 TEXT = "Once upon a time, a fox — señor 狐 — said: <|endoftext|>!"
@@ -62,7 +63,7 @@ def test_tokens_become_the_text_that_the_library_finds() -> None:
     assert post("/detokenize", tokens=[tokens, []]).json()["text"] == [whole, ""]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "fields", "param"),
     [
         ("/tokenize", {}, "prompt"),

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from cases import cases
 from families import FAMILIES, LLAMA_DYNAMIC, WINDOW, build, build_from
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import prepare
@@ -48,7 +49,7 @@ def layout_of(family: str) -> Layout:
     return prepare(*build(family)).layout
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES)
 def test_every_layer_keeps_what_its_own_cache_says(family: str) -> None:
     caches = layout_of(family).caches
     assert [cache.component for cache in caches] == KINDS[family]
@@ -74,7 +75,7 @@ def test_shapes_are_those_of_one_token_or_one_sequence() -> None:
     assert latent.shapes == ((1, 32), (1, 8))  # compressed KV, and the rotated part of the keys
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES)
 def test_shapes_agree_with_what_mlx_lm_fills_its_caches_with(family: str) -> None:
     model, _ = build(family)
     caches = make_prompt_cache(model)
@@ -94,14 +95,14 @@ LATENT = ("deepseek_v3", "kimi_linear")
 JOINED = ("gemma2", "deepseek_v32")  # scores are made in its own way; an indexer chooses among them
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES)
 def test_main_and_tail_are_joined_only_where_layers_attend_in_their_own_way(family: str) -> None:
     reads = {cache.reads for cache in layout_of(family).caches if not cache.is_state}
     own = Reads.JOINED if family in JOINED else Reads.PIECES
     assert reads <= {Reads.LATENT if family in LATENT else own}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES)
 def test_layers_that_take_padding_for_tokens_are_found_out(family: str) -> None:
     """olmo_hybrid's convolutions keep the end of the padded row, whatever its length."""
     assert layout_of(family).pads == (family != "olmo_hybrid")

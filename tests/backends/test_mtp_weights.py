@@ -6,6 +6,7 @@ import pytest
 from safetensors import safe_open
 
 from bundled import BUNDLED_PATH
+from cases import cases
 from pippin.backends.mtp_weights import PREFIX, STORED_LESS_ONE, find_mtp_weights
 
 with safe_open(BUNDLED_PATH / "model.safetensors", framework="np") as _opened:
@@ -37,7 +38,7 @@ def test_families_that_are_not_known_have_none() -> None:
     assert "deepseek_v3" in find_mtp_weights("deepseek_v3", STORED)
 
 
-@pytest.mark.parametrize("lost", HEAD)
+@cases("lost", HEAD)
 def test_a_head_that_lacks_a_weight_is_none(lost: str) -> None:
     assert isinstance(find_mtp_weights("qwen3_5", [n for n in HEAD if n != lost]), str)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from builders import Client
+from cases import cases
 from families import FAMILIES, WINDOW
 from near_ties import TOLERANCE, assert_same
 from pippin.backends.mlx.load import LoadedModel
@@ -59,7 +60,7 @@ def ask_counted(client: Client, model: CountedModel, prompt: Sequence[int], repl
     return reply.cached_tokens
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@cases("name", FAMILIES)
 def test_cached_tokens_are_exactly_those_not_run_through_the_model(name: str) -> None:
     loaded = served(name)
     model = CountedModel(**{part.name: getattr(loaded, part.name) for part in fields(loaded)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import Client, Reply
+from cases import cases
 from families import FAMILIES
 from near_ties import assert_same
 from pippin.backends.mlx.backend import MLXBackend
@@ -51,7 +52,7 @@ def evictions(cache: PrefixCache) -> dict[Component, int]:
     return {c: n for c, n in cache.tree.stats.evictions.items() if c in cache.tree.component_bytes}
 
 
-@pytest.mark.parametrize("name", TRIED_MOST)
+@cases("name", TRIED_MOST)
 def test_sixteen_clients_under_pressure(name: str) -> None:
     """Four shared beginnings, four clients each; room for some of it only."""
     client = make_client(name, capacity_bytes=tight_capacity(name, 110, 6))

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from cases import cases
 from families import VOCAB
 from near_ties import assert_same
 from pippin.backends.mlx.head import Head, measure_hidden
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 LENS = (1, 64, 150)
 
 
-@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
+@cases("name", ON_EITHER_BACKEND)
 def test_no_forward_and_the_same_tokens(name: str) -> None:
     prompts = [make_prompt(name, n, seed=3) for n in LENS]
     expected = cold(name, prompts, max_tokens=6)

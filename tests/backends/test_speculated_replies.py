@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from builders import Client
+from cases import cases
 from pippin.scheduler.request import Request
 from pippin.scheduler.speculation.drafter import DeviceDrafter
 from pippin.scheduler.speculation.oracle import OracleDrafter
@@ -47,9 +48,9 @@ def without_drafts(name: str, *, overlap: bool) -> list[list[int]]:
     return replies_of(make_client(name, overlap=overlap), prompts_of(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+@cases("name", MODELS)
+@cases("overlap", [True, False], ids=["overlap", "no overlap"])
+@cases("share", [0.0, 0.7, 1.0])
 def test_replies_are_those_without_drafts_cold_and_warm(
     name: str, overlap: bool, share: float
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cases import cases
 from memory_store import MemoryStore
 from near_ties import assert_same, count_same
 from reference import BUNDLED
@@ -42,7 +43,7 @@ def run(name: str, store: MemoryStore, prompts: list[list[int]], max_tokens: int
     return replies, counted.take()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@cases("name", NAMES)
 def test_after_a_restart_nothing_known_is_computed_and_tokens_are_those_of_cold(name: str) -> None:
     store = MemoryStore(b"test", 1 << 30)
     prompts = [make_prompt(name, n, seed=n) for n in LENS]

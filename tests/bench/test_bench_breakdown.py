@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pippin.bench.churn.breakdown import Breakdown, break_down
-from pippin.bench.churn.rates import Rates, widths_to_measure
+from churn import Breakdown, Rates, break_down, widths_to_measure
 from pippin.metrics import StepRecord
 from pippin.types import DeviceReading, StepForwards
 

@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
+import servers
 from bundled import BUNDLED_PATH
-from pippin.bench.churn.churn import churn, churn_at, summarize
-from pippin.bench.churn.rates import Rates
-from pippin.bench.churn.requests import churn_requests
-from pippin.bench.client.load import (
+from churn import Rates, churn, churn_at, churn_requests, summarize
+from pippin.bench.client import (
     DISCONNECT_AFTER,
     Load,
+    LoadClient,
     LoadRequest,
+    Recording,
     RequestSizes,
     Sent,
+    Target,
     send_load,
     summarize_load,
 )
-from pippin.bench.client.wire import LoadClient, Recording, Target
-from pippin.bench.errors import BenchError
 from pippin.bench.prompts import Prompts, count_with
-from pippin.bench.servers import processes
+from pippin.bench.report import BenchError
 from pippin.config import Config, ModelConfig
 from processes import environment
 
@@ -105,13 +105,13 @@ def test_a_load_that_nobody_answers_says_why() -> None:
 
 
 def test_a_server_out_of_reach_is_an_error_of_each_request() -> None:
-    client = LoadClient(Target(f"http://127.0.0.1:{processes.free_port()}", "nobody"))
+    client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
     sent = asyncio.run(send_load(client, Load(2, seconds=0.1), churn_requests(Prompts("a"))))
     assert [type(each.result) for each in sent] == [BenchError, BenchError]  # not a flood of them
 
 
 def test_clients_share_the_requests_of_one_size() -> None:
-    client = LoadClient(Target(f"http://127.0.0.1:{processes.free_port()}", "nobody"))
+    client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
     requests = RequestSizes(5, 8, 2).requests(Prompts("a"))
     sent = asyncio.run(send_load(client, Load(2), requests))
     assert len({each.request.prompt for each in sent}) == len(sent) == 5
@@ -128,9 +128,9 @@ def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_own_server_tells_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPPIN_API_KEY", "for somebody else's server")
     rates = Rates(((1, 1e-4), (8, 2e-4)), ((24, 1e-4), (504, 1e-3)), 1e6)
-    monkeypatch.setattr("pippin.bench.churn.churn.measure_rates", lambda config, widths: rates)
+    monkeypatch.setattr("churn.measure_rates", lambda config, widths: rates)
     config = Config(ModelConfig(backend="fake"))
-    report = churn(config, BUNDLED_PATH, Load(3, seconds=1.0), seed=0)
+    report = churn(config, clients=3, seconds=1.0)
     assert report.data["outcome"]["errors"] == {}
     assert report.data["num_steps"] > 10
     assert 0.0 < report.data["efficiency"] < 1.0
@@ -144,7 +144,7 @@ def test_our_own_server_tells_where_its_time_went(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.usefixtures("_children_import_what_we_do")
 def test_any_endpoint_by_its_url_and_clients_that_disconnect() -> None:
-    with processes.pippin_server(str(BUNDLED_PATH), ("--backend", "fake")) as target:
+    with servers.pippin_server(str(BUNDLED_PATH), ("--backend", "fake")) as target:
         at_rate = churn_at(target.url, Load(rate=20.0, seconds=1.0), seed=1)
         client = LoadClient(target)
         left = asyncio.run(_disconnect(client))
@@ -171,7 +171,7 @@ def test_errors_stand_below_the_table() -> None:
 def test_the_step_log_needs_a_place(tmp_path: Path) -> None:
     with (
         pytest.raises(BenchError, match="cannot write a step log"),
-        processes.pippin_server(
+        servers.pippin_server(
             str(BUNDLED_PATH), ("--backend", "fake", "--step-log", str(tmp_path / "no" / "steps"))
         ),
     ):

@@ -10,12 +10,21 @@ import pytest
 from transformers import AutoTokenizer
 
 from bundled import BUNDLED_PATH
-from pippin.bench.errors import BenchError
-from pippin.bench.served.compare import OURS, THEIRS, compare, describe_model, summarize
-from pippin.bench.served.suite import Measure, Scenario, all_scenarios, choose
-from pippin.bench.servers.endless_copy import write_endless_copy
+from compare import (
+    OURS,
+    THEIRS,
+    Measure,
+    Scenario,
+    all_scenarios,
+    choose,
+    compare,
+    describe_model,
+    summarize,
+)
+from pippin.bench.report import BenchError
 from pippin.text.tokenizer import Tokenizer
 from processes import environment
+from servers import write_endless_copy
 
 
 def test_better_is_always_above_one() -> None:
@@ -133,8 +142,8 @@ def test_without_a_cast_the_weights_are_linked_to(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    monkeypatch.setattr("pippin.bench.served.scenarios.PROMPT_TOKENS", 50)
-    report = compare(BUNDLED_PATH, bundled=True, only=["prefill", "decode-1"], rounds=1)
+    monkeypatch.setattr("scenarios.PROMPT_TOKENS", 50)
+    report = compare(only=["prefill", "decode-1"], rounds=1)
     for scenario, measure in (("prefill", "prefill"), ("decode-1", "decode")):
         rounds = report.data["scenarios"][scenario]["rounds"]
         assert all(rounds[name][0][measure] > 0 for name in (OURS, THEIRS))

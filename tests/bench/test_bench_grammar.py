@@ -6,7 +6,7 @@ import json
 
 from decode.test_json_schemas import spec_of
 from decode.walks import bundled_vocabulary, walk
-from pippin.bench.in_process.features import ENDLESS, FORM
+from features import ENDLESS, FORM
 from pippin.decode.compile import compile_grammar
 
 

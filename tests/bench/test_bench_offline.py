@@ -10,26 +10,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import growth as growth_module
 from bundled import BUNDLED_PATH
+from ceilings import Ceilings, Context, Experts, Mlx, Products, Torch, read_products
+from churn import measure_rates
+from features import FeatureBench, features
+from growth import growth
+from one_batch import Timing, one_batch, summarize
 from pippin import LLM, SamplingParams
-from pippin.bench.churn.rates import measure_rates
-from pippin.bench.errors import BenchError
-from pippin.bench.in_process import growth as growth_module
-from pippin.bench.in_process.ceilings import Ceilings
-from pippin.bench.in_process.features import FeatureBench, features
-from pippin.bench.in_process.growth import growth
-from pippin.bench.in_process.one_batch import Timing, one_batch, summarize
-from pippin.bench.in_process.products import Context, Experts, Products, read_products
 from pippin.bench.prompts import Prompts
-from pippin.bench.results.pairs import WARM_UPS, Compared, Pairs, in_turn
+from pippin.bench.report import BenchError
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.types import Component, LayerSpec, ModelSpec
+from shared import WARM_UPS, Compared, Pairs, in_turn
 
 TOY = Config(model=ModelConfig(backend="fake"))
 
 
 def test_one_batch_times_every_size() -> None:
-    report = one_batch(TOY, batches=(1, 4), input_lens=(32, 96), output_len=16, repeats=1)
+    report = one_batch(TOY, batch=[1, 4], input=[32, 96], output=16, repeats=1)
     timings = report.data["timings"]
     assert [(t["batch"], t["input"]) for t in timings] == [(1, 32), (1, 96), (4, 32), (4, 96)]
     for t in timings:
@@ -43,10 +42,10 @@ def test_one_batch_times_every_size() -> None:
 ON_TORCH_ALONE = """
 import sys
 sys.modules["mlx"] = None
-from pippin.bench.in_process.one_batch import one_batch
+from one_batch import one_batch
 from pippin.config import Config, ModelConfig
 config = Config(model=ModelConfig(backend="torch"))
-report = one_batch(config, batches=(1,), input_lens=(16,), output_len=16, repeats=1)
+report = one_batch(config, batch=[1], input=[16], output=16, repeats=1)
 print(report.data["timings"][0]["batch"], *("torch" in report.machine, "mlx.core" in sys.modules))
 """
 
@@ -55,14 +54,18 @@ print(report.data["timings"][0]["batch"], *("torch" in report.machine, "mlx.core
 def test_one_batch_runs_on_torch_where_there_is_no_mlx() -> None:
     pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
     run = subprocess.run(
-        [sys.executable, "-c", ON_TORCH_ALONE], capture_output=True, text=True, check=False
+        [sys.executable, "-c", ON_TORCH_ALONE],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2] / "tools" / "bench",
     )
     assert run.stdout.split() == ["1", "True", "False"], run.stderr
 
 
 def test_too_few_steps_is_an_error_not_a_number() -> None:
     with pytest.raises(BenchError, match="steps decoded 2 rows together"):
-        one_batch(TOY, batches=(2,), input_lens=(32,), output_len=2, repeats=1)
+        one_batch(TOY, batch=[2], input=[32], output=2, repeats=1)
 
 
 def test_shares_are_of_the_ceilings() -> None:
@@ -108,7 +111,7 @@ def test_a_tree_that_lost_the_known_prompt_is_an_error(monkeypatch: pytest.Monke
 
 
 def test_overlap_runs_both_ways_in_turn() -> None:
-    report = features(TOY, only=["overlap"], num_streams=3, num_tokens=24, num_pairs=3)
+    report = features(TOY, only=["overlap"], streams=3, output=24, pairs=3)
     found = report.data["overlap"]
     rates = found["tokens_per_second"]
     assert [len(rates[way]) for way in ("tried", "base")] == [3, 3]
@@ -135,9 +138,7 @@ def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
 
 
 def test_prompts_that_were_not_new_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "pippin.bench.in_process.features.prompts_for", lambda llm, seed: Prompts("always the same")
-    )
+    monkeypatch.setattr("features.prompts_for", lambda llm, seed: Prompts("always the same"))
     with LLM(config=TOY) as llm, pytest.raises(BenchError, match="of new prompts were cached"):
         FeatureBench(llm, 1, 8, 1, prompt_tokens=300).prefix_cache()
 
@@ -237,12 +238,10 @@ def test_ceilings_of_torch_count_every_weight(
     experts: tuple[Experts, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
-    from pippin.bench.in_process import torch_ceilings
-
     for name in ("MEMORY_BYTES", "CPU_MEMORY_BYTES"):
-        monkeypatch.setattr(torch_ceilings, name, 1 << 16)
+        monkeypatch.setattr(f"ceilings.{name}", 1 << 16)
     products = Products([(32, 16), (16, 32)], (64, 16), "F16", experts)
-    ceilings = torch_ceilings.TorchCeilings(products, "float32")
+    ceilings = Ceilings(products, Torch("F16", "float32"))
     of_experts = 4 * 2 * 32 * 16 if experts else 0
     assert ceilings.step_bytes(1) == 4 * (32 * 16 + 16 * 32 + 64 * 16) + of_experts
     assert ceilings.flops_per_token() == 2 * (32 * 16 + 16 * 32) + of_experts // 2
@@ -252,9 +251,10 @@ def test_ceilings_of_torch_count_every_weight(
 
 
 def test_ceilings_count_every_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pippin.bench.in_process.ceilings.MEMORY_SIDE", 64)
-    ceilings = Ceilings(Products([(32, 16), (16, 32)], (64, 16), "F16"), "float32")
-    assert ceilings.weight_bytes == 4 * (32 * 16 + 16 * 32 + 64 * 16)
+    monkeypatch.setattr("ceilings.MEMORY_SIDE", 64)
+    products = Products([(32, 16), (16, 32)], (64, 16), "F16")
+    ceilings = Ceilings(products, Mlx("F16", "float32"))
+    assert ceilings.step_bytes(1) == 4 * (32 * 16 + 16 * 32 + 64 * 16)
     assert ceilings.flops_per_token() == 2 * (32 * 16 + 16 * 32)
     assert ceilings.prefill_seconds(8) > 0
     assert ceilings.decode_seconds(2) > 0

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pippin.bench.errors import BenchError
-from pippin.bench.results.report import Outputs, Part, Report, Table, number, report_parts, verdict
-from pippin.bench.results.stolen import read_ticks
+from pippin.bench.report import BenchError, Outputs, Report, Table, number, read_ticks
+from shared import Part, report_parts, verdict
 
 
 def test_a_report_is_printed_and_written(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.bench.errors import BenchError
-from pippin.bench.served.restart import RestartBench, restart
+from pippin.bench.report import BenchError
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
+from restart import RestartBench, restart
 
 TOY_CONFIG = Config(ModelConfig(backend="fake"))
 
@@ -22,7 +22,7 @@ def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", ["sigterm", "kill"])
 def test_conversations_are_found_again_after_a_restart(how: str) -> None:
     # A model whose prompts take far longer to compute than to read.
-    report = restart(Config(), BUNDLED_PATH, only=[how], rounds=1)
+    report = restart(Config(), only=[how], rounds=1)
     found = report.data[how]
     assert (found["asked"], found["equal"]) == (1, 1)
     assert found["prompt_tokens"] - found["cached_tokens"] <= 64
@@ -45,7 +45,7 @@ def test_what_cannot_be_measured_is_refused_by_name() -> None:
     with pytest.raises(
         BenchError, match="no part 'restart'; there are sigterm, kill, gaps, ceilings"
     ):
-        restart(TOY_CONFIG, BUNDLED_PATH, only=["restart"])
+        restart(TOY_CONFIG, only=["restart"])
     with_disk = Config(TOY_CONFIG.model, EngineConfig(cache_dir="x", disk="1GB"))
     with pytest.raises(BenchError, match="remove --cache-dir"):
-        restart(with_disk, BUNDLED_PATH)
+        restart(with_disk)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pippin.bench.results.samples import Spread, median, percentile, ratio
+from pippin.bench.report import Spread, median, percentile, ratio
 
 finite = st.floats(-1e6, 1e6)
 

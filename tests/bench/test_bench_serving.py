@@ -7,28 +7,25 @@ import math
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import httpx
 import pytest
 
+import compare
+import scenarios
+import servers
+import streams
+import watchers
 from bundled import BUNDLED_PATH
 from cli.commands import served_with
-from pippin.bench.client.load import Load, RequestSizes
-from pippin.bench.client.sse import TimedReply
-from pippin.bench.client.wire import LoadClient, Target
-from pippin.bench.errors import BenchError
+from pippin.bench.client import Load, LoadClient, RequestSizes, Target, TimedReply
 from pippin.bench.prompts import Prompts
-from pippin.bench.results.report import number
-from pippin.bench.served import scenarios, suite
-from pippin.bench.served.cold_warm import ColdWarm, cold_warm_table
-from pippin.bench.served.prefix import prefix
-from pippin.bench.served.serving import find_target, measure_server
-from pippin.bench.served.streams import measure_streams
-from pippin.bench.served.watching import cost_of_watching
-from pippin.bench.servers import processes
+from pippin.bench.report import BenchError, number
+from pippin.bench.serve import find_target, measure_server
 from pippin.config import Config, EngineConfig, ModelConfig
+from prefix import prefix
 from processes import environment
+from shared import ColdWarm, cold_warm_table
 
 pytestmark = pytest.mark.slow
 
@@ -47,17 +44,17 @@ def _children_import_what_we_do() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def toy(_children_import_what_we_do: None) -> Iterator[Target]:
     """A server that several tests measure."""
-    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
+    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
         yield target
 
 
 def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
     monkeypatch.setattr(scenarios, "RUNNING_TOKENS", 8000)
-    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
+    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
         client = LoadClient(target)
         asyncio.run(scenarios.warm_up(client, Prompts("warm-up")))
-        for scenario in suite.all_scenarios():
+        for scenario in compare.all_scenarios():
             numbers = asyncio.run(scenario.run(client, Prompts(scenario.name)))
             assert set(numbers) >= {measure.name for measure in scenario.measures}
             lead = numbers[scenario.measures[0].name]  # not a number: all came in one piece
@@ -82,27 +79,10 @@ def test_loads_of_a_running_server(toy: Target) -> None:
     ]
 
 
-def test_watchers_are_compared_with_none_in_turn(toy: Target) -> None:
-    report = measure_server(toy.url, [Load(2)], SIZES, num_watchers=3, num_pairs=2)
-    assert httpx.get(f"{toy.url}/status").json()["running"] == 0
-    [cost] = report.data["watching"]["loads"]
-    assert len(cost["tried"]) == len(cost["base"]) == 2
-    assert report.data["watching"]["bytes_each"] > 1000
-    table = report.tables[-1]
-    assert table.title.startswith("3 watchers, each of which received")
-    assert table.rows[0][-1].startswith("at least 0.99x: ")
-
-
-def test_a_server_without_a_feed_cannot_be_watched(toy: Target) -> None:
-    client = LoadClient(replace(toy, url=f"{toy.url}/nothing"))
-    with pytest.raises(BenchError, match="/nothing/events is refused"):
-        cost_of_watching(client, [Load()], RequestSizes(1, 1, 1), num_watchers=1, num_pairs=1)
-
-
 def test_requests_that_a_server_refuses_are_counted_and_the_others_measured() -> None:
     sizes = RequestSizes(24, 40, 300)  # long enough to wait for each other on a slow machine
     narrow = ("--max-running", "1", "--max-queue", "4")
-    with processes.pippin_server(str(BUNDLED_PATH), (*TOY, *narrow)) as target:
+    with servers.pippin_server(str(BUNDLED_PATH), (*TOY, *narrow)) as target:
         report = measure_server(target.url, [Load(16)], sizes)
     outcome = report.data["loads"][0]["outcome"]
     ((message, count),) = outcome["errors"].items()
@@ -113,7 +93,7 @@ def test_requests_that_a_server_refuses_are_counted_and_the_others_measured() ->
 
 
 def test_the_prefix_benchmark_sees_the_cache_work() -> None:
-    report = prefix(TOY_CONFIG, BUNDLED_PATH, only=["repeat", "chat"], rounds=1)
+    report = prefix(TOY_CONFIG, only=["repeat", "chat"], rounds=1)
     (again,), turns = report.data["repeat"], report.data["chat"]
     assert again["prompt_tokens"] - again["cached_tokens"] <= 64
     assert len(turns) == scenarios.TURNS - 1
@@ -137,16 +117,16 @@ def test_a_config_survives_as_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ModelConfig(model="m", backend="fake", max_len=100),
         EngineConfig(overlap=False, memory="6GB"),
     )
-    assert served_with(monkeypatch, *processes.as_options(config)) == config
+    assert served_with(monkeypatch, *servers.as_options(config)) == config
 
 
 def test_unknown_parts_are_named() -> None:
     with pytest.raises(BenchError, match="no part 'chats'; there are repeat, chat"):
-        prefix(TOY_CONFIG, BUNDLED_PATH, only=["chats"])
+        prefix(TOY_CONFIG, only=["chats"])
 
 
 def test_nobody_listening_is_one_clear_error() -> None:
-    url = f"http://127.0.0.1:{processes.free_port()}"
+    url = f"http://127.0.0.1:{servers.free_port()}"
     with pytest.raises(BenchError, match="names no model"):
         find_target(url, None, None)
     with pytest.raises(BenchError, match=url):
@@ -156,14 +136,14 @@ def test_nobody_listening_is_one_clear_error() -> None:
 def test_a_server_that_cannot_start_says_why() -> None:
     with (
         pytest.raises(BenchError, match=r"pippin left with status 2:[\s\S]*prot"),
-        processes.pippin_server(str(BUNDLED_PATH), ["--prot", "1"]),
+        servers.pippin_server(str(BUNDLED_PATH), ["--prot", "1"]),
     ):
         pass
 
 
 def test_a_child_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STOP_SECONDS", 0.2)
-    port = processes.free_port()
+    monkeypatch.setattr(servers, "STOP_SECONDS", 0.2)
+    port = servers.free_port()
     code = f"""
 import http.server, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -174,7 +154,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
 """
     url = f"http://127.0.0.1:{port}"
-    with processes._child("stubborn", [sys.executable, "-c", code], url):
+    with servers._child("stubborn", [sys.executable, "-c", code], url):
         assert httpx.get(f"{url}/health").status_code == 200
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
@@ -182,18 +162,27 @@ http.server.HTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
 
 def test_sigterm_unwinds_and_is_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit), processes.ended_by_sigterm():
+    with pytest.raises(SystemExit), servers.ended_by_sigterm():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_cost_of_a_streamed_token_is_measured_in_both_processes() -> None:
-    report = measure_streams(["chat", "ollama"], [2], rate=400.0, seconds=0.3)
+    report = streams.streams(only=["chat", "ollama"], streams=[2], rate=400.0, seconds=0.3)
     costs = report.data["costs"]
     assert [each["dialect"] for each in costs] == ["chat", "ollama"]
     assert all(each["num_streams"] == 2 and each["bytes_per_token"] > 0 for each in costs)
     assert all(each["server_us"] > 0 and each["engine_us"] > 0 for each in costs)
-    with pytest.raises(BenchError, match="'chats' is no dialect: use chat, "):
-        measure_streams(["chats"], [2], rate=400.0, seconds=0.3)
     with pytest.raises(BenchError, match="replies end in 600 s"):
-        measure_streams(["chat"], [2], rate=400.0, seconds=600.0)
+        streams.streams(only=["chat"], streams=[2], rate=400.0, seconds=600.0)
+
+
+def test_watchers_are_compared_with_none_in_turn(toy: Target) -> None:
+    sizes = {"requests": 4, "input": 40, "output": 6}
+    report = watchers.watchers(url=toy.url, number_of=3, concurrency=[2], pairs=2, **sizes)
+    assert httpx.get(f"{toy.url}/status").json()["running"] == 0
+    [cost] = report.data["loads"]
+    assert len(cost["tried"]) == len(cost["base"]) == 2
+    assert report.data["bytes_each"] > 1000
+    assert report.tables[0].title.startswith("3 watchers, each of which received")
+    assert report.tables[0].rows[0][-1].startswith("at least 0.99x: ")

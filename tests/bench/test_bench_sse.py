@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pippin.bench.client.sse import parse
-from pippin.bench.client.wire import Recording
-from pippin.bench.errors import BenchError
+from pippin.bench.client import Recording, parse
+from pippin.bench.report import BenchError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 USAGE = {

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from naive_cache import A, H, S, W
 
+from cases import cases
 from counted_lines import num_lines
 from pippin.backends.fake import FakeBackend
 from pippin.cache.entries.entry import Key
@@ -92,7 +93,7 @@ def worst_eviction(cache: PrefixCache) -> int:
 
 @pytest.mark.slow
 @over_layouts
-@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+@cases("used", [False, True], ids=["unused", "used"])
 def test_an_eviction_costs_the_same_in_a_tree_of_any_size(layout: str, used: bool) -> None:
     worst = []
     for num_leaves in SIZES:
@@ -216,7 +217,7 @@ def remove_all_lost(tree: TierTree) -> int:
 
 
 @over_layouts
-@pytest.mark.parametrize("order", ORDERS)
+@cases("order", ORDERS)
 def test_what_a_store_evicts_costs_the_same_in_a_tree_of_any_size(layout: str, order: str) -> None:
     lines = []
     for num_leaves in SIZES:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from naive_cache import A, CheckedCache, S, W
 
+from cases import cases
 from pippin.cache.tree.radix import Node
 
 
@@ -61,7 +62,7 @@ def remember(checked: CheckedCache, node: Node) -> None:
     checked.cache.tree.queue._heaps[0].put(Node(b"", 0, None), (0.0, 0))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("damage", "message"),
     [
         (leak_bytes, "bytes"),

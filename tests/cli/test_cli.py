@@ -14,6 +14,7 @@ from rich.console import Console
 
 import pippin
 import pippin.config
+from cases import cases
 from cli.commands import error_of, output_of, served_with
 from pippin import cli
 from pippin.amounts import parse_memory
@@ -105,9 +106,7 @@ def commands(app: App, name: str) -> Iterator[tuple[str, App]]:
             yield from commands(app[word], f"{name} {word}")
 
 
-@pytest.mark.parametrize(
-    ("name", "command"), [pytest.param(*c, id=c[0]) for c in commands(cli.app, "pippin")]
-)
+@cases(("name", "command"), list(commands(cli.app, "pippin")))
 def test_help_is_made_of_whole_sentences_in_plain_words(name: str, command: App) -> None:
     texts = [command.help.partition("\n")[0]]
     if command.default_command is not None:
@@ -141,7 +140,7 @@ def test_expert_options_are_listed_by_help_all_alone(capsys: pytest.CaptureFixtu
     assert output_of(capsys, "serve", "--help") == short  # of one page, not from now on
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "doctor", "config", "bench one-batch"])
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor", "config"])
 def test_options_are_listed_under_headings(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

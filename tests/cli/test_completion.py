@@ -59,7 +59,7 @@ def command_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["pippin", "serve", "--help-"], {"--help-all"}),
         (["pippin", "serve", "--no-ov"], {"--no-overlap"}),
         (["pippin", "serve", "--backend", ""], {"auto", "mlx", "torch", "fake"}),
-        (["pippin", "bench", "one"], {"one-batch"}),
+        (["pippin", "bench", "ser"], {"serve"}),
         (["pippin", "completion", "z"], {"zsh"}),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",  # a set has no order
@@ -81,4 +81,4 @@ def test_bash_completes(script: Path, line: list[str], expected: set[str]) -> No
 def test_other_shells_have_a_script_too(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     printed = output_of(capsys, "completion", shell)
     assert "max-running" in printed
-    assert "one-batch" in printed
+    assert "concurrency" in printed

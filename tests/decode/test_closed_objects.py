@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from pippin.decode.closed_objects import closed
 
 ONE = {"properties": {"a": {"type": "integer"}}}
@@ -27,7 +28,7 @@ def test_what_is_left_open_is_closed(schema: dict[str, Any], expected: dict[str,
     assert closed(schema) == expected
 
 
-@pytest.mark.parametrize(
+@cases(
     "schema",
     [
         {"type": "object"},

@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from cases import cases
 from decode.walks import bundled_vocabulary, walk
 from pippin.decode.compile import CompiledGrammar, compile_grammar
 from pippin.decode.expressed_schema import MAX_ADDED_CHARS, expressed
@@ -115,7 +116,7 @@ def allows(schema: Any, value: Any, vocabulary: Vocabulary) -> bool:
     return grammar.finished or grammar._matcher.is_accepting()
 
 
-@pytest.mark.parametrize("name", EXACT)
+@cases("name", EXACT)
 def test_values_are_accepted_and_rejected_as_a_validator_does(
     name: str, vocabulary: Vocabulary
 ) -> None:
@@ -129,7 +130,7 @@ def test_values_are_accepted_and_rejected_as_a_validator_does(
         assert not allows(schema, value, vocabulary), value
 
 
-@pytest.mark.parametrize("name", EXACT)
+@cases("name", EXACT)
 def test_random_replies_are_valid(name: str, vocabulary: Vocabulary) -> None:
     schema = EXACT[name][0]
     grammar, validator = compiled(schema, vocabulary), jsonschema.Draft202012Validator(schema)
@@ -140,7 +141,7 @@ def test_random_replies_are_valid(name: str, vocabulary: Vocabulary) -> None:
             validator.validate(json.loads(text))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("schema", "right", "wrong"),
     [
         ({"type": "string", "maxLength": 2, "nullable": True}, ["a", None], ["abc", 5]),
@@ -183,7 +184,7 @@ UNENFORCED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "keyword"), UNENFORCED)
+@cases(("schema", "keyword"), UNENFORCED)
 def test_what_has_no_equal_is_refused_or_left_out(
     schema: dict[str, Any], keyword: str, vocabulary: Vocabulary
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from walks import bundled_vocabulary
 
+from cases import cases
 from hostile_grammars import FAMILIES
 from pippin.decode.compile import prove_grammar
 from pippin.decode.json_schema import check_schema
@@ -20,7 +21,7 @@ from pippin.errors import RequestError
 from pippin.types import GrammarPart, GrammarSpec
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@cases("name", FAMILIES)
 def test_what_is_too_large_is_refused_by_the_name_of_its_limit(name: str) -> None:
     family, large, _ = FAMILIES[name]
     with pytest.raises(RequestError, match=r"too large.* (at most|deeper than) ") as caught:
@@ -28,7 +29,7 @@ def test_what_is_too_large_is_refused_by_the_name_of_its_limit(name: str) -> Non
     assert caught.value.param == family(large).kind
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@cases("name", FAMILIES)
 def test_what_is_within_the_limits_is_compiled(name: str) -> None:
     family, _, small = FAMILIES[name]
     prove_grammar(family(small), bundled_vocabulary())
@@ -46,10 +47,8 @@ def test_a_deep_value_is_refused_without_recursion(depth: int) -> None:
         value = value.pop()
 
 
-@pytest.mark.parametrize("depth", [120, 200, 990, 50_000])
-@pytest.mark.parametrize(
-    "opening", ['{"items":', '{"properties":{"a":', '{"const":[', '{"allOf":[']
-)
+@cases("depth", [120, 200, 990, 50_000])
+@cases("opening", ['{"items":', '{"properties":{"a":', '{"const":[', '{"allOf":['])
 def test_a_deep_schema_is_an_error_of_the_request(opening: str, depth: int) -> None:
     closing = {"[": "]", "{": "}"}
     ends = "".join(closing[each] for each in reversed(re.sub(r"[^\[{]", "", opening)))
@@ -108,10 +107,8 @@ def _steps(kind: Any, text: str) -> int:
     return count
 
 
-@pytest.mark.parametrize(
-    "piece", ["[", '"', "/a", "a", "a.1", "a[", "\\p{", "{1,", "%json {", "(?P<"]
-)
-@pytest.mark.parametrize("start", ["start: ", "root ::= ", ""])
+@cases("piece", ["[", '"', "/a", "a", "a.1", "a[", "\\p{", "{1,", "%json {", "(?P<"])
+@cases("start", ["start: ", "root ::= ", ""])
 def test_a_text_of_a_quarter_of_a_megabyte_is_checked_at_once(piece: str, start: str) -> None:
     """A pattern that looks back would not come to an end here."""
     text = start + piece * (262_000 // len(piece))

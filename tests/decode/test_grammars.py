@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, trainers
 
 from bundled import BUNDLED_PATH
+from cases import cases
 from decode.walks import VOCAB, bundled_vocabulary, walk
 from pippin.backends.masks import allow_only, allowed_ids, full_masks, num_words, pack
 from pippin.decode import compiler as compiler_module
@@ -52,7 +53,7 @@ def said(tokens: list[int], vocabulary: Vocabulary) -> str:
 # ---- what is refused -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@cases(
     ("given", "words"),
     [
         ("{", "is not JSON"),
@@ -94,7 +95,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(
     assert (caught.value.status, caught.value.param) == (400, "json_schema")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("spec", "words"),
     [
         (GrammarSpec("regex", "(a"), "unclosed group"),
@@ -121,8 +122,8 @@ def test_what_is_no_grammar_is_refused_in_words(
 # ---- what a reply may say --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(
+@cases("seed", range(8))
+@cases(
     "pattern",
     ["[a-z]+ (cat|dog)", "^[0-9]{3}-[0-9]{4}$", "(yes|no)", r"\d{1,3}(\.\d{1,3}){3}", "[^a]{0,9}"],
 )

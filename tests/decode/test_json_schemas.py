@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from cases import cases
 from decode.schemas import SCHEMAS
 from decode.walks import bundled_vocabulary, walk
 from pippin.decode.compile import compile_grammar
@@ -36,7 +37,7 @@ def test_there_are_a_hundred_schemas() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEMAS)
+@cases("name", SCHEMAS)
 def test_random_replies_are_valid(name: str, vocabulary: Vocabulary) -> None:
     schema = SCHEMAS[name]
     compiled = compile_grammar(spec_of(schema), vocabulary)

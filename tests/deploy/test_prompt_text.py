@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from pippin.deploy.prompt_text import MAX_CHARS, prompt_text
 
 USER = {"role": "user", "content": "Who are you?"}
@@ -41,7 +42,7 @@ def test_branches_of_one_prompt_share_all_characters_before_they_differ() -> Non
     assert first[:13] == second[:13] == "One story. A "
 
 
-@pytest.mark.parametrize(
+@cases(
     "body",
     [b"", b"{", b"[]", b'"text"', b"{}", b'{"messages": []}', b'{"messages": null}', b"[" * 10**6],
 )

@@ -47,8 +47,6 @@ NOT_RUN = {
     "source <(": "needs a shell; `pippin completion bash` is run",
     "tail -F": "needs a Mac",
     "pip uninstall": "changes the environment",
-    "python tools/resident_memory.py": "minutes; has no options",
-    "python tools/shared_prefix.py": "minutes; has no options",
     ".venv/bin/python -m pytest": "a worked example, or one of our own tests",
     ".venv/bin/python -m mypy": "a part of make test",
     ".venv/bin/python -m ruff": "a part of make test",
@@ -58,7 +56,7 @@ ON_A_SERVER = ("pippin status", "pippin cache flush")
 ON_A_DIRECTORY = tuple(
     f"pippin cache {verb} --cache-dir DIR" for verb in ("show", "verify", "empty")
 )
-ALONE = ("pippin config", "pippin serve --help", "pippin serve --help-all", "pippin bench --help")
+ALONE = ("pippin config", "pippin serve --help", "pippin serve --help-all")
 
 
 def commands_of(text: str) -> Iterator[str]:
@@ -145,13 +143,17 @@ def test_what_pip_installs_exists() -> None:
 
 
 PARSE_TOOLS = """
-import argparse, json, runpy, sys
+import argparse, cyclopts, json, runpy, sys
 parse = argparse.ArgumentParser.parse_args
 class Parsed(Exception): pass
 def parse_and_stop(self, *args, **kwargs):
     parse(self, *args, **kwargs)
     raise Parsed
 argparse.ArgumentParser.parse_args = parse_and_stop
+def parse_words_and_stop(self, words):
+    self.parse_args(words, print_error=True)
+    raise Parsed
+cyclopts.App.__call__ = parse_words_and_stop
 for words in json.loads(sys.argv[1]):
     sys.argv = words
     sys.path[0] = words[0].rpartition("/")[0]

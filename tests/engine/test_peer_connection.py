@@ -35,7 +35,7 @@ def test_a_thread_that_ends_releases_connections_that_wait_for_their_peers() -> 
 
 
 def test_the_kernel_notices_an_end_that_is_gone() -> None:
-    """Within seconds; `tools/handover_network.py` cuts a cable."""
+    """Within seconds."""
 
     async def options() -> list[int]:
         connection = Connection(*await asyncio.open_connection(*address))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from builders import check_idle, make_prompt, oracle
+from cases import cases
 from live_peers import FAKE, LiveDecode, LivePrefill, ask, ask_all, pair_of, write
 from pippin.cache.host.host_store import HostStore
 from pippin.config import Config, EngineConfig, PeersConfig
@@ -322,7 +323,7 @@ def test_tls_with_a_secret(tmp_path: Path) -> None:
         prefill.close()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "message"),
     [
         ({"role": "decode"}, "add --peer with its address"),
@@ -550,7 +551,7 @@ def named_right(decode: LiveDecode, id: str) -> dict[str, Any]:
     return {"chain": entry.key.chain, "nbytes": entry.nbytes}
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+@cases("wrong", WRONG.values(), ids=WRONG.keys())
 def test_entries_that_were_not_asked_for_are_never_used(wrong: dict[str, Any]) -> None:
     prompt = make_prompt(500)
     with asked_raw(prompt) as (decode, reply, raw, wanted):

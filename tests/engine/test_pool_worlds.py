@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-import pytest
-
+from cases import cases
 from pippin.engine.clients.engine_pool import EnginePool
 from pippin.errors import EngineDead, NotReady
 from pippin.messages import (
@@ -172,7 +171,7 @@ class PoolWorld:
             self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
 
-@pytest.mark.parametrize("seed", range(12))
+@cases("seed", range(12))
 def test_every_request_ends_once_with_the_right_tokens(seed: int) -> None:
     async def work() -> PoolWorld:
         world = PoolWorld(seed)

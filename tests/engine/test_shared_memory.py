@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cases import cases
 from pippin.engine.peers import shared_memory
 from pippin.engine.peers.shared_memory import IncomingMemory, OutgoingMemory
 
@@ -25,7 +26,7 @@ def both(nbytes: int) -> tuple[OutgoingMemory, IncomingMemory]:
     return sender, IncomingMemory(sender.name, nbytes, sender.token)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_payloads_of_any_size_arrive_whole_whenever_they_are_taken(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice((64, 100, 1000))

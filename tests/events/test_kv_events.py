@@ -7,6 +7,7 @@ import random
 import pytest
 
 from builders import Client, make_loop, make_prompt
+from cases import cases
 from events.kv_router import ArrayBatch, Batch, Router, hashes_of
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
@@ -67,8 +68,8 @@ def restorable_blocks(cache: PrefixCache, prompt: list[int], salt: bytes) -> int
 LAYOUTS = {"A": (A,), "AW": (A, W), "AS": (A, S), "AWS": (A, W, S), "S": (S,)}
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@cases("deterministic", [False, True], ids=["", "deterministic"])
+@cases("layout", LAYOUTS)
 def test_predicted_is_cached(layout: str, deterministic: bool) -> None:
     """For 100 prompts each, with evictions and salts.
 

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from cases import cases
 from every_family import EVERY
 from families import CONFIGS, build_from
 from metal.emulator import FORWARD, needs_clang, use_emulator
@@ -180,8 +181,8 @@ def built(family: str) -> Any:
     return build_from({**CONFIGS, **EVERY, "in groups": IN_GROUPS}[family])
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("quantized", [False, True])
+@cases("family", FAMILIES)
 def test_a_layer_computes_what_it_did(family: str, quantized: bool) -> None:
     """Of 40 tokens mlx-lm sorts the experts; 70 are too many for the kernels."""
     model = built(family)
@@ -215,9 +216,9 @@ def test_a_shared_expert_unlike_the_others_stays_beside_them() -> None:
     assert mx.allclose(layer(x), expected, atol=1e-5 * float(mx.abs(expected).max())).item()
 
 
-@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-@pytest.mark.parametrize("num_tokens", [3, 40])
-@pytest.mark.parametrize("bias", [False, True])
+@cases("mode", ["affine", "mxfp4"])
+@cases("num_tokens", [3, 40])
+@cases("bias", [False, True])
 def test_stacked_experts_compute_what_they_did(bias: bool, num_tokens: int, mode: str) -> None:
     plain = SwitchGLU(64, 96, 5, bias=bias)
     plain.update(tree_map(lambda a: mx.random.normal(a.shape, key=mx.random.key(a.size)), plain))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cases import cases
 from pippin import LLM, SamplingParams
 from pippin.backends.base import PendingStep, StepPlan, WarmUpShape
 from pippin.backends.fake import FakeBackend
@@ -158,7 +159,7 @@ def test_a_prompt_can_be_scored_without_a_reply() -> None:
         assert (scored.tokens, scored.text, scored.finish_reason) == ([], "", "length")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("field", "value", "allowed"),
     [
         ("max_tokens", 0, "at least 1"),

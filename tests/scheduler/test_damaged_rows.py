@@ -14,6 +14,7 @@ from builders import (
     make_prompt,
     oracle,
 )
+from cases import cases
 from damage import damage
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
@@ -58,7 +59,7 @@ def damage_all(client: Client, component: Component) -> int:
 
 @both_modes
 @both_ways
-@pytest.mark.parametrize(("components", "component"), CASES)
+@cases(("components", "component"), CASES)
 def test_damage_costs_a_hit_and_no_token(
     components: tuple[Component, ...], component: Component, overlap: bool, by_reference: bool
 ) -> None:

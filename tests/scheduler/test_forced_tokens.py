@@ -16,6 +16,7 @@ from builders import (
     make_prompt,
     oracle,
 )
+from cases import cases
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.scheduler.pacing.costs import Timed
@@ -72,8 +73,8 @@ def test_a_client_has_forced_tokens_with_the_one_before_them(overlap: bool) -> N
 
 
 @both_modes
-@pytest.mark.parametrize("chunks", [True, False], ids=["at once", "one by one"])
-@pytest.mark.parametrize(
+@cases("chunks", [True, False], ids=["at once", "one by one"])
+@cases(
     "asked",
     [
         {"max_tokens": 40},

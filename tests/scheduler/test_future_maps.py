@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from builders import make_client
+from cases import cases
 from pippin.backends.fake.device import FutureMap as FakeFutureMap
 from pippin.backends.mlx.step import future_map as mlx_future_map
 from processes import is_installed
@@ -128,7 +129,7 @@ def test_tokens_are_found_by_slot_not_by_order(kind: Kind) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize(
+@cases(
     "tokens",
     [
         np.array([[7], [8]], dtype=np.int32),
@@ -184,7 +185,7 @@ def test_ring_wrap_around_aliasing(kind: Kind) -> None:
 
 
 @every_draft_kind
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+@cases("dtype", [np.int32, np.int64, np.uint8])
 def test_drafts_are_found_by_slot(kind: DraftKind, dtype: type[np.generic]) -> None:
     future_map = kind.make(4)
     kind.stash(future_map, [3, 1], np.array([[30, 31, 32], [10, 11, 12]], dtype=dtype))

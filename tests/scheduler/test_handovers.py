@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import ToyGrammar, check_idle, make_prompt, oracle
+from cases import cases
 from peers import Pair
 from pippin.backends.base import PendingStep, StepPlan
 from pippin.backends.fake import FakeBackend
@@ -188,8 +189,8 @@ def test_each_arrival_is_patience_for_the_next_up_to_a_limit() -> None:
     check_ended(pair)
 
 
-@pytest.mark.parametrize("components", LAYOUTS, ids=IDS)
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 6, 9])
+@cases("components", LAYOUTS, ids=IDS)
+@cases("num_steps", [0, 1, 3, 6, 9])
 def test_a_prefill_engine_that_is_lost_at_any_moment_costs_time_alone(
     components: tuple[Component, ...], num_steps: int
 ) -> None:

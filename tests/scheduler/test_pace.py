@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from builders import FixedPace, make_client
+from cases import cases
 from pippin.scheduler.pacing.costs import Timed
 from pippin.scheduler.pacing.pace import (
     CHUNK_STEP,
@@ -83,7 +84,7 @@ def h200(rows: int, tokens: int) -> float:
     return decode + (0.0035 + 5.5e-6 * (-(-tokens // 256) * 256)) * (tokens > 0)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("streams", "prompts", "step"),
     [
         *((streams, 1, SMOOTH_STEP) for streams in (1, 8, 32)),

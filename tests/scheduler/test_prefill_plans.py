@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
+from cases import cases
 from pippin.backends.fake import FakeBackend
 from pippin.scheduler.planning.inflight_prefixes import REPLY_TOKENS
 from pippin.types import Component
@@ -15,9 +16,9 @@ CHUNK = 128
 
 
 @both_modes
-@pytest.mark.parametrize("state_taps", [True, False])
-@pytest.mark.parametrize("chunk", [1, 63, 64, 65, CHUNK])
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 2 * CHUNK + 1])
+@cases("state_taps", [True, False])
+@cases("chunk", [1, 63, 64, 65, CHUNK])
+@cases("length", [1, 63, 64, 65, 2 * CHUNK + 1])
 def test_every_prompt_length_in_every_chunk_size(
     overlap: bool, state_taps: bool, chunk: int, length: int
 ) -> None:
@@ -44,7 +45,7 @@ def test_without_a_known_head_the_same_prompt_again_recomputes_only_what_gives_l
 
 
 @both_modes
-@pytest.mark.parametrize("components", [ALL, (A,), (S,), (W, S)])
+@cases("components", [ALL, (A,), (S,), (W, S)])
 def test_cached_tokens_is_what_was_not_computed(
     overlap: bool, components: tuple[Component, ...]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import serving
 from builders import Client, Reply, ToyGrammar
+from cases import cases
 from families import VOCAB
 from near_ties import assert_same
 
@@ -55,8 +56,8 @@ def step(client: Client, ends: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", range(12))
+@cases("name", MODELS)
+@cases("seed", range(12))
 def test_overlap_on_and_off_give_the_same_tokens(name: str, seed: int) -> None:
     on = play(make_client(name, True), random.Random(seed))
     off = play(make_client(name, False), random.Random(seed))

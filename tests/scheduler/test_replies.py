@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
+from cases import cases
 from pippin.backends.fake import BYTES_PER_TOKEN
 from pippin.cache.policy import MAX_STRIDE
 from pippin.messages import Submit, pack_tokens
@@ -27,7 +28,7 @@ def test_requests_that_join_at_different_steps_do_not_disturb_each_other(overlap
 
 
 @both_modes
-@pytest.mark.parametrize("max_tokens", [1, 2, 63, 64, 65])
+@cases("max_tokens", [1, 2, 63, 64, 65])
 def test_a_reply_ends_at_max_tokens(overlap: bool, max_tokens: int) -> None:
     client = make_client(overlap=overlap)
     reply = client.ask(make_prompt(10), max_tokens=max_tokens)
@@ -77,7 +78,7 @@ def test_unseeded_requests_differ(overlap: bool) -> None:
 
 
 @both_modes
-@pytest.mark.parametrize("steps", range(9))
+@cases("steps", range(9))
 def test_an_abort_is_answered_at_once_whatever_the_phase(overlap: bool, steps: int) -> None:
     """Waiting, between chunks, with its last chunk in flight, decoding, about to finish."""
     client = make_client(overlap=overlap, num_slots=2, chunk=64)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from builders import make_loop, make_prompt
+from cases import cases
 from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.running_slot import NEXT_STAGES, Quality, RunningSlot, Stage
 from pippin.types import SamplingParams
@@ -20,7 +21,7 @@ def make_running() -> RunningSlot:
     return running
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(Stage, Stage)))
+@cases(("before", "after"), list(itertools.product(Stage, Stage)))
 def test_a_stage_is_entered_only_from_those_before_it(before: Stage, after: Stage) -> None:
     running = make_running()
     running.stage = before

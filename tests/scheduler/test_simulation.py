@@ -20,6 +20,7 @@ from builders import (
     make_prompt,
     oracle,
 )
+from cases import cases
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
 from pippin.backends.fake import FakeBackend, FakePayload, FakePending
 from pippin.types import SamplingParams
@@ -54,10 +55,10 @@ def finish(client: Client, name: str) -> None:
     client.loop.finish(name)
 
 
-@pytest.mark.parametrize("ends", [abort, finish])
-@pytest.mark.parametrize("moment", ["before launch", "after launch"])
-@pytest.mark.parametrize("device", ["lags", "runs ahead"])
-@pytest.mark.parametrize("step", range(9))
+@cases("ends", [abort, finish])
+@cases("moment", ["before launch", "after launch"])
+@cases("device", ["lags", "runs ahead"])
+@cases("step", range(9))
 def test_an_end_at_any_moment_around_a_launch(
     ends: EndRequest, moment: str, device: str, step: int
 ) -> None:
@@ -187,9 +188,9 @@ class FailingBackend(HookedBackend):
         raise RuntimeError("the device is out of memory")
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("fails", ["launch, nothing done", "launch, all done", "dispatch", "wait"])
-@pytest.mark.parametrize("step", range(8))
+@cases("overlap", [True, False])
+@cases("fails", ["launch, nothing done", "launch, all done", "dispatch", "wait"])
+@cases("step", range(8))
 def test_a_failed_step_fails_its_own_requests_and_nobody_else(
     overlap: bool, fails: str, step: int
 ) -> None:

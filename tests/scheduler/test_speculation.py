@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from builders import ALL, Client, ToyGrammar, check_idle, make_loop, make_prompt, oracle
+from cases import cases
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.policy import MAX_STRIDE
@@ -83,9 +84,9 @@ def recorded(client: Client) -> RecordingBackend:
 
 @both_modes
 @both_kinds
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("depth", [1, 4])
-@pytest.mark.parametrize("components", [(A,), (A, S), (A, W)], ids=["A", "AS", "AW"])
+@cases("share", [0.0, 0.5, 1.0])
+@cases("depth", [1, 4])
+@cases("components", [(A,), (A, S), (A, W)], ids=["A", "AS", "AW"])
 def test_replies_are_those_without_drafts(
     kind: Kind, overlap: bool, share: float, depth: int, components: tuple[Component, ...]
 ) -> None:
@@ -134,7 +135,7 @@ def test_right_drafts_save_steps(kind: Kind, overlap: bool) -> None:
 
 @both_modes
 @both_kinds
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 9])
+@cases("max_tokens", [1, 2, 3, 4, 5, 6, 9])
 def test_a_reply_ends_at_max_tokens(kind: Kind, overlap: bool, max_tokens: int) -> None:
     client = make_client(kind, overlap=overlap)
     reply = client.ask(make_prompt(10), max_tokens=max_tokens)
@@ -144,7 +145,7 @@ def test_a_reply_ends_at_max_tokens(kind: Kind, overlap: bool, max_tokens: int) 
 
 @both_modes
 @both_kinds
-@pytest.mark.parametrize("place", range(8))
+@cases("place", range(8))
 def test_a_reply_ends_at_a_stop_id_among_drafts(kind: Kind, overlap: bool, place: int) -> None:
     tokens, _ = oracle(make_prompt(10), max_tokens=20)
     client = make_client(kind, overlap=overlap)
@@ -183,7 +184,7 @@ def test_what_a_device_cannot_verify_has_no_drafts(kwargs: dict[str, Any]) -> No
 
 @both_modes
 @both_kinds
-@pytest.mark.parametrize("ends_by", ["stop id", "length", "stop string"])
+@cases("ends_by", ["stop id", "length", "stop string"])
 def test_all_of_a_reply_is_cached_whatever_ended_it(
     kind: Kind, overlap: bool, ends_by: str
 ) -> None:
@@ -210,7 +211,7 @@ def test_all_of_a_reply_is_cached_whatever_ended_it(
 
 @both_modes
 @both_kinds
-@pytest.mark.parametrize("share", [0.6, 1.0])
+@cases("share", [0.6, 1.0])
 def test_a_branch_inside_a_reply_starts_near_it(kind: Kind, overlap: bool, share: float) -> None:
     """A growing reply leaves recurrent states as often as without drafts, and no more."""
     prompt = make_prompt(10)

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from cases import cases
 from memory_store import MemoryStore
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
@@ -38,8 +39,8 @@ class Failing(FakeBackend):
         return pending
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["launch", "wait"])
-@pytest.mark.parametrize("step", range(10))
+@cases("waits", [False, True], ids=["launch", "wait"])
+@cases("step", range(10))
 def test_copies_that_fail_leave_nothing_on_the_device(step: int, waits: bool) -> None:
     """There are nine steps: the last of these fails in none."""
     backend = Failing(step, waits=waits)

@@ -18,6 +18,7 @@ from builders import (
     make_prompt,
     oracle,
 )
+from cases import cases
 from pippin.backends.base import PrefillRow, StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.types import GRID, Component
@@ -40,7 +41,7 @@ def num_run(client: Client) -> int:
 
 @both_modes
 @every_layout
-@pytest.mark.parametrize("length", [1, 20, GRID, 200])
+@cases("length", [1, 20, GRID, 200])
 def test_the_same_prompt_again_computes_nothing(
     overlap: bool, components: tuple[Component, ...], length: int
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from pippin.service.definition import Definition
 from pippin.service.launchd import Launchd
 from pippin.service.systemd import Systemd, quote
@@ -46,7 +47,7 @@ def test_systemd_finds_nothing_wrong_with_a_unit(tmp_path: Path) -> None:
     assert (verified.returncode, about_it) == (0, [])
 
 
-@pytest.mark.parametrize(
+@cases(
     ("word", "written"),
     [
         ("plain-word=1", "plain-word=1"),

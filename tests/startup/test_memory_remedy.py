@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bundled import BUNDLED_PATH
+from cases import cases
 from pippin.amounts import option_bytes, parse_memory
 from pippin.backends.fake import FakeBackend
 from pippin.config import Config, EngineConfig, ModelConfig
@@ -64,7 +65,7 @@ def test_a_backend_that_has_no_room_is_closed_unless_it_is_the_callers(
     assert len(closed) == 1
 
 
-@pytest.mark.parametrize("nbytes", [1, 999, 10**5, 10**6 + 1, 999_999_999, 6_250_000_001, 10**14])
+@cases("nbytes", [1, 999, 10**5, 10**6 + 1, 999_999_999, 6_250_000_001, 10**14])
 def test_an_amount_to_give_is_never_rounded_down(nbytes: int) -> None:
     assert nbytes <= parse_memory(option_bytes(nbytes)) <= 1.1 * nbytes + 1000
 

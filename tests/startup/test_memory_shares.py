@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from bundled import BUNDLED_PATH
+from cases import cases
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
 from pippin.startup.memory_shares import check_fit, divide, least_bytes
@@ -25,7 +26,7 @@ def test_in_memory_for_one_the_largest_gets_all_of_it() -> None:
     assert divide(10, [8, 6]) == [10, 8]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_any_models_that_fit_by_their_least_fit_by_their_claims(seed: int) -> None:
     chance = random.Random(seed)
     leasts = [chance.randint(1, 100) for _ in range(chance.randint(1, 6))]

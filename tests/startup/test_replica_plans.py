@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from pippin.backends.host import THREAD_LIMITS, num_threads
 from pippin.config import Config, EngineConfig, PeersConfig, ServerConfig
 from pippin.engine.build_loop import _remedy, budget_bytes
@@ -82,7 +83,7 @@ def test_an_engine_of_a_pair_has_no_replicas() -> None:
         plan_replicas(Config(server=ServerConfig(replicas=2), peers=peers))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "said"),
     [
         ({"replicas": 0}, "replicas must be at least 1"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cases import cases
 from pippin.errors import NotReady, Overloaded
 from pippin.switching.turns import ModelTurn, State, Ticket, Turns
 
@@ -208,7 +209,7 @@ class Simulation:
             self.turns.cancel(ticket)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@cases("seed", range(40))
 def test_random_requests_are_all_served_within_the_bound_and_no_reply_is_cut(seed: int) -> None:
     chance = random.Random(seed)
     num_models = chance.randint(2, 5)

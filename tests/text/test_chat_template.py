@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from bundled import BUNDLED_PATH
+from cases import cases
 from pippin.errors import LoadError, RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.templates import template_sandbox
@@ -283,7 +284,7 @@ TEXT_ONLY = (
 MAPPING_ONLY = TEXT_ONLY.replace("'' + c.function.arguments", "c.function.arguments|tojson")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("source", "given", "rendered"),
     [
         (TEXT_OR_MAPPING, '{"a":1}', '{"a":1}'),  # as the model wrote it

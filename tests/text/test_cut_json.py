@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cases import cases
 from pippin.text.cut_json import members_of
 from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
@@ -13,7 +14,7 @@ WHOLE = {"a": 'x"\\y{,', "b": [1, {"c": "d"}], "e": {"f": None}, "g": 12}
 TEXT = json.dumps(WHOLE)
 
 
-@pytest.mark.parametrize("num_chars", range(len(TEXT) + 1))
+@cases("num_chars", range(len(TEXT) + 1))
 def test_a_cut_object_has_its_first_members(num_chars: int) -> None:
     found = members_of(TEXT[:num_chars])
     assert list(found) == list(WHOLE)[: len(found)]

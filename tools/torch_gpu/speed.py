@@ -1,24 +1,19 @@
-"""How fast are decode steps and prompts, in process and served?"""
+"""How fast are decode steps and prompts?"""
 
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Play, gpu_ms, random_model
 
-from make_random_hybrid import QWEN3_5_0_8B, write_tokenizer, write_weights
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import LoadedModel
 from pippin.types import SamplingParams
-
-CHURN_CLIENTS, CHURN_SECONDS = 64, 30.0
 
 
 def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> float:
@@ -81,23 +76,3 @@ def time_prompts(loaded: LoadedModel) -> None:
                 backend.launch(StepPlan(turn * 100 + 99, retire=(Retire(1),))).wait()
             best, launching = min(times[1:])
             print(f"kernels {kernels}, 8,192 tokens in chunks of {chunk}, states every {every}: {best * 1e3:.1f} ms ({launching * 1e3:.1f} of launching), first {times[0][0]:.1f} s", flush=True)
-
-
-def churn() -> None:
-    """A server of the same shape under 64 clients whose requests come and go."""
-    from pippin.bench.churn.churn import churn_at
-    from pippin.bench.client.load import Load
-    from pippin.bench.servers.processes import pippin_server
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "hybrid")
-        write_weights(path, QWEN3_5_0_8B, torch.bfloat16)
-        write_tokenizer(path, QWEN3_5_0_8B["text_config"]["vocab_size"])
-        torch.cuda.empty_cache()
-        options = ["--backend", "torch", "--max-running", str(CHURN_CLIENTS), "--memory", "0.5"]
-        began = time.perf_counter()
-        with pippin_server(str(path), options) as target:
-            print(f"serving after {time.perf_counter() - began:.1f} s", flush=True)
-            load = Load(CHURN_CLIENTS, seconds=CHURN_SECONDS)
-            for seed in range(2):  # graphs are captured while the first one runs
-                churn_at(target.url, load, seed=seed).print()

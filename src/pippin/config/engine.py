@@ -49,7 +49,7 @@ class EngineConfig:
     requests with the same salt: faster for replies that repeat text, such as edits. `mtp` guesses
     with the MTP head of the checkpoint, and is refused where there is none. `draft` guesses with
     --draft-model. `auto`: `suffix`, and the draft model or else the MTP head if there is one. Only
-    as far as it is measured to pay while serving; `pippin bench speculate` measures it. Default:
+    as far as it is measured to pay while serving; tools/bench/speculate.py measures it. Default:
     `auto` if `pippin doctor --save` measured that it pays for this model on this machine, otherwise
     `off`."""
 

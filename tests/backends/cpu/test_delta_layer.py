@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
+from cases import cases
 from delta_layers import HIDDEN, K_HEADS, TAPS, V_HEADS, layer_of
 from pippin.backends.mlx.cpu.operations.delta_layer import OneOperationDeltaNet, use_one_operation
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
@@ -38,8 +39,8 @@ def cache_of(batch: int) -> ArraysCache:
     return cache
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("lengths", [(1,), (2,), (64,), (150,), (1, 1, 1), (70, 3, 64, 1)])
+@cases("fresh", [True, False])
+@cases("lengths", [(1,), (2,), (64,), (150,), (1, 1, 1), (70, 3, 64, 1)])
 def test_tokens_agree_with_mlx_lm(lengths: tuple[int, ...], fresh: bool) -> None:
     """Rows of all lengths; what comes out past a row's end means nothing, but is a number."""
     batch, num_tokens = len(lengths), max(lengths)

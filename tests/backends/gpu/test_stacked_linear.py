@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from cases import cases
 from pippin.backends.mlx.gpu.stacked_linear import FEW_ROWS, stack_linear_layers
 from pippin.backends.mlx.linear_groups import find_linear_groups
 
@@ -58,9 +59,9 @@ def test_groups_are_the_layers_of_one_input_that_can_be_stacked() -> None:
     assert type(block.q) is nn.Linear  # watching leaves no trace
 
 
-@pytest.mark.parametrize("bits", [None, 4, 8])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 7, FEW_ROWS + 1])
+@cases("bits", [None, 4, 8])
+@cases("bias", [False, True])
+@cases("num_rows", [1, 7, FEW_ROWS + 1])
 def test_merged_layers_give_the_same_numbers(num_rows: int, bias: bool, bits: int | None) -> None:
     block = block_of(bias=bias, bits=bits)
     x = mx.random.normal((1, num_rows, 64))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cases import cases
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import SamplingParams
@@ -62,7 +63,7 @@ def cut_at_checkpoints(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"prefill": tuple(rows)}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@cases("name", KINDS)
 def test_captures_take_no_more_than_was_told(name: str) -> None:
     backend = MLXBackend(served(name), num_slots=2)
     prompts = [np.array(make_prompt(name, n, seed=n), np.int32) for n in (330, 190)]
@@ -83,7 +84,7 @@ def test_captures_take_no_more_than_was_told(name: str) -> None:
     assert held <= told + SMALL_BUFFERS
 
 
-@pytest.mark.parametrize("name", KINDS)
+@cases("name", KINDS)
 def test_a_discarded_step_gives_back_what_it_captured(name: str) -> None:
     backend = MLXBackend(served(name), num_slots=2)
     prompt = np.array(make_prompt(name, 128, seed=1), np.int32)

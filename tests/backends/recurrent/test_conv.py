@@ -7,6 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from cases import cases
 from pippin.backends.mlx.recurrent.conv import (
     ShiftConv1d,
     is_depthwise,
@@ -14,10 +15,10 @@ from pippin.backends.mlx.recurrent.conv import (
 )
 
 
-@pytest.mark.parametrize("cpu", [True, False], ids=["as on CPUs", "as on GPUs"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_taps", [2, 3, 4])
-@pytest.mark.parametrize(("batch", "num_tokens"), [(1, 1), (5, 1), (1, 70), (3, 17)])
+@cases("cpu", [True, False], ids=["as on CPUs", "as on GPUs"])
+@cases("bias", [False, True])
+@cases("num_taps", [2, 3, 4])
+@cases(("batch", "num_tokens"), [(1, 1), (5, 1), (1, 70), (3, 17)])
 def test_the_drop_in_agrees_with_mlx(
     batch: int, num_tokens: int, num_taps: int, bias: bool, cpu: bool
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
+from cases import cases
 from pippin.backends.mlx.recurrent.gated_delta import (
     gated_delta_chunked,
     gated_delta_step,
@@ -110,16 +111,14 @@ def assert_matches_recurrence(r: Recurrence, tolerance: float = 1e-5) -> None:
         assert_close(got, want_states[:, end - 1], tolerance)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 63, 64, 65, 128, 200])
+@cases("num_tokens", [2, 15, 16, 17, 63, 64, 65, 128, 200])
 def test_blocks_agree_with_the_recurrence_at_every_kind_of_length(num_tokens: int) -> None:
     assert_matches_recurrence(make_recurrence(num_tokens=num_tokens))
 
 
-@pytest.mark.parametrize("vector_gates", [False, True])
-@pytest.mark.parametrize(
-    "gates", [(0.0, 0.0), (0.0, 1e-30), (1e-12, 1e-3), (0.0, 1.0), (0.999, 1.0), (1.0, 1.0)]
-)
-@pytest.mark.parametrize("repeated", [False, True])
+@cases("vector_gates", [False, True])
+@cases("gates", [(0.0, 0.0), (0.0, 1e-30), (1e-12, 1e-3), (0.0, 1.0), (0.999, 1.0), (1.0, 1.0)])
+@cases("repeated", [False, True])
 def test_tiny_and_full_gates_stay_exact(
     gates: tuple[float, float], repeated: bool, vector_gates: bool
 ) -> None:
@@ -127,8 +126,8 @@ def test_tiny_and_full_gates_stay_exact(
     assert_matches_recurrence(r)
 
 
-@pytest.mark.parametrize("betas", [(0.0, 1e-6), (1.0 - 1e-6, 1.0), (1.0, 1.0), (1.9, 2.0)])
-@pytest.mark.parametrize("repeated", [False, True])
+@cases("betas", [(0.0, 1e-6), (1.0 - 1e-6, 1.0), (1.0, 1.0), (1.9, 2.0)])
+@cases("repeated", [False, True])
 def test_extreme_betas_stay_exact(betas: tuple[float, float], repeated: bool) -> None:
     # Near 2 a repeated token is reflected at every step: rounding itself is passed on undamped.
     tolerance = 1e-4 if repeated and betas[1] > 1 else 1e-5
@@ -175,9 +174,9 @@ def test_random_shapes_masks_and_gates_agree_with_the_recurrence(data: st.DataOb
     assert_matches_recurrence(r)
 
 
-@pytest.mark.parametrize("vector_gates", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("k_heads", "v_heads"), [(1, 1), (2, 6)])
+@cases("vector_gates", [False, True])
+@cases("masked", [False, True])
+@cases(("k_heads", "v_heads"), [(1, 1), (2, 6)])
 def test_one_step_agrees_with_the_recurrence(
     k_heads: int, v_heads: int, masked: bool, vector_gates: bool
 ) -> None:
@@ -222,10 +221,10 @@ def make_layer_call(
     ]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 100])
-@pytest.mark.parametrize("with_state", [False, True])
-@pytest.mark.parametrize("with_mask", [False, True])
-@pytest.mark.parametrize(
+@cases("num_tokens", [1, 5, 100])
+@cases("with_state", [False, True])
+@cases("with_mask", [False, True])
+@cases(
     ("vector_gates", "options"),
     [
         (False, {}),
@@ -288,8 +287,8 @@ def test_the_inverse_reads_only_what_lies_below_the_diagonal(size: int) -> None:
     assert_close(got, np.linalg.inv(np.eye(size) - strict))
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@cases("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@cases("dim", [64, 96, 128])
 def test_scales_as_weights_of_norms_change_no_bit(dim: int, dtype: mx.Dtype) -> None:
     q, k = (mx.random.normal((2, 3, 4, dim), key=mx.random.key(n)).astype(dtype) for n in (0, 1))
     for ours, theirs in zip(

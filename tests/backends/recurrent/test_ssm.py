@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import ssm as mlx_lm_ssm
 
+from cases import cases
 from pippin.backends.mlx.recurrent.ssm import ssm_update
 from pippin.backends.mlx.recurrent.taps import tap_states
 
@@ -108,8 +109,8 @@ def assert_matches_recurrence(layer: Layer) -> None:
         assert_close(got, want_states[:, end - 1])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 63, 64, 65, 200])
-@pytest.mark.parametrize("with_state", [False, True])
+@cases("num_tokens", [1, 2, 16, 63, 64, 65, 200])
+@cases("with_state", [False, True])
 def test_every_kind_of_length_agrees_with_the_recurrence(num_tokens: int, with_state: bool) -> None:
     assert_matches_recurrence(make_layer(num_tokens=num_tokens, with_state=with_state))
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from cases import cases
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.cpu.operations.bindings import Operations
@@ -133,7 +134,7 @@ def test_spare_columns_are_given_up_when_there_are_too_many() -> None:
     assert [side.shape[1] for side in segment.kv[0]] == [768, 768]  # of 708, in blocks of 64
 
 
-@pytest.mark.parametrize("seed", range(8))
+@cases("seed", range(8))
 def test_whatever_happens_rows_hold_their_own_columns_in_order(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = Rows(max_spare_bytes=rng.choice([np.inf, 4096.0]))

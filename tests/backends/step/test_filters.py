@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
+from cases import cases
 from pippin.backends.mlx.step import filters, largest
 from pippin.backends.mlx.step.sampler import send
 from pippin.backends.sampling.batches import DrawGroup, SampleBatch
@@ -26,8 +26,8 @@ def group_of(
     return group
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("params", PARAMS, ids=str)
+@cases("kind", KINDS)
+@cases("params", PARAMS, ids=str)
 def test_a_sort_keeps_what_the_rule_keeps(params: SamplingParams, kind: str) -> None:
     x, group = mx.array(logits(kind)), group_of(params)
     by_sort = np.array(filters._dropped_by_sort(x, group))
@@ -37,9 +37,9 @@ def test_a_sort_keeps_what_the_rule_keeps(params: SamplingParams, kind: str) -> 
         np.testing.assert_array_equal(~by_sort[row], expected)
 
 
-@pytest.mark.parametrize("vocab", [64 * 200, 64 * 200 + 17, 700])
-@pytest.mark.parametrize("k", [1, 20])
-@pytest.mark.parametrize("step", [0.0, 0.5])
+@cases("vocab", [64 * 200, 64 * 200 + 17, 700])
+@cases("k", [1, 20])
+@cases("step", [0.0, 0.5])
 def test_the_largest_are_found_among_few(vocab: int, k: int, step: float) -> None:
     """`step`: numbers are multiples of it, so that many tie."""
     drawn = np.random.default_rng(vocab).normal(size=(3, vocab)).astype(np.float32)

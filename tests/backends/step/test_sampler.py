@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils
 
+from cases import cases
 from near_ties import log_softmax
 from pippin.backends.base import Admit
 from pippin.backends.masks import pack
@@ -162,8 +163,8 @@ EVERY_KIND = [
 ]
 
 
-@pytest.mark.parametrize("params", FILTERS, ids=changed)
-@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
+@cases("params", FILTERS, ids=changed)
+@cases("scale", [0.1, 1.0, 5.0])
 def test_filters_keep_what_a_float64_reference_keeps(params: SamplingParams, scale: float) -> None:
     logits = some_logits(12, VOCAB, scale=scale)
     expected = [reference_kept(params, row) for row in np.array(logits)]
@@ -272,8 +273,8 @@ def test_a_vanishing_temperature_is_greedy() -> None:
     assert tokens_of(sampler, logits, [1]) == [int(np.array(logits).argmax())]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("params", EVERY_KIND, ids=changed)
+@cases("value", [math.nan, math.inf, -math.inf])
+@cases("params", EVERY_KIND, ids=changed)
 def test_logits_that_are_no_numbers_change_nothing_for_other_rows(
     params: SamplingParams, value: float
 ) -> None:
@@ -392,7 +393,7 @@ def test_stop_ids_cannot_be_drawn_before_min_tokens() -> None:
         assert drawn[2:] == [1, 1]
 
 
-@pytest.mark.parametrize("params", EVERY_KIND, ids=changed)
+@cases("params", EVERY_KIND, ids=changed)
 def test_a_masked_row_draws_only_what_its_grammar_allows(params: SamplingParams) -> None:
     allowed = np.zeros(VOCAB, bool)
     allowed[[7, 30, 200]] = True

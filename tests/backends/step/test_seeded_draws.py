@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
+from cases import cases
 from pippin.backends.base import Admit
 from pippin.backends.mlx.step import noise
 from pippin.backends.mlx.step.sampler import MLXSampler
@@ -25,7 +25,7 @@ def some_keys(num_rows: int, pick: np.random.Generator) -> np.ndarray:
     return noise_keys(streams.astype(np.uint64), [int(i) for i in pick.choice(INDICES, num_rows)])
 
 
-@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@cases("vocab_size", VOCABULARIES)
 def test_bits_and_noise_are_those_of_the_specification(vocab_size: int) -> None:
     pick = np.random.default_rng(vocab_size)
     for num_rows in range(1, 17) if vocab_size <= 4096 else (1, 2, 3, 16):
@@ -53,7 +53,7 @@ def test_extreme_bits_make_finite_noise() -> None:
     np.testing.assert_allclose(found, gumbel(extremes), rtol=0, atol=NOISE_ERROR)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("params", "num_kept"),
     [
         (SamplingParams(temperature=1.0), 0),
@@ -63,7 +63,7 @@ def test_extreme_bits_make_finite_noise() -> None:
     ],
     ids=["plain", "cool", "hot", "top-k"],
 )
-@pytest.mark.parametrize("vocab_size", [97, 4096])
+@cases("vocab_size", [97, 4096])
 def test_tokens_are_the_argmax_of_logits_and_specified_noise(
     params: SamplingParams, num_kept: int, vocab_size: int
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cases import cases
+
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 import torch
@@ -253,7 +255,7 @@ def test_a_step_moves_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@cases("seed", range(12))
 def test_random_holders_keep_what_they_hold(seed: int) -> None:
     """As long as the bytes fit, however they are scattered, what is asked for is found."""
     rng = np.random.default_rng(seed)

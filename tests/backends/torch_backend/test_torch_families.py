@@ -12,6 +12,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from cases import cases
+
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 import mlx.core as mx
@@ -81,7 +83,7 @@ def test_replies_are_what_transformers_says(name: str, transformers) -> None:  #
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_MLX])
+@cases("name", [name for name in NAMES if name not in NOT_MLX])
 def test_replies_are_what_mlx_says(name: str) -> None:
     path = BUNDLED_PATH if name == BUNDLED else checkpoint(name)
     model, _ = load_model(path)

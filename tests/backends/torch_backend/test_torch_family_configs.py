@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from cases import cases
+
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 
@@ -39,7 +41,7 @@ def test_what_a_family_may_have_and_is_not_served_is_refused_by_name(
         read_shape({key: value for key, value in config.items() if value is not None})
 
 
-@pytest.mark.parametrize("family", ATTENTION_CONFIGS)
+@cases("family", ATTENTION_CONFIGS)
 def test_keys_of_other_families_change_nothing(family: str) -> None:
     config = ATTENTION_CONFIGS[family]
     foreign = {"attention_multiplier": 9.0, "residual_multiplier": 9.0, "logit_scale": 9.0}

@@ -19,16 +19,12 @@ import torch
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
 from torch_gpu import (
-    allocations,
     chunks,
-    limits,
     moe,
-    mtp,
     packed,
     plays,
     races,
     right,
-    state_prompts,
     tails,
 )
 
@@ -177,58 +173,6 @@ def test_captured_chunks_that_say_otherwise_are_shown(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_prompts_of_states_and_latents_are_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 2}
-    granite = {"num_key_value_heads": 1, "mamba_n_heads": 4, "mamba_d_state": 16}
-    granite |= {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]}
-    latents = {"num_hidden_layers": 1, "intermediate_size": 32, "q_lora_rank": 16}
-    latents |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
-    shapes = {
-        "hybrid": state_prompts.GRANITE | small | granite,
-        "latents": state_prompts.GLM_FLASH | small | latents | {"v_head_dim": 16},
-    }
-    changed = {"SHAPES": shapes, "DEVICE": "cpu", "KERNELS": False, "LATENTS": ()}
-    for name, value in (changed | {"time_prompts": lambda loaded: None}).items():
-        monkeypatch.setattr(state_prompts, name, value)
-    monkeypatch.setattr(right, "CONTEXT", GRID + 3)
-    monkeypatch.setattr(right, "NUM_STEPS", 4)
-    with torch.inference_mode():
-        state_prompts.state_prompts()
-    assert capsys.readouterr().out.count("the same tokens") == 8
-
-
-@pytest.fixture
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "DEVICE": "cpu",
-        "HALF": torch.float32,
-        "KERNELS": False,
-        "LONG": 150,
-        "SHORT": 40,
-        "NUM_SHORT": 7,
-        "CHUNK": 64,
-        "NUM_ROWS": 4,
-        "NUM_OPERATIONS": 60,
-        "BUDGET_SECONDS": 1e9,
-        "TINY": SHALLOW,
-        "SERVED_SHAPE": SHALLOW,
-    }.items():
-        monkeypatch.setattr(limits, name, value)
-
-
-@pytest.mark.usefixtures("no_gpu", "small_limits")
-def test_long_contexts_are_compared_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    with torch.inference_mode():
-        limits.long()
-    said = capsys.readouterr().out
-    assert "differ by 0.0e+00 at most" in said
-    assert "8 rows, the longest 150 tokens" in said
-    assert "a chunk of 64 tokens behind 150" in said
-
-
-@pytest.mark.usefixtures("no_gpu")
 def test_first_requests_and_streams_beside_prompts_are_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,50 +201,6 @@ def test_first_requests_and_streams_beside_prompts_are_timed(
     assert len(drafted) == 2
     assert drafted[1] != "0"
     assert "2 streams, 2 prompts of 200: gaps p50" in said
-
-
-@pytest.mark.usefixtures("no_gpu", "small_limits")
-def test_a_budget_is_served_within_and_watched(capsys: pytest.CaptureFixture[str]) -> None:
-    looks = iter(range(10**6))
-    with torch.inference_mode():
-        limits.serve_within(200_000_000, lambda: (next(looks), 0))
-        with pytest.raises(AssertionError, match="more than the budget"):
-            limits.serve_within(200_000_000, lambda: (0, 210_000_000))
-    assert "4 rows at most" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_random_allocations_are_counted_and_watched(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = {"DEVICE": "cpu", "HALF": torch.float32, "KERNELS": False, "SERVED_SHAPE": SMALL}
-    small |= {"NUM_ROWS": 4, "NUM_ALLOCATIONS": 1500, "LONGEST_PROMPT": 100, "MOST_SECONDS": 1e9}
-    for name, value in small.items():
-        monkeypatch.setattr(allocations, name, value)
-    with torch.inference_mode():
-        allocations.allocate_within(5_000_000, lambda: 1, lambda: 2)
-        for look, driver in ((5_200_000, 0), (0, 5_200_000)):
-            with pytest.raises(AssertionError, match="more than the budget"):
-                allocations.allocate_within(5_000_000, lambda n=look: n, lambda n=driver: n)
-    said = capsys.readouterr().out
-    assert "by the driver: at most 2 bytes of 5,000,000" in said
-    assert "4 rows at most" in said
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_drafts_of_a_head_are_compared_with_none(capsys: pytest.CaptureFixture[str]) -> None:
-    mtp.mtp(num_tokens=10, widths=(2,), depths=(2,), dtypes=("float32",))
-    said = capsys.readouterr().out
-    assert said.count("0 replies say otherwise") >= 1
-    assert "float32, 2 rows" in said
-    assert "depth 2:" in said
-
-
-def test_a_model_that_drafts_for_itself_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
-    config = mtp.PLAIN | small | {"num_attention_heads": 2, "num_key_value_heads": 1}
-    mtp.draft_model(num_tokens=8, widths=(2,), depths=(2,), config=config, device="cpu")
-    assert "100% of drafts accepted, 0 replies say otherwise" in capsys.readouterr().out
 
 
 def test_a_quantized_model_is_the_random_one_but_for_rounding() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cases import cases
+
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 import torch
@@ -34,7 +36,7 @@ def test_the_smallest_room_that_holds_them() -> None:
     assert room_for(64, 17) is None
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=str)
+@cases("room", ROOMS, ids=str)
 def test_there_are_blocks_for_rows_of_any_lengths(room: Room) -> None:
     """The most come of rows that are one token over a block."""
     rng = np.random.default_rng(room.num_tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cases import cases
+
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 import torch
@@ -18,8 +20,8 @@ from sampling_rule import KINDS, PARAMS, ROWS, VOCAB, kept_by_rule, logits
 TOP_P = [params for params in PARAMS if not params.top_k]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("params", TOP_P, ids=str)
+@cases("kind", KINDS)
+@cases("params", TOP_P, ids=str)
 def test_a_sort_keeps_what_the_rule_keeps(params: SamplingParams, kind: str) -> None:
     x = torch.from_numpy(logits(kind))
     columns = (torch.full((ROWS,), value) for value in (params.top_p, params.min_p))
@@ -36,7 +38,7 @@ def test_rows_without_top_p_lose_nothing() -> None:
     assert (least_in_top_p(x, off, torch.zeros(ROWS)) == -torch.inf).all()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("params", "choice"),
     [
         (SamplingParams(temperature=0.7, top_p=0.9), Choice.TOP_P),

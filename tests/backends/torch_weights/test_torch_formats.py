@@ -11,6 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from cases import cases
+
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 import torch
@@ -129,7 +131,7 @@ def test_groups_that_kernels_do_not_take_are_refused_by_name() -> None:
         read_fp8(weight.view(torch.float8_e5m2), scale, None, torch.float32, "x")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("quantization", "named"),
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cases import cases
+
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 from safetensors import safe_open
@@ -16,7 +18,7 @@ from torch_families import checkpoint
 NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@cases("name", NAMES)
 def test_a_checkpoint_that_mlx_lm_saved_has_the_logits_of_mlx_lm(name: str) -> None:
     path = as_mlx_saves(name)
     found = torch_logits(load(path, dtype="float32").decoder)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, state_entry
 
+from cases import cases
 from pippin.cache.disk.disk_store import open_store
 from pippin.cache.disk.segments.format import HEADER
 from pippin.cache.disk.segments.segment import Segment, Slot
@@ -33,7 +34,7 @@ def large_entries() -> list[Entry]:
     return [kv, state_entry(end, size=500)[0], state_entry(end, [1], size=3)[0]]
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [1], [64], [65], [128, 0, 1], [10, 20, 30, 40, 300]])
+@cases("sizes", [[], [0], [1], [64], [65], [128, 0, 1], [10, 20, 30, 40, 300]])
 def test_blocks_are_the_bytes_of_all_arrays_in_order(sizes: list[int]) -> None:
     rng = np.random.default_rng(0)
     data = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]

@@ -1,7 +1,4 @@
-"""A crash costs what was being written: every change of a file is tried as the last one.
-
-`tools/break_store.py` does more of it.
-"""
+"""A crash costs what was being written: every change of a file is tried as the last one."""
 
 from __future__ import annotations
 

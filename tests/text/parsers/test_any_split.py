@@ -19,6 +19,7 @@ from call_texts import (
     short_calls,
     write_calls,
 )
+from cases import cases
 from pippin.text.parsers.formats import TOOL_FORMATS
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, FoldedText, TextPiece, joined
 
@@ -56,7 +57,7 @@ def check_every_cut(format: str, made: list[Example]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@cases("format", FORMATS)
 def test_the_pieces_do_not_depend_on_how_the_text_was_cut(format: str) -> None:
     rng = random.Random(format)
     for example in examples(format):
@@ -68,7 +69,7 @@ def test_the_pieces_do_not_depend_on_how_the_text_was_cut(format: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@cases("format", FORMATS)
 def test_each_of_200_calls_is_cut_in_two_at_every_place(format: str) -> None:
     calls = short_calls(format)
     assert len(calls) == 200
@@ -80,7 +81,7 @@ def test_each_of_200_calls_is_cut_in_two_at_every_place(format: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@cases("format", FORMATS)
 def test_marks_and_scraps_in_any_order_give_the_same_pieces_too(format: str) -> None:
     rng = random.Random(format)
     parser = TOOL_FORMATS[format].parser
@@ -94,7 +95,7 @@ def test_marks_and_scraps_in_any_order_give_the_same_pieces_too(format: str) -> 
         assert parse(format, random_parts(text, rng)) == whole, text
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@cases("format", FORMATS)
 def test_calls_are_found_with_their_values_exact(format: str) -> None:
     num_checked = 0
     for example in examples(format):
@@ -107,7 +108,7 @@ def test_calls_are_found_with_their_values_exact(format: str) -> None:
     assert num_checked == 100
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@cases("format", FORMATS)
 def test_a_call_begins_once_ends_once_and_its_arguments_are_json(format: str) -> None:
     for example in examples(format):
         pieces = parse(format, [example.text])
@@ -118,7 +119,7 @@ def test_a_call_begins_once_ends_once_and_its_arguments_are_json(format: str) ->
             assert isinstance(json.loads(call.arguments), dict)
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name != "harmony"])
+@cases("format", [name for name in FORMATS if name != "harmony"])
 def test_what_is_no_call_is_content_to_the_letter(format: str) -> None:
     num_checked = 0
     for example in examples(format):
@@ -129,20 +130,20 @@ def test_what_is_no_call_is_content_to_the_letter(format: str) -> None:
     assert num_checked > 20
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("text", [*STRINGS, *WORDS, "\n leading", "trailing \n\n", '{"a": 1}'])
+@cases("format", FORMATS)
+@cases("text", [*STRINGS, *WORDS, "\n leading", "trailing \n\n", '{"a": 1}'])
 def test_a_reply_without_marks_is_its_content(format: str, text: str) -> None:
     assert FoldedText.of(parse(format, text)) == FoldedText(content=text)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@cases("format", FORMATS)
 def test_text_is_not_held_back_for_longer_than_it_may_be_a_mark(format: str) -> None:
     parser = TOOL_FORMATS[format].parser(TOOLS)
     parser.feed("Well")
     assert parser.num_held == 0
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@cases("format", FORMATS)
 def test_a_long_string_argument_is_passed_on_while_it_comes(format: str) -> None:
     parser = TOOL_FORMATS[format].parser(TOOLS)
     text = write_calls(parser.syntax, [("get_weather", {"text": "x" * 1000})])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from pippin.text.lexer import Lexer
 from pippin.text.parsers.formats import TOOL_FORMATS, ReplyFormats
 from pippin.text.pieces import CallEnd, FoldedText, TextPiece, joined
@@ -198,7 +199,7 @@ def fold(formats: ReplyFormats, prompt: str, text: str, tools: Any = TOOLS) -> F
     return FoldedText.of([*parser.feed(text), *parser.close()])
 
 
-@pytest.mark.parametrize("family", REPLIES)
+@cases("family", REPLIES)
 def test_a_familys_reasoning_and_calls_are_found(family: str) -> None:
     tools, reasoning, prompt, reply = REPLIES[family]
     folded = fold(ReplyFormats(tools, reasoning), prompt, reply)
@@ -206,7 +207,7 @@ def test_a_familys_reasoning_and_calls_are_found(family: str) -> None:
     assert (folded.content, folded.reasoning) == ("", "Hm.")
 
 
-@pytest.mark.parametrize("family", REPLIES)
+@cases("family", REPLIES)
 def test_a_familys_reply_is_the_same_wherever_it_is_cut(family: str) -> None:
     tools, reasoning, prompt, reply = REPLIES[family]
     formats = ReplyFormats(tools, reasoning)
@@ -219,8 +220,8 @@ def test_a_familys_reply_is_the_same_wherever_it_is_cut(family: str) -> None:
 # ---- marks around an answer ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tools", [(), TOOLS])
-@pytest.mark.parametrize(
+@cases("tools", [(), TOOLS])
+@cases(
     ("reasoning", "prompt", "text"),
     [
         ("think_response", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n"),
@@ -277,7 +278,7 @@ QUOTED = {"count": 3, "text": "3", "flag": "no", "other": "3"}
 CALLED_WITH_CONTAINERS = {"list": ["a"], "tree": {"a": [1, None]}}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("format", "text", "arguments"),
     [
         ("pythonic", "[f(text='a\\x41\\u00e9\\U0001F600\\q')]", {"text": "aAé😀\\q"}),
@@ -324,7 +325,7 @@ def test_slips_and_rare_spellings_are_read(format: str, text: str, arguments: An
     assert (calls_in(folded), folded.content) == ([("f", arguments)], "")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("format", "text"),
     [
         ("pythonic", "[1, 2, 3] is a list"),
@@ -404,7 +405,7 @@ def test_a_look_ahead_keeps_what_it_has_not_taken() -> None:
 # ---- which format a template speaks ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@cases(
     ("template", "tools", "reasoning"),
     [
         ("List of tools: <|tool_list_start|>[", "lfm2", None),

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from call_texts import TOOLS
+from cases import cases
 from pippin.text.parsers.formats import ReplyFormats
 from pippin.text.pieces import FoldedText, TextPiece, joined
 
@@ -21,8 +22,8 @@ def parse(formats: ReplyFormats, prompt: str, parts: list[str], tools: bool) -> 
     return joined([*pieces, *parser.close()])
 
 
-@pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize(
+@cases("tools", [False, True])
+@cases(
     ("prompt", "text", "reasoning", "content"),
     [
         (OPEN, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),

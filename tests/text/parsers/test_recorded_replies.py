@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from pippin.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ReplyFormats
 from pippin.text.pieces import CallBegin, FoldedText, TextPiece, joined
 
@@ -70,7 +71,7 @@ def test_they_are_read_back_wherever_the_reply_is_cut(recorded: dict[str, Any]) 
     check_every_cut(recorded, recorded["prompt_end"], recorded["reply"])
 
 
-@pytest.mark.parametrize(
+@cases(
     "recorded",
     [
         each

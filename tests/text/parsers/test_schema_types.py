@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from pippin.text.parsers.schema_types import argument_types, as_json
 
 
-@pytest.mark.parametrize(
+@cases(
     ("schema", "types"),
     [
         ({"type": "string"}, {"string"}),
@@ -50,7 +51,7 @@ def test_a_function_without_a_schema_declares_nothing(function: Any) -> None:
     assert argument_types(function, "a") == frozenset()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "types", "written"),
     [
         ("12345678901234567890", {"number"}, "12345678901234567890"),

@@ -13,6 +13,7 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from call_texts import NAMES, TOOLS, Call, Maker, write_calls
+from cases import cases
 from pippin.errors import ConfigError
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.formats import (
@@ -50,7 +51,7 @@ HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"text": "Tokyo"}}\n
 INVOKE = '<invoke name="get_weather">\n<parameter name="text">Tokyo</parameter>\n</invoke>'
 
 
-@pytest.mark.parametrize(
+@cases(
     ("format", "text", "content", "calls"),
     [
         ("hermes", f"Let me look.\n\n{HERMES}", "Let me look.", [WEATHER]),
@@ -183,7 +184,7 @@ def qwen(body: str) -> str:
     return f"<tool_call>\n<function=get_weather>\n{body}</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("body", "arguments"),
     [
         ("", {}),
@@ -228,7 +229,7 @@ def test_nothing_of_a_good_call_leaks_when_the_next_one_is_bad() -> None:
     assert fold("llama3", listed) == ('; {"name": "unknown"}', [WEATHER])
 
 
-@pytest.mark.parametrize(
+@cases(
     ("format", "text"),
     [
         ("hermes", "<tool_call>"),
@@ -260,7 +261,7 @@ def depth_of(value: Any) -> int:
     return int(isinstance(value, dict | list)) + max(map(depth_of, inner), default=0)
 
 
-@pytest.mark.parametrize("format", TOOL_FORMATS)
+@cases("format", TOOL_FORMATS)
 def test_arguments_are_nested_no_deeper_than_the_limit(format: str) -> None:
     """Whatever the interpreter's own limit of recursion is."""
     deep: Any = []
@@ -350,7 +351,7 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("format", THEIRS)
+@cases("format", THEIRS)
 def test_calls_are_those_that_mlx_lm_finds(format: str) -> None:
     theirs = importlib.import_module(f"mlx_lm.tool_parsers.{THEIRS[format]}")
     rng = random.Random(format)
@@ -370,7 +371,7 @@ def test_calls_are_those_that_mlx_lm_finds(format: str) -> None:
 # ---- which format a template speaks --------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", TOOL_FORMATS)
+@cases("format", TOOL_FORMATS)
 def test_a_template_that_writes_calls_in_a_format_is_known_by_them(format: str) -> None:
     calls = write_calls(TOOL_FORMATS[format].parser.syntax, [WEATHER])
     headers = {
@@ -409,14 +410,14 @@ def test_a_checkpoints_formats_can_be_named_when_it_is_loaded() -> None:
     assert chosen.formats == ReplyFormats("hermes", None)
 
 
-@pytest.mark.parametrize("name", [*VLLM_TOOL_PARSERS, *TOOL_FORMATS])
+@cases("name", [*VLLM_TOOL_PARSERS, *TOOL_FORMATS])
 def test_a_parser_of_vllm_names_a_format_of_ours(name: str) -> None:
     chosen = ReplyFormats.choose("", tools=name, reasoning="off").tools
     assert chosen == VLLM_TOOL_PARSERS.get(name, name)
     assert chosen in TOOL_FORMATS
 
 
-@pytest.mark.parametrize("name", [*VLLM_REASONING_PARSERS, *REASONING_FORMATS])
+@cases("name", [*VLLM_REASONING_PARSERS, *REASONING_FORMATS])
 def test_a_reasoning_parser_of_vllm_names_a_format_of_ours(name: str) -> None:
     chosen = ReplyFormats.choose("", tools="off", reasoning=name).reasoning
     assert chosen == VLLM_REASONING_PARSERS.get(name, name)

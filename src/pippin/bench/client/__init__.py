@@ -1,1 +1,0 @@
-"""The client's end: requests out, recordings of what came and when. Knows no server."""

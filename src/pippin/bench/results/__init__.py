@@ -1,1 +1,0 @@
-"""Numbers to spreads, tables, JSON and pictures. Measures nothing."""

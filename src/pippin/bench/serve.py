@@ -1,0 +1,108 @@
+"""`pippin bench serve`: how fast an OpenAI endpoint answers under load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import httpx
+
+from pippin.bench.client import (
+    Load,
+    LoadClient,
+    LoadOutcome,
+    RequestSizes,
+    Target,
+    parse,
+    send_load,
+    summarize_load,
+)
+from pippin.bench.prompts import Prompts
+from pippin.bench.report import BenchError, Report, Table, busy_note, number, say
+
+
+def find_target(url: str, model: str | None, api_key: str | None) -> Target:
+    """The server at `url`; only Pippin is asked to ignore the end of a reply."""
+    url = url.rstrip("/").removesuffix("/v1")
+    name = model or first_model(url, api_key)
+    extra = {"ignore_eos": True} if _is_pippin(url, api_key) else {}
+    return Target(url, name, api_key, extra)
+
+
+def first_model(url: str, api_key: str | None = None) -> str:
+    """The name of the model that a server lists first."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=10)
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise BenchError(f"{url}/v1/models names no model: {error}; give --model") from error
+
+
+async def warm_up(client: LoadClient, prompts: Prompts) -> None:
+    """Run every path once, so that no measurement includes a first time."""
+    texts = [prompts.text(600), *(prompts.text(24) for _ in range(3))]
+    for recording in await asyncio.gather(*(client.complete(t, max_tokens=8) for t in texts)):
+        parse(recording)
+
+
+def _is_pippin(url: str, api_key: str | None) -> bool:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        status = httpx.get(f"{url}/status", headers=headers, timeout=10).json()
+    except (httpx.TransportError, ValueError):
+        return False
+    return isinstance(status, dict) and "device_idle_share" in status.get("metrics", {})
+
+
+def measure_server(
+    url: str,
+    loads: Sequence[Load],
+    sizes: RequestSizes,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+) -> Report:
+    notes = busy_note()
+    target = find_target(url, model, api_key)
+    client = LoadClient(target)
+    asyncio.run(warm_up(client, Prompts("warm-up")))
+    outcomes = []
+    for load in loads:
+        say(f"{sizes.number} requests, {load}")
+        requests = sizes.requests(Prompts(f"serve {load}"))
+        outcome = summarize_load(asyncio.run(send_load(client, load, requests)))
+        outcomes.append((load, outcome))
+        notes += [f"{load}: {n} x {message}" for message, n in outcome.errors.items()]
+    return summarize(target, outcomes, sizes, notes)
+
+
+def summarize(
+    target: Target,
+    outcomes: Sequence[tuple[Load, LoadOutcome]],
+    sizes: RequestSizes,
+    notes: list[str],
+) -> Report:
+    header = ("load", "requests", "tok/s", "TTFT p50, ms", "p99", "gap p50, ms", "p99")
+    rows: list[tuple[str, ...]] = []
+    for load, found in outcomes:
+        answered = f"{found.num_requests - found.num_errors} of " if found.errors else ""
+        requests = f"{answered}{found.num_requests}"
+        times = (number(value) for value in found.times_ms.values())
+        rows.append((str(load), requests, number(found.generated_per_second), *times))
+    title = f"{sizes.prompt_tokens:,} tokens in, {sizes.output_tokens:,} out"
+    data = {
+        "url": target.url,
+        "model": target.model,
+        "loads": [
+            {
+                "load": asdict(load),
+                "outcome": asdict(found),
+                "tokens_per_second": found.generated_per_second,
+            }
+            for load, found in outcomes
+        ],
+    }
+    return Report("serve", [Table(title, header, rows)], data, notes)

@@ -1,1 +1,0 @@
-"""The servers that are measured: how each is started and ended. Knows no requests."""
