@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -59,23 +60,30 @@ class Report:
 class Server:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self._process = process
-        self._address = urlsplit(url).netloc
+        self.pid = process.pid
+        self.address = urlsplit(url).netloc
         self.engine = self._engine()
-        self.model = self.get("/v1/models")["data"][0]["id"]
-        self.document = self.get("/openapi.json")
+
+    @cached_property
+    def model(self) -> str:
+        return self.get("/v1/models")["data"][0]["id"]
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        return self.get("/openapi.json")
 
     def _engine(self) -> int:
         """The child that has computed most: others watch, or compile."""
         return max(children_of(self._process.pid), key=rss_mb)
 
     def get(self, path: str) -> Any:
-        connection = http.client.HTTPConnection(self._address, timeout=ANSWER_SECONDS)
+        connection = http.client.HTTPConnection(self.address, timeout=ANSWER_SECONDS)
         connection.request("GET", path)
         return json.loads(connection.getresponse().read())
 
     def send(self, path: str, body: bytes) -> tuple[Answer, bytes]:
         before = self._cpu()
-        connection = http.client.HTTPConnection(self._address, timeout=ANSWER_SECONDS)
+        connection = http.client.HTTPConnection(self.address, timeout=ANSWER_SECONDS)
         status, answer = 0, b""
         try:
             connection.request("POST", path, body, {"content-type": "application/json"})
@@ -122,8 +130,8 @@ def _tokens_of(answer: bytes) -> int:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    command = [sys.executable, "-m", "pippin", "serve", *SERVE]
+def serving(*options: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "pippin", "serve", *SERVE, *options]
     with (
         open(os.devnull, "w", encoding="utf-8") as log,
         subprocess.Popen(

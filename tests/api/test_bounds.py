@@ -22,7 +22,7 @@ from pippin.api.dialects.responses.items import messages_of, read_items
 from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
 from pippin.api.http import freed_memory
 from pippin.api.http.workers import NUM_THREADS
-from pippin.api.requests import bounds
+from pippin.api.requests import bounds, json_scan
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.json_scan import check_json_size
 from pippin.api.requests.sampling_fields import check_sampling
@@ -203,6 +203,9 @@ def test_half_of_a_pair_in_arguments_is_no_mistake_of_the_server() -> None:
         ("[" + "5E1," * 20_001 + "1]", "20,001 numbers that are no integers; at most 20,000"),
         ("[" + "0.5," * 20_001 + "1]", "20,001 numbers that are no integers; at most 20,000"),
         ("[" * 129 + "]" * 129, "129 levels deep; at most 128"),
+        ("9" * 401, "a number of 401 digits; at most 400"),
+        ('"' + "1" * 2_000_000 + '",' + "0." + "3" * 4000, "a number of 4,000 digits; at most 400"),
+        ("[" + f"{10**18}," * 20_001 + "1]", "20,001 numbers of more than 18 digits; at most 20,0"),
     ],
 )
 def test_json_is_measured_before_it_is_decoded(text: str, what: str) -> None:
@@ -213,6 +216,19 @@ def test_json_is_measured_before_it_is_decoded(text: str, what: str) -> None:
 @pytest.mark.parametrize("text", ["{[" * 300_000, '\\"[{' * 200_000, "\\" * 999_999, '"' * 501])
 def test_structure_inside_of_strings_does_not_count(text: str) -> None:
     check_json_size(json.dumps({"a": text, "b": "\\", "c": ["]"] * 200}).encode(), "it")
+
+
+def test_text_is_measured_alike_wherever_it_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a string and behind an escape, in a number and between brackets."""
+    text = rb'[["a\\\\","\\\"[[[",{"b":1' + b"2" * 402 + rb',"c\"":[-0.5e-3]}],"\\",7'
+    deep = text.replace(b"2", b"") + b"[" * 400
+    for nbytes in range(1, len(text) + 1):
+        monkeypatch.setattr(json_scan, "_BLOCK_BYTES", nbytes)
+        with pytest.raises(RequestError, match=r"a number of 40[123] digits; at most 400"):
+            check_json_size(text, "it")
+        with pytest.raises(RequestError, match=r"nested \d+ levels deep; at most 128"):
+            check_json_size(deep, "it")
+        check_json_size(deep.replace(b"[" * 400, b"1"), "it")
 
 
 def test_words_and_integers_are_no_floats() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +15,7 @@ import pytest
 from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone
 
 from pippin.api.http import limited_connection as connection
+from pippin.api.http import read_body
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.startup.port import listen
 from processes import PATIENCE_SECONDS, wait_until
@@ -31,11 +33,15 @@ Connect = Callable[[], socket.socket]
 
 
 @contextmanager
-def server(limits: LimitsConfig, engine: ScriptedEngine | None = None) -> Iterator[Connect]:
+def server(
+    limits: LimitsConfig,
+    engine: ScriptedEngine | None = None,
+    config: ServerConfig | None = None,
+) -> Iterator[Connect]:
     """Yields what connects to it."""
     with ExitStack() as stack:
         address = stack.enter_context(
-            serving_alone(engine or ScriptedEngine(say("Hi there.")), limits)
+            serving_alone(engine or ScriptedEngine(say("Hi there.")), limits, config)
         )
         yield lambda: stack.enter_context(
             socket.create_connection(address, timeout=PATIENCE_SECONDS)
@@ -74,6 +80,16 @@ def reply_of(client: socket.socket) -> tuple[int, dict[str, Any]]:
     while len(body) < length:
         body += client.recv(65536)
     return int(head.split()[1]), json.loads(body)
+
+
+def all_requested(client: socket.socket, number: int) -> bytes:
+    """So many replies to pipelined requests, each with the same end."""
+    found = b""
+    while found.count(b'"usage"') < number:
+        piece = client.recv(65536)
+        assert piece, found
+        found += piece
+    return found
 
 
 def assert_serves(connect: Connect) -> None:
@@ -163,6 +179,10 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody(connect: Co
         (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 400),
         (CHUNKED + b"zz\r\n", 400),
         (CHUNKED + b"5\r\n{....garbage", 400),
+        (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"1\r\n \r\n" * 5_000, 400),
+        (CHUNKED + b"0001;a=bcdefghijk\r\n \r\n" * 1_000, 400),
+        (CHUNKED + b"1;" + b"a" * 15_000 + b"\r\n \r\n1;" + b"a" * 15_000 + b"\r\n \r\n", 400),
         (HEAD + b"X-Long: " + b"a" * 70_000, 431),
         (HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(10_000)), 431),
         (HEAD + b"Bad Header: a\r\n\r\n", 400),
@@ -180,8 +200,85 @@ def test_what_is_not_http_is_answered_and_the_connection_closed(
     assert_serves(connect)
 
 
+@pytest.mark.parametrize("nbytes", [1, 16, 500, 70_000])
+def test_a_body_in_chunks_is_read_whole(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    monkeypatch.setattr(connection, "CHUNKS_A_SLICE", 2)
+    body = BODY + b" " * 50 * nbytes
+    pieces = [body[at : at + nbytes] for at in range(0, len(body), nbytes)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    request = CHUNKED + chunks + b"0\r\n\r\n"
+    for client in sending(connect, *[request + REQUEST] * 3):  # there is another one behind it
+        replies = all_requested(client, 2)
+        assert replies.count(b"HTTP/1.1 200 ") == 2
+
+
+def test_chunks_of_a_request_without_a_key_are_not_parsed() -> None:
+    config = ServerConfig(api_key=("secret",))
+    for rest in (b"1\r\n \r\n" * 5_000, b"this is no chunk\r\n"):
+        with server(LATE, config=config) as connect:
+            client = connect()
+            client.sendall(CHUNKED + rest)
+            reply = all_of(client)
+            assert reply.startswith(b"HTTP/1.1 401 ")
+            assert b"connection: close\r\n" in reply
+
+
+SMALL_BODIES = replace(LATE, max_body_bytes=1_000)  # one client's take half of 8,000
+UNFINISHED = b"Content-Length: 1000\r\n\r\n" + b" " * 900
+
+
+def test_all_unfinished_bodies_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_body, "MIN_BUDGET_BYTES", 0)
+    with server(SMALL_BODIES) as connect:
+        clients = sending(connect, *[HEAD + UNFINISHED] * 5)
+        refused = select.select(clients, [], [], PATIENCE_SECONDS)[0]
+        assert len(refused) == 1
+        found = refused[0].recv(65536)
+        assert found.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1\r\n" in found
+        for client in clients:
+            client.close()
+        for _ in range(2):
+            wait_until(lambda: status_of(connect, b"") == 200)  # a body of 900 bytes has room
+
+
+def test_a_client_leaves_room_for_the_bodies_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_body, "MIN_BUDGET_BYTES", 0)
+    config = ServerConfig(api_key=("one", "two"))
+    with server(SMALL_BODIES, config=config) as connect:
+        one, two = (b"Authorization: Bearer %b\r\n" % key for key in (b"one", b"two"))
+        clients = sending(connect, *[HEAD + one + UNFINISHED] * 5)
+        select.select(clients, [], [], PATIENCE_SECONDS)
+        assert status_of(connect, one) == 429
+        assert status_of(connect, two) == 200
+
+
+def status_of(connect: Connect, headers: bytes) -> int:
+    """Of a request with a body of 900 bytes."""
+    client = connect()
+    client.sendall(HEAD + headers + b"Content-Length: 900\r\n\r\n" + BODY.ljust(900))
+    return reply_of(client)[0]
+
+
+def test_half_a_head_makes_room_where_its_address_has_many() -> None:
+    with server(replace(LATE, max_connections=8)) as connect:
+        *halves, idle = sending(connect, *[b"GET /health HT"] * 7, REQUEST)
+        assert reply_of(idle)[0] == 200
+        busy = [connect() for _ in range(2)]
+        for client in busy:
+            client.sendall(REQUEST)
+            assert reply_of(client)[0] == 200
+        assert all_of(idle) == b""
+        reply = all_of(halves[0])
+        assert reply.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1\r\n" in reply
+
+
 def test_too_many_connections_are_told_and_room_is_made_by_idle_ones() -> None:
-    with server(replace(LATE, max_connections=2), ScriptedEngine(hang())) as connect:
+    engine = ScriptedEngine(hang())
+    with server(replace(LATE, max_connections=2), engine) as connect:
         busy, idle = connect(), connect()
         busy.sendall(REQUEST)
         idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -189,6 +286,7 @@ def test_too_many_connections_are_told_and_room_is_made_by_idle_ones() -> None:
         client = connect()  # takes the place of the idle one
         client.sendall(REQUEST)
         assert all_of(idle) == b""
+        wait_until(lambda: len(engine.submits) == 2)
         surplus = connect()
         surplus.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         reply = all_of(surplus)

@@ -56,7 +56,7 @@ def create_app(models: ServedModels, config: ServerConfig, limits: LimitsConfig)
     app = Starlette(
         routes=[
             *Generation(state, stored).routes(),
-            *FileRoutes(batches, state.rules).routes(),
+            *FileRoutes(batches, state).routes(),
             *BatchRoutes(state, batches).routes(),
             *OllamaReplies(state).routes(),
             *OllamaModels(state).routes(),

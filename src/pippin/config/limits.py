@@ -33,7 +33,8 @@ class LimitsConfig:
 
     max_connections: int = 1024
     """Maximum number of open connections. At the limit, an idle connection is closed to accept a
-    new one; if there is none, the new one gets HTTP 429."""
+    new one, or the oldest without a request of an address that has more than an eighth of all; if
+    there is none, the new one gets HTTP 429."""
 
     header_timeout: float = 10.0
     """Seconds within which the headers of a request must arrive."""

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pippin.api.http.access_control import separates_owners
 from pippin.api.http.http_errors import error_response
-from pippin.api.http.keys import key_in, known_keys
-from pippin.api.http.read_body import read_bytes
+from pippin.api.http.keys import key_in, known_keys, network_of
+from pippin.api.http.read_body import BodyBudget, read_bytes
 from pippin.api.http.request_log import RequestLog
 from pippin.api.http.workers import Workers
 from pippin.config import LimitsConfig, ServerConfig
@@ -60,6 +60,7 @@ class Ingress:
         self._limits = limits
         self._forward = forward
         self._workers = Workers()
+        self._bodies = BodyBudget(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -82,14 +83,17 @@ class Ingress:
     async def _read(self, request: Request) -> tuple[bytes, str]:
         """Nothing of a request without a key: the replica refuses it by its headers."""
         owner = b""
+        client: bytes | str = network_of(request.client.host) if request.client else ""
         if self._keys is not None:
             found = self._keys.owner(key_in(request.headers))
             if found is None:
                 return b"", ""
+            client = found
             owner = found if self._separates else b""
-        body = await read_bytes(request, self._limits)
-        prompt = await self._workers.run(prompt_text, body) if body else ""
-        return body, owner.hex() + prompt if prompt else ""
+        with self._bodies.claim(client) as claim:
+            body = await read_bytes(request, self._limits, claim)
+            prompt = await self._workers.run(prompt_text, body) if body else ""
+        return bytes(body), owner.hex() + prompt if prompt else ""
 
 
 async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[Message, None]:

@@ -18,7 +18,7 @@ PROMPTS = ("messages", "input", "prompt")
 MAX_CHARS = 262_144  # routers keep it; what follows decides little
 
 
-def prompt_text(body: bytes) -> str:
+def prompt_text(body: bytes | bytearray) -> str:
     """Empty: the request has none, or cannot be read, which a replica will report."""
     try:
         fields = decode_body(body)

@@ -9,8 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from pippin.api.http.access_control import owner_salt_of
-from pippin.api.http.keys import Admins
-from pippin.api.http.read_body import decode_body, read_body
+from pippin.api.http.keys import Admins, client_of
+from pippin.api.http.read_body import BodyBudget, decode_body, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import in_time, unless_disconnected
 from pippin.api.http.workers import SMALL_BYTES, Workers
@@ -73,6 +73,10 @@ class AppState:
     limits: LimitsConfig
     use: Callable[[ServedModel, Engine], Engine] = lambda _, engine: engine  # how requests do
     workers: Workers = field(default_factory=Workers)
+    bodies: BodyBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bodies", BodyBudget(self.limits))
 
     @property
     def rules(self) -> RequestRules:
@@ -104,26 +108,27 @@ class AppState:
 
     async def read(self, request: Request, work: Callable[[Any, ServedText], T]) -> T:
         """The result of `work` on a request's JSON, in a thread. The model need not be loaded."""
-        body, fields = await self._json(request)
-        served = self._within_limits(await self.models.of(fields).served_text())
-        return await self.workers.run(lambda _: work(fields, served), body)
+        with self.bodies.claim(client_of(request.scope)) as claim:
+            body = await read_body(request, self.limits, claim)
+            _, _, found = await self._work(body, work)
+        return found
 
     async def read_json(self, request: Request, work: Callable[[Any], T]) -> T:
         """The same, of a request for no model."""
-        body, fields = await self._json(request)
-        return await self.workers.run(lambda _: work(fields), body)
+        with self.bodies.claim(client_of(request.scope)) as claim:
+            body = await read_body(request, self.limits, claim)
+            return await self.workers.run(lambda body: work(decode_body(body)), body)
 
     async def prepare(self, request: Request, work: Callable[[Any, ServedText], R]) -> Prepared[R]:
         """Of a request for the engine: what is wrong with it is found before its model loads."""
         self.models.check_ready()
-        body, fields = await self._json(request)
-        entry = self.models.of(fields)
-        served = self._within_limits(await entry.served_text())
-        job = await self.workers.run(lambda _: work(fields, served), body)
-        lease = await self._lease(request, entry, job.timeout_s)
-        loaded = self._within_limits(lease.served)
-        if loaded.model != served.model:  # it is known exactly since it was loaded
-            job = await self.workers.run(lambda _: work(fields, loaded), body)
+        with self.bodies.claim(client_of(request.scope)) as claim:
+            body = await read_body(request, self.limits, claim)
+            entry, served, job = await self._work(body, work)
+            lease = await self._lease(request, entry, job.timeout_s)
+            loaded = self._within_limits(lease.served)
+            if loaded.model != served.model:  # it is known exactly since it was loaded
+                job = await self.workers.run(lambda body: work(decode_body(body), loaded), body)
         job.keep_apart(owner_salt_of(request.scope))
         shown_with = loaded.text.tokenizer if self.config.log_prompts else None
         record = record_of(request.scope)
@@ -131,11 +136,22 @@ class AppState:
         record.facts = lambda: job.facts(shown_with)
         return Prepared(job, self.use(entry, lease.engine), loaded, entry, lease.waited_s)
 
-    async def _json(self, request: Request) -> tuple[bytes, Any]:
-        body = await read_body(request, self.limits)
+    async def _work(
+        self, body: bytearray, work: Callable[[Any, ServedText], T]
+    ) -> tuple[ServedModel, ServedText, T]:
+        """By the model that a body names; what it is decoded to is not kept."""
         if len(body) <= SMALL_BYTES:
-            return body, decode_body(body)
-        return body, await self.workers.run(decode_body, body)
+            fields = decode_body(body)
+            entry, served = await self._served(fields)
+            return entry, served, await self.workers.run(lambda _: work(fields, served), body)
+        async with self.workers.decoded(body):
+            fields = await self.workers.run(decode_body, body)
+            entry, served = await self._served(fields)
+            return entry, served, await self.workers.run(lambda _: work(fields, served), body)
+
+    async def _served(self, fields: Any) -> tuple[ServedModel, ServedText]:
+        entry = self.models.of(fields)
+        return entry, self._within_limits(await entry.served_text())
 
     async def _lease(
         self, request: Request, entry: ServedModel, timeout_s: float | None

@@ -15,6 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from pippin.api.http.http_errors import BodyTooLarge, TooSlow, WrongMediaType
+from pippin.api.http.read_body import BodyClaim
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError, cut
 
@@ -33,7 +34,11 @@ class Form:
 
 
 async def read_form(
-    request: Request, limits: LimitsConfig, max_file_bytes: int, sink: Callable[[bytes], None]
+    request: Request,
+    limits: LimitsConfig,
+    max_file_bytes: int,
+    claim: BodyClaim,
+    sink: Callable[[bytes], None],
 ) -> Form:
     """`sink` gets the file, and may raise; it is called in threads."""
     reader = _FormReader(_boundary(request), sink)
@@ -47,6 +52,7 @@ async def read_form(
         async with asyncio.timeout(limits.body_timeout) as limit:
             async for piece in request.stream():
                 received += len(piece)
+                claim.resize(len(pending) + len(piece))
                 pending += piece
                 if received > most:
                     raise _too_large(most)

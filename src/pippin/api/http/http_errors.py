@@ -10,6 +10,7 @@ PippinError (see `pippin.errors`)
 ├── BodyTooLarge              413
 ├── WrongMediaType        415
 ├── TooManyConnections    429
+├── TooManyBodies         429
 └── HeadTooLarge          431
 """
 
@@ -76,6 +77,12 @@ class HeadTooLarge(PippinError):
 class TooManyConnections(PippinError):
     status = 429
     code = "too_many_connections"
+    retry_after_s = 1
+
+
+class TooManyBodies(PippinError):
+    status = 429
+    code = "too_many_request_bodies"
     retry_after_s = 1
 
 

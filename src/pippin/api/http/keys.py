@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -40,6 +41,22 @@ def owner_of(scope: Scope) -> bytes:
     """Whose request it is. Without keys all are one."""
     owner: bytes = scope["state"].get("owner", b"")
     return owner
+
+
+def network_of(host: str) -> str:
+    """A client's address, or the first 64 bits of one of IPv6, whose others it chooses itself."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host)
+    except ValueError:
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
+
+
+def client_of(scope: Scope) -> bytes | str:
+    """Who may have a share of what all clients use: the owner of a key, or else an address."""
+    return owner_of(scope) or network_of((scope.get("client") or ("",))[0])
 
 
 def known_keys(config: ServerConfig) -> ApiKeys:

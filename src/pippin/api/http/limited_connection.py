@@ -1,9 +1,11 @@
-"""uvicorn's HTTP/1.1 connection, with limits of number and time. Knows no requests.
+"""uvicorn's HTTP/1.1 connection, with limits of number, time and framing.
 
-    number    more than --max-connections: an idle one is closed, else the new one gets a 429
+    number    more than --max-connections: an idle one is closed, or the oldest that waits for a
+              head, of an address with more than its share of these; else the new one gets a 429
     head      must arrive within --header-timeout of its first byte, or after connecting
     idle      a connection between two requests is kept for --idle-timeout
     reader    one that reads nothing for --send-timeout while there is data is disconnected
+    chunks    are parsed once a body is asked for, some at a time, with a bound on their framing
 
 h11 refuses heads of more than 16 KiB. What it cannot parse gets an error of the usual shape.
 """
@@ -14,6 +16,7 @@ import asyncio
 import logging
 import resource
 import sys
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -21,7 +24,8 @@ from typing import Any, cast
 import h11
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pippin.api.http.chunk_writer import with_chunk_writer
@@ -32,13 +36,20 @@ from pippin.api.http.http_errors import (
     error_body,
     error_response,
 )
+from pippin.api.http.keys import network_of
 from pippin.api.http.request_log import RequestLog
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError
 
 # So many connections above the limit get a 429; those beyond are closed at once.
 NUM_REFUSED = 64
+SHARES = 8  # one of which the clients of one address may have, of connections without a head
 LINGER_SECONDS = 1.0
+MAX_HEAD_BYTES = 16_384
+# Framing of chunks that no body needs: each costs h11 10 us, as much as 10 KB of a body.
+FREE_FRAMING_BYTES = 16_384
+BODY_BYTES_PER_FRAMING_BYTE = 64  # above that: chunks of 448 bytes
+CHUNKS_A_SLICE = 128  # parsed before other connections and streams have their turn
 SPARE_FILES = 128  # for other files of the process
 
 logger = logging.getLogger(__name__)
@@ -48,7 +59,15 @@ def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicor
     """For a server with `limits`; `options` are uvicorn's own."""
     return uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], partial(LimitedConnection, limits=limits)),
+        http=cast(
+            type[asyncio.Protocol],
+            partial(
+                LimitedConnection,
+                limits=limits,
+                waiting=Waiting(limits.max_connections),
+                slices=Slices(),
+            ),
+        ),
         ws="none",
         timeout_keep_alive=limits.idle_timeout,
         access_log=False,  # every request has its own line
@@ -79,40 +98,135 @@ def allow_open_files(limits: LimitsConfig) -> None:
             )
 
 
+class Waiting:
+    """Connections without a request: idle ones, and those that wait for a head, by address."""
+
+    def __init__(self, max_connections: int) -> None:
+        self._share = max(1, max_connections // SHARES)
+        self._idle: dict[LimitedConnection, None] = {}
+        self._by_address: dict[str, dict[LimitedConnection, None]] = {}
+
+    def add(self, address: str, connection: LimitedConnection, *, idle: bool) -> None:
+        self.discard(address, connection, idle=not idle)
+        those = self._idle if idle else self._by_address.setdefault(address, {})
+        those.setdefault(connection)
+
+    def discard(self, address: str, connection: LimitedConnection, *, idle: bool) -> None:
+        if idle:
+            self._idle.pop(connection, None)
+        elif (those := self._by_address.get(address)) is not None:
+            those.pop(connection, None)
+            if not those:
+                del self._by_address[address]
+
+    def first(self) -> LimitedConnection | None:
+        """Which to close for a new one: the one that waits longest, if one may be closed."""
+        most = max(self._by_address.values(), key=len, default={})
+        return next(iter(self._idle or (most if len(most) > self._share else ())), None)
+
+
+class Slices:
+    """Connections that have more chunks to parse: one at a time, and then what else waits."""
+
+    def __init__(self) -> None:
+        self._queue: deque[LimitedConnection] = deque()
+        self._is_running = False
+
+    def append(self, connection: LimitedConnection) -> None:
+        self._queue.append(connection)
+        self._go_on(connection.loop)
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._queue and not self._is_running:
+            self._is_running = True
+            loop.call_soon(self._parse_one)
+
+    def _parse_one(self) -> None:
+        self._is_running = False
+        connection = self._queue.popleft()
+        connection.parse_slice()
+        self._go_on(connection.loop)
+
+
 class LimitedConnection(H11Protocol):
-    def __init__(self, *args: Any, limits: LimitsConfig, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: LimitsConfig, waiting: Waiting, slices: Slices, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.app = with_chunk_writer(self.app, self)
+        self.conn: ChunkLimits = ChunkLimits()
+        self.flow: _Flow
+        self.app = with_chunk_writer(_with_chunks(self.app, self), self)
         self._limits = limits
+        self._waiting = waiting
+        self._slices = slices
+        self._address = ""
         self._head_timer = _Timer(self.loop, limits.header_timeout)
         self._stall_timer = _Timer(self.loop, limits.send_timeout)
         self._num_received = 0
-        self._refused = False
+        self._discards = False  # what arrives: the reply was the last
+        self._in_slices = False
+        self._is_surplus = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
+        self._address = network_of(self.client[0]) if self.client else ""
         surplus = len(self.connections) - self._limits.max_connections
-        if surplus > 0 and not self._close_an_idle_one():
-            self.app = _refusing_app(self._limits)
-            if surplus > NUM_REFUSED:
-                transport.abort()
+        if surplus > 0:
+            if (other := self._waiting.first()) is not None:
+                other.make_room()
+            else:
+                self.app, self._is_surplus = _refusing_app(self._limits), True
+                if surplus > NUM_REFUSED:
+                    transport.abort()
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.stop()
         self._stall_timer.stop()
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._discards:
             return
         self._num_received += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self.conn.receive_data(data)
+        if not self._in_slices:
+            self.parse_slice()
         self._expect_head()
+
+    def handle_events(self) -> None:
+        self.conn.num_left = CHUNKS_A_SLICE
+        super().handle_events()
+
+    def parse_slice(self) -> None:
+        """Of what was received. The rest waits, and nothing is received until it was parsed."""
+        self._in_slices = False
+        if self.transport.is_closing() or self._discards:
+            return
+        self.handle_events()
+        if self.conn.num_left == 0:
+            self._in_slices = True
+            self._slices.append(self)
+        if self._in_slices or self.conn.is_held:
+            self.flow.hold()
+        else:
+            self.flow.release()
+
+    def ask_for_body(self) -> None:
+        if self.conn.is_held:
+            self.conn.is_held = False
+            self.parse_slice()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._num_received = 0
+        if self.conn.has_unread_chunks and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._discard()
+        self._expect_head()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -126,6 +240,8 @@ class LimitedConnection(H11Protocol):
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             self._refuse(HeadTooLarge("the head of the request is larger than 16 KiB"))
+        elif isinstance(error, Unaccepted):
+            self._refuse(RequestError(str(error)))
         else:
             self._refuse(RequestError(f"this is not HTTP/1.1: {error or msg}"))
 
@@ -141,13 +257,35 @@ class LimitedConnection(H11Protocol):
         """Also while the rest of a body arrives after its reply."""
         if self._answers or self.transport.is_closing():
             self._head_timer.stop()
-        elif self.timeout_keep_alive_task is None:
+            self._stop_waiting()
+            return
+        idle = self.timeout_keep_alive_task is not None
+        if not self._is_surplus:
+            self._waiting.add(self._address, self, idle=idle)
+        if not idle:
             self._head_timer.start(self._head_is_late)
 
+    def _stop_waiting(self) -> None:
+        for idle in (True, False):
+            self._waiting.discard(self._address, self, idle=idle)
+
     def _head_is_late(self) -> None:
+        limit = f"{self._limits.header_timeout:g} s (--header-timeout)"
+        self._end(TooSlow(f"the head of the request did not arrive within {limit}"))
+
+    def make_room(self) -> None:
+        """For another connection."""
+        self._stop_waiting()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_handler()
+        else:
+            self._end(_too_many(self._limits))
+            self.transport.close()  # without lingering, in which it would be one too many
+
+    def _end(self, error: PippinError) -> None:
+        """Close; a client that has sent a part of a head gets the error."""
         if self._num_received and self.conn.our_state is h11.IDLE:
-            limit = f"{self._limits.header_timeout:g} s (--header-timeout)"
-            self._refuse(TooSlow(f"the head of the request did not arrive within {limit}"))
+            self._refuse(error)
         else:
             self.transport.close()
 
@@ -156,7 +294,6 @@ class LimitedConnection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
-        self._refused = True
         if self.cycle is not None:  # the app waits for the rest of a body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -166,32 +303,133 @@ class LimitedConnection(H11Protocol):
             ("content-length", str(len(body))),
             ("connection", "close"),
         ]
+        if error.retry_after_s is not None:
+            headers.append(("retry-after", str(error.retry_after_s)))
         head = h11.Response(status_code=error.status, headers=headers)
         for event in (head, h11.Data(body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        # Closing at once, with unread bytes of the client's, could discard the answer.
-        self.transport.write_eof()
+        self._discard()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    def _close_an_idle_one(self) -> bool:
-        for other in self.connections:
-            if isinstance(other, LimitedConnection) and other.timeout_keep_alive_task is not None:
-                other.timeout_keep_alive_handler()
-                return True
-        return False
+    def _discard(self) -> None:
+        """Closing at once, with unread bytes of the client's, could discard the reply."""
+        self._discards = True
+        self.flow.release()
+        self.transport.write_eof()
+
+
+class Unaccepted(h11.RemoteProtocolError):
+    """HTTP that this server does not accept."""
+
+
+class ChunkLimits(h11.Connection):
+    """h11's parser. It parses no chunks before they are asked for, `num_left` of them at a time,
+    and refuses a body of which too much is framing."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self.is_held = False  # the request is known, and nothing has asked for its body
+        self.num_left = 0
+        self.is_chunked = False
+        self._num_received = 0  # bytes of the body as it was sent
+        self._num_data = 0  # bytes of the body
+
+    @property
+    def has_unread_chunks(self) -> bool:
+        return self.is_chunked and self.their_state is h11.SEND_BODY
+
+    def receive_data(self, data: bytes) -> None:
+        self._num_received += len(data)
+        super().receive_data(data)
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.has_unread_chunks and self.is_held:
+            return h11.NEED_DATA
+        event = super().next_event() if self.num_left else h11.NEED_DATA
+        if isinstance(event, h11.Request):
+            self._start(event)
+        elif self.is_chunked and isinstance(event, h11.Data):
+            self.num_left -= 1
+            self._num_data += len(event.data)
+        elif self.has_unread_chunks and event is h11.NEED_DATA:
+            self._check_framing()
+        return event
+
+    def send(self, event: h11.Event) -> Any:  # None of h11.ConnectionClosed, of others bytes
+        sent = super().send(event)
+        if sent is None or not isinstance(event, h11.Response) or not self.has_unread_chunks:
+            return sent
+        if any(name == b"connection" for name, _ in event.headers):
+            return sent
+        # Unknown to h11, with which uvicorn would close before the client has read the reply.
+        return sent.removesuffix(b"\r\n") + b"connection: close\r\n\r\n"
+
+    def _start(self, request: h11.Request) -> None:
+        names = {name for name, _ in request.headers}
+        self.is_held = self.is_chunked = b"transfer-encoding" in names
+        if not self.is_chunked:
+            return
+        if b"content-length" in names:  # a proxy may go by the other one: RFC 9112, 6.1
+            raise Unaccepted(
+                "the request has Content-Length and Transfer-Encoding; it must have one of them"
+            )
+        self._num_data = 0
+        self._num_received = len(self.trailing_data[0])
+
+    def _check_framing(self) -> None:
+        framing = self._num_received - len(self.trailing_data[0]) - self._num_data
+        most = FREE_FRAMING_BYTES + self._num_data // BODY_BYTES_PER_FRAMING_BYTE
+        if framing > most:
+            raise Unaccepted(
+                f"the chunks of the body have {framing:,} bytes of framing for {self._num_data:,} "
+                f"bytes of data; at most {most:,} are allowed: send larger chunks"
+            )
+
+
+def _with_chunks(app: ASGIApp, connection: LimitedConnection) -> ASGIApp:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async def receive_body() -> Message:
+            connection.ask_for_body()
+            return await receive()
+
+        await app(scope, receive_body if connection.conn.is_held else receive, send)
+
+    return call
+
+
+class _Flow(FlowControl):
+    """Reads nothing while it is held, also where the app asks for more."""
+
+    _is_held = False
+
+    def hold(self) -> None:
+        self._is_held = True
+        self.pause_reading()
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self._is_held:
+            super().resume_reading()
 
 
 def _refusing_app(limits: LimitsConfig) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        error = TooManyConnections(
-            f"{limits.max_connections:,} connections are open, and no more are allowed "
-            "(--max-connections); try again later"
-        )
-        response = error_response(error)
+        response = error_response(_too_many(limits))
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 
     return RequestLog(app)
+
+
+def _too_many(limits: LimitsConfig) -> TooManyConnections:
+    return TooManyConnections(
+        f"{limits.max_connections:,} connections are open, and no more are allowed "
+        "(--max-connections); try again later"
+    )
 
 
 class _Timer:

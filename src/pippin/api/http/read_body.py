@@ -1,15 +1,17 @@
-"""A request's body, read within limits of size and time. Knows no field of it."""
+"""A request's body, read within limits of size and time, and of what all bodies take together."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
+from types import TracebackType
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
-from pippin.api.http.http_errors import BodyTooLarge, TooSlow, WrongMediaType
+from pippin.api.http.http_errors import BodyTooLarge, TooManyBodies, TooSlow, WrongMediaType
 from pippin.api.requests.json_scan import check_json_size
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError, cut
@@ -19,14 +21,72 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 BROWSERS_HEADERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 
 
-async def read_body(request: Request, limits: LimitsConfig) -> bytes:
+MIN_BUDGET_BYTES = 256_000_000
+BODIES_OF_BUDGET = 8  # of the largest size
+
+
+class BodyBudget:
+    """What the bodies of all requests may take, from their first byte until they were read.
+
+    A client may have as much as the others leave free: alone it has half, and each of two a third,
+    so that some is always free for another one.
+    """
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._max_bytes = max(MIN_BUDGET_BYTES, BODIES_OF_BUDGET * limits.max_body_bytes)
+        self._by_client: Counter[bytes | str] = Counter()
+        self._claimed = 0
+
+    def claim(self, client: bytes | str) -> BodyClaim:
+        return BodyClaim(self, client)
+
+    def add(self, client: bytes | str, nbytes: int) -> None:
+        """Raise TooManyBodies where that is more than the client may have. Negative: it is free."""
+        own, claimed = self._by_client[client] + nbytes, self._claimed + nbytes
+        if nbytes > 0 and own > self._max_bytes - claimed:
+            raise TooManyBodies(
+                f"bodies of requests that are being read take {self._claimed:,} of "
+                f"{self._max_bytes:,} bytes, {own - nbytes:,} of them for this client, which may "
+                "have no more than is free; try again later"
+            )
+        self._claimed = claimed
+        self._by_client[client] = own
+        if not own:
+            del self._by_client[client]
+
+
+class BodyClaim:
+    """Of one request. Left, it is free."""
+
+    def __init__(self, budget: BodyBudget, client: bytes | str) -> None:
+        self._budget = budget
+        self._client = client
+        self._nbytes = 0
+
+    def resize(self, nbytes: int) -> None:
+        self._budget.add(self._client, nbytes - self._nbytes)
+        self._nbytes = nbytes
+
+    def __enter__(self) -> BodyClaim:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.resize(0)
+
+
+async def read_body(request: Request, limits: LimitsConfig, claim: BodyClaim) -> bytearray:
     """The body of a request, which is JSON whatever a program's Content-Type says."""
     _check_media_type(request)
     _check_encoding(request)
-    return await read_bytes(request, limits)
+    return await read_bytes(request, limits, claim)
 
 
-async def read_bytes(request: Request, limits: LimitsConfig) -> bytes:
+async def read_bytes(request: Request, limits: LimitsConfig, claim: BodyClaim) -> bytearray:
     """A body of any type."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > limits.max_body_bytes:
@@ -35,6 +95,7 @@ async def read_bytes(request: Request, limits: LimitsConfig) -> bytes:
     try:
         async with asyncio.timeout(limits.body_timeout):
             async for piece in request.stream():
+                claim.resize(len(body) + len(piece))
                 body += piece
                 if len(body) > limits.max_body_bytes:
                     raise _too_large("larger", limits)
@@ -43,10 +104,10 @@ async def read_bytes(request: Request, limits: LimitsConfig) -> bytes:
             f"the request body did not arrive within {limits.body_timeout:g} s (--body-timeout); "
             f"{len(body):,} bytes did"
         ) from error
-    return bytes(body)
+    return body
 
 
-def decode_body(body: bytes) -> Any:
+def decode_body(body: bytes | bytearray) -> Any:
     check_json_size(body, "the request body")
     try:
         return msgspec.json.decode(body)
@@ -54,7 +115,7 @@ def decode_body(body: bytes) -> Any:
         raise RequestError(f"the request body is not valid JSON: {_why(body, error)}") from error
 
 
-def _why(body: bytes, error: Exception) -> str:
+def _why(body: bytes | bytearray, error: Exception) -> str:
     """JavaScript's clients send half of an emoji where they cut a text; msgspec names the byte."""
     if _HALF.search(_PAIR.sub(b"", body.replace(rb"\\", b""))):
         return r"a string has \ud800 to \udfff unpaired, as where a text was cut inside of an emoji"

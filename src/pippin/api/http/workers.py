@@ -1,7 +1,8 @@
 """Threads for what takes long to check and to tokenize. Knows no requests.
 
 Other clients' streams must not wait for it. Python runs one thread at a time, and each that
-computes holds the event loop up for some milliseconds: so large bodies wait for each other.
+computes holds the event loop up for some milliseconds: so large bodies wait for each other. What
+they are decoded to takes up to twenty times their bytes: one is for each thread.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,7 +24,13 @@ class Workers:
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(NUM_SMALL, thread_name_prefix="prepare")
         self._large = ThreadPoolExecutor(NUM_LARGE, thread_name_prefix="prepare-large")
+        self._small_decoded = asyncio.Semaphore(NUM_SMALL)
+        self._large_decoded = asyncio.Semaphore(NUM_LARGE)
 
-    async def run(self, work: Callable[[bytes], T], body: bytes) -> T:
+    async def run(self, work: Callable[[bytearray], T], body: bytearray) -> T:
         pool = self._large if len(body) > LARGE_BYTES else self._small
         return await asyncio.get_running_loop().run_in_executor(pool, work, body)
+
+    def decoded(self, body: bytearray) -> AbstractAsyncContextManager[None]:
+        """While what a body is decoded to is in memory."""
+        return self._large_decoded if len(body) > LARGE_BYTES else self._small_decoded

@@ -119,6 +119,10 @@ class Connection:
         else:
             self._writer.close()
 
+    def abort(self) -> None:
+        """At once, also where the other end answers nothing."""
+        self._writer.transport.abort()
+
     # ---- payloads, in memory that both ends have mapped if there is any --------------------
 
     async def offer_memory(self) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import ssl
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -42,7 +43,7 @@ from pippin.scheduler.traffic.pushes import Pushes, PushTarget
 from pippin.types import ModelSpec, SamplingParams
 
 MAX_CONNECTIONS = 32
-MAX_OPENING = 32  # connections that may be those of strangers: no secret was proven yet
+MAX_OPENING = 32  # connections that may be those of strangers
 MAX_REFUSALS = 100  # that are remembered
 MAX_ASKS = 64  # of one connection, at a time
 SEND_SECONDS = 60.0  # of one entry: a decode engine that reads nothing for so long is disconnected
@@ -75,6 +76,7 @@ class PeerListener:
         self._clients: set[AskingPeer] = set()
         self._refusals: set[tuple[str, str]] = set()  # that were logged
         self._connections: dict[asyncio.Task[None], Connection] = {}
+        self._opening: dict[asyncio.Task[None], str] = {}  # their hosts: no secret was proven yet
         try:
             self._server = self.thread.start(self._listen(address, tls)).result(START_SECONDS)
         except OSError as error:
@@ -108,11 +110,13 @@ class PeerListener:
         assert task is not None
         self._connections[task] = connection
         try:
-            if len(self._connections) - len(self._clients) > MAX_OPENING:
-                raise PeerRefused(f"{MAX_OPENING} others have not proven their secret yet")
+            self._opening[task] = _host_of(writer)
+            if len(self._opening) > MAX_OPENING:
+                self._abort_an_opening()
             if len(self._clients) >= MAX_CONNECTIONS:
                 raise PeerRefused(f"{MAX_CONNECTIONS} decode engines are connected already")
             await connection.agree(self._facts, self._secret, 0, asks=False)
+            self._opening.pop(task, None)
             logger.info("a decode engine connected from %s", name)
             peer = AskingPeer(self, connection, next(self._numbers))
             self._clients.add(peer)
@@ -126,12 +130,20 @@ class PeerListener:
         except (OSError, asyncio.IncompleteReadError) as error:
             logger.info("a decode engine at %s disconnected: %s", name, error)
         finally:
+            self._opening.pop(task, None)
             del self._connections[task]
             connection.close()
 
+    def _abort_an_opening(self) -> None:
+        """The oldest of the host that has most: strangers that are silent keep nobody away."""
+        most, _ = Counter(self._opening.values()).most_common(1)[0]
+        task = next(task for task, host in self._opening.items() if host == most)
+        del self._opening[task]
+        self._connections[task].abort()
+
     def _note_refusal(self, writer: asyncio.StreamWriter, reason: str) -> None:
         """Once for each host and reason: a decode engine tries again for ever."""
-        host, port, *_ = writer.get_extra_info("peername")
+        host, port = _host_of(writer), writer.get_extra_info("peername")[1]
         if (host, reason) in self._refusals:
             return
         if len(self._refusals) >= MAX_REFUSALS:
@@ -151,6 +163,10 @@ class PeerListener:
             connection.close()
         if self._connections:
             await asyncio.wait(list(self._connections), timeout=CLOSE_SECONDS / 2)
+
+
+def _host_of(writer: asyncio.StreamWriter) -> str:
+    return str(writer.get_extra_info("peername")[0])
 
 
 class AskingPeer:

@@ -11,12 +11,12 @@ from starlette.routing import Route
 
 from pippin.api.batches.batches import Batches, storage_failed
 from pippin.api.batches.file_store import FileRecord, FileStore, Upload
+from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.listing import page_of, read_query
 from pippin.api.fields import files as fields
 from pippin.api.http.form_upload import FILE_FIELD, Form, read_form
 from pippin.api.http.http_errors import JSONResponse
-from pippin.api.http.keys import owner_of
-from pippin.api.model_info import RequestRules
+from pippin.api.http.keys import client_of, owner_of
 from pippin.api.requests.body import Body
 from pippin.errors import RequestError
 
@@ -25,9 +25,10 @@ FILE_PATH = f"{FILES_PATH}/{{id}}"
 
 
 class FileRoutes:
-    def __init__(self, batches: Batches, rules: RequestRules) -> None:
+    def __init__(self, batches: Batches, state: AppState) -> None:
         self._batches = batches
-        self._rules = rules
+        self._rules = state.rules
+        self._bodies = state.bodies
 
     def routes(self) -> list[Route]:
         return [
@@ -43,7 +44,8 @@ class FileRoutes:
         upload = files.upload()
         try:
             limits, most = self._rules.limits, files.max_file_bytes
-            form = await read_form(request, limits, most, upload.write)
+            with self._bodies.claim(client_of(request.scope)) as claim:
+                form = await read_form(request, limits, most, claim, upload.write)
             record = await asyncio.to_thread(self._store, form, upload)
         except OSError as error:
             raise storage_failed(error) from error
