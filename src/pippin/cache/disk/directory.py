@@ -45,7 +45,7 @@ def refuse_shared(directory: Path, model: bytes) -> None:
                 f"{path} belongs to user {facts.st_uid}, and this process is user {os.geteuid()}: "
                 "choose another --cache-dir, or change its owner (chown -R)"
             )
-        # A group of the user alone, whose number is the user's: containers' volumes are the group's.
+        # A group of one user has the user's number: a container's volume belongs to such a group.
         private = facts.st_gid == os.getegid() == os.geteuid() != 0
         if facts.st_mode & (stat.S_IWOTH if private else stat.S_IWGRP | stat.S_IWOTH):
             raise DiskCacheError(
