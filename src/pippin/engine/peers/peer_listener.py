@@ -135,7 +135,7 @@ class PeerListener:
             connection.close()
 
     def _abort_an_opening(self) -> None:
-        """The oldest of the host that has most: strangers that are silent keep nobody away."""
+        """The oldest of the host that has most: silent strangers keep no engine away."""
         most, _ = Counter(self._opening.values()).most_common(1)[0]
         task = next(task for task, host in self._opening.items() if host == most)
         del self._opening[task]
