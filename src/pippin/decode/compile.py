@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from time import thread_time
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits
@@ -26,17 +28,33 @@ if TYPE_CHECKING:
 
 SILENT = 0
 DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that is not allowed
+MAX_ITEMS = 10_000  # of Earley's, for one mask; `anyOf` 500 objects needs fewer than 3,000
+# CPU time that following a grammar may take in one reply. It is spent by the engine's thread, so
+# all streams wait. An ambiguous grammar takes longer the longer the reply is.
+FREE_SECONDS = 1.0
+TOKEN_SECONDS = 0.002
+SLOW_SECONDS = 0.001  # a step that takes longer builds states, which all copies keep
+
+
+@dataclass
+class Growth:
+    """CPU time in which a grammar's lexer built states: some 200 MB a second."""
+
+    seconds: float = 0.0
 
 
 class CompiledGrammar:
     """A grammar of llguidance's, at one point of one reply."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, growth: Growth | None = None) -> None:
         self._matcher = matcher
+        self._spent = 0.0  # CPU seconds
+        self._num_tokens = 0
+        self.growth = Growth() if growth is None else growth  # of all copies
 
     def copy(self) -> CompiledGrammar:
         """The same grammar for another reply; what was computed for one serves both."""
-        return CompiledGrammar(self._matcher.deep_copy())
+        return CompiledGrammar(self._matcher.deep_copy(), self.growth)
 
     @property
     def finished(self) -> bool:
@@ -45,21 +63,35 @@ class CompiledGrammar:
     def fill_mask(self, mask: np.ndarray) -> None:
         assert mask.dtype.name == "int32"
         assert mask.flags.c_contiguous
+        began = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._check()
+        self._check(began)
 
     def forced(self) -> list[int]:
+        began = thread_time()
         tokens = self._matcher.compute_ff_tokens()
-        self._check()
+        self._check(began)
         # A tokenizer may spell the forced text with a token that is longer than what is forced.
         return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
 
     def advance(self, tokens: Sequence[int]) -> None:
+        began = thread_time()
+        self._num_tokens += len(tokens)
         self._matcher.consume_tokens(list(tokens))
-        self._check()
+        self._check(began)
 
-    def _check(self) -> None:
+    def _check(self, began: float) -> None:
+        """Raise if what `began` then failed, or if the reply has no CPU time left."""
+        seconds = thread_time() - began
+        self._spent += seconds
+        self.growth.seconds += max(0.0, seconds - SLOW_SECONDS)
         if not self._matcher.is_error():
+            if self._spent > FREE_SECONDS + TOKEN_SECONDS * self._num_tokens:
+                raise RequestError(
+                    f"the grammar is too complex: to follow it for {self._num_tokens:,} tokens "
+                    f"took {self._spent:.1f} s of CPU time; the limit is {FREE_SECONDS:g} s and "
+                    f"{TOKEN_SECONDS * 1000:g} ms a token. Make it less ambiguous"
+                )
             return
         message = in_one_line(self._matcher.get_error())
         if DISOBEYED in message:
@@ -70,7 +102,7 @@ class CompiledGrammar:
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
     """The grammar before a reply's first token. Raises an error for the client."""
-    limits = LLParserLimits(verbose_errors=False)
+    limits = LLParserLimits(verbose_errors=False, step_max_items=MAX_ITEMS)
     matcher = LLMatcher(vocabulary.tokenizer, _source(spec), log_level=SILENT, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # fails if no reply is possible; otherwise llguidance keeps it

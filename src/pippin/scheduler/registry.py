@@ -147,6 +147,8 @@ class Registry:
         elif not (running := self.running_slots[request.slot]).preempting:
             self.leaving.append(running)
         request.end(reason)
+        if request.grammar is not None:
+            self._compiling.trim()
         self._traffic.ended(request)
         del self.requests[request.id]
         self.on_end(request)

@@ -53,6 +53,11 @@ class Compiling:
         del self._pending[request]
         self.num_tokens -= request.num_queued
 
+    def trim(self) -> None:
+        """A reply ended: a grammar that has grown with it is forgotten."""
+        if self.compiler is not None:
+            self.compiler.trim()
+
     def take_done(self, fail: Fail) -> list[Request]:
         """Those that may start now, in order of arrival; what is no grammar ends its request."""
         done = [request for request, future in self._pending.items() if future.done()]
