@@ -310,16 +310,67 @@ def test_a_reply_whose_grammar_takes_too_much_time_ends(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:
     """An ambiguous grammar takes longer with every token."""
-    steps = itertools.count(0, 0.25)  # seconds: a call that is metered takes one
+    steps = itertools.count(0, 0.25)  # seconds: a mask takes one
     monkeypatch.setattr(compile_module, "thread_time", lambda: next(steps))
     grammar = compile_grammar(GrammarSpec("ebnf", 'start: s\ns: s s | "a" |\n'), vocabulary)
     (letter,) = [n for n, token in enumerate(vocabulary.tokens) if token == b"a"]
+    monkeypatch.setattr(compile_module, "MAX_SLOW_SECONDS", 99.0)
+    mask = full_masks(1, len(vocabulary.tokens))[0]
     replies = [grammar.copy(), grammar.copy()]  # each has an allowance of its own
     for reply in replies:
         for _ in range(4):
             reply.advance([letter])
+            reply.fill_mask(mask)
+        reply.advance([letter])
         with pytest.raises(RequestError, match=r"5 tokens took 1\.2 s .* is 1 s and 2 ms a token"):
-            reply.advance([letter])
+            reply.fill_mask(mask)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("ebnf", 'start: s\ns: s s | "a" |\n'),
+        schema({"type": "object", "properties": {"a": {"enum": ["b", "bcd"]}}, "required": ["a"]}),
+    ],
+    ids=["ambiguous", "json"],
+)
+def test_a_grammar_that_has_become_slow_allows_the_same(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary, spec: GrammarSpec
+) -> None:
+    monkeypatch.setattr(compile_module, "MAX_SLOW_SECONDS", 99.0)
+    fast = compile_grammar(spec, vocabulary)
+    slow = CompiledGrammar(fast._matcher.deep_copy(), vocabulary.tokenizer, Growth(100.0))
+    end = vocabulary.special_token_ids
+    with pytest.raises(RuntimeError, match="satisfy"):
+        CompiledGrammar(slow._matcher.deep_copy(), vocabulary.tokenizer, slow.growth).advance(
+            [len(vocabulary.tokens) - 1]
+        )
+    masks = full_masks(2, len(vocabulary.tokens))
+    for _ in range(12):
+        for grammar, mask in zip((fast, slow), masks, strict=True):
+            grammar.fill_mask(mask)
+        assert (masks[0] == masks[1]).all()
+        assert (fast.forced(), fast.finished) == (slow.forced(), slow.finished)
+        if fast.finished:
+            break
+        ids = allowed_ids(masks[0], len(vocabulary.tokens)).tolist()
+        tokens = fast.forced() or [id for id in ids if id not in end][:1]
+        fast.advance(tokens)
+        slow.advance(tokens)
+    assert (fast.slow, slow.slow) == (False, True)
+
+
+def test_copies_of_a_grammar_are_slow_together(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+) -> None:
+    steps = itertools.count(0, 0.02)
+    monkeypatch.setattr(compile_module, "thread_time", lambda: next(steps))
+    grammar = compile_grammar(GrammarSpec("regex", "a+"), vocabulary)
+    replies = [grammar.copy(), grammar.copy()]
+    for _ in range(2):
+        assert not any(reply.slow for reply in replies)
+        allowed(replies[0], vocabulary)
+    assert all(reply.slow for reply in [*replies, grammar.copy()])
 
 
 def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(

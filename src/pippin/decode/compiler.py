@@ -92,12 +92,12 @@ class GrammarCompiler:
         return self._vocabulary
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        with _large_stacks():  # of a thread that this may start
+        with large_stacks():  # of a thread that this may start
             return self._threads.submit(work)
 
 
 @contextmanager
-def _large_stacks() -> Iterator[None]:
+def large_stacks() -> Iterator[None]:
     """What a child compiled on its stack cannot overflow one of twice the size."""
     before = threading.stack_size(2 * STACK_BYTES)
     try:
