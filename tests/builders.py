@@ -372,6 +372,7 @@ class ToyGrammar:
     last: int = 0
     num_tokens: int = 0
     calls: list[str] = field(default_factory=list)
+    slow: bool = False
     _forced: list[int] = field(default_factory=list)
 
     @property

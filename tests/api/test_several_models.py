@@ -152,6 +152,49 @@ def test_keep_alive_is_honoured_and_zero_unloads() -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize(
+    ("keys", "admin"),
+    [
+        ({"api_key": ("alice", "bob"), "admin_key": ("root",)}, "root"),
+        ({"api_key": ("alice", "bob")}, None),
+        ({"api_key": ("alice",)}, "alice"),
+    ],
+)
+def test_where_keys_are_set_an_admin_sets_how_long_a_model_stays(
+    keys: dict[str, tuple[str, ...]], admin: str | None
+) -> None:
+    async def scenario(world: World) -> None:
+        async def post(path: str, key: str, **fields: object) -> httpx.Response:
+            body = {"model": "alpha", "stream": False, **fields}
+            headers = {"Authorization": f"Bearer {key}"}
+            return await world.client.post(path, json=body, headers=headers)
+
+        texts: dict[str, dict[str, object]] = {
+            "/api/generate": {"prompt": "Hi.", "options": {"num_predict": 2}},
+            "/api/chat": {"messages": [{"role": "user", "content": "Hi."}]},
+        }
+        for key in {*keys["api_key"], *keys.get("admin_key", ())} - {admin}:
+            for path, text in texts.items():
+                for keep_alive in (0, "1s", -1):
+                    reply = await post(path, key, keep_alive=keep_alive, **text)
+                    assert reply.status_code == 200
+                    assert reply.headers["x-pippin-ignored"] == "keep_alive"
+                    assert world.engines.seconds_left("alpha") == 300.0
+                refused = await post(path, key, keep_alive=0)
+                assert refused.status_code == 403
+                assert "--admin-key" in refused.json()["error"]
+                assert world.state("alpha") == "ready"
+        if admin is not None:
+            reply = await post("/api/generate", admin, keep_alive="10m", **texts["/api/generate"])
+            assert "x-pippin-ignored" not in reply.headers
+            assert world.engines.seconds_left("alpha") == 600.0
+            assert (await post("/api/chat", admin, keep_alive=0)).status_code == 200
+            await world.settle()
+            assert world.state("alpha") == "stopped"
+
+    play(scenario, config=ServerConfig(**keys))  # type: ignore[arg-type]
+
+
 def test_an_idle_model_is_unloaded_after_its_keep_alive() -> None:
     async def scenario(world: World) -> None:
         await world.chat("alpha")

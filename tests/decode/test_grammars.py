@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,10 @@ from bundled import BUNDLED_PATH
 from cases import cases
 from decode.walks import VOCAB, bundled_vocabulary, walk
 from pippin.backends.masks import allow_only, allowed_ids, full_masks, num_words, pack
+from pippin.decode import compile as compile_module
 from pippin.decode import compiler as compiler_module
-from pippin.decode.compile import CompiledGrammar, compile_grammar
-from pippin.decode.compiler import REMEMBERED_GRAMMARS, GrammarCompiler
+from pippin.decode.compile import CompiledGrammar, Growth, compile_grammar
+from pippin.decode.compiler import REMEMBERED_GRAMMARS, REMEMBERED_GROWTH, GrammarCompiler
 from pippin.decode.proving.verdicts import Verdict
 from pippin.decode.vocabulary import Vocabulary
 from pippin.engine.model_vocabulary import vocabulary_of
@@ -303,6 +306,73 @@ class Trusting:
         pass
 
 
+def test_a_reply_whose_grammar_takes_too_much_time_ends(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+) -> None:
+    """An ambiguous grammar takes longer with every token."""
+    steps = itertools.count(0, 0.25)  # seconds: a mask takes one
+    monkeypatch.setattr(compile_module, "thread_time", lambda: next(steps))
+    grammar = compile_grammar(GrammarSpec("ebnf", 'start: s\ns: s s | "a" |\n'), vocabulary)
+    (letter,) = [n for n, token in enumerate(vocabulary.tokens) if token == b"a"]
+    monkeypatch.setattr(compile_module, "MAX_SLOW_SECONDS", 99.0)
+    mask = full_masks(1, len(vocabulary.tokens))[0]
+    replies = [grammar.copy(), grammar.copy()]  # each has an allowance of its own
+    for reply in replies:
+        for _ in range(4):
+            reply.advance([letter])
+            reply.fill_mask(mask)
+        reply.advance([letter])
+        with pytest.raises(RequestError, match=r"5 tokens took 1\.2 s .* is 1 s and 2 ms a token"):
+            reply.fill_mask(mask)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("ebnf", 'start: s\ns: s s | "a" |\n'),
+        schema({"type": "object", "properties": {"a": {"enum": ["b", "bcd"]}}, "required": ["a"]}),
+    ],
+    ids=["ambiguous", "json"],
+)
+def test_a_grammar_that_has_become_slow_allows_the_same(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary, spec: GrammarSpec
+) -> None:
+    monkeypatch.setattr(compile_module, "MAX_SLOW_SECONDS", 99.0)
+    fast = compile_grammar(spec, vocabulary)
+    slow = CompiledGrammar(fast._matcher.deep_copy(), vocabulary.tokenizer, Growth(100.0))
+    end = vocabulary.special_token_ids
+    with pytest.raises(RuntimeError, match="satisfy"):
+        CompiledGrammar(slow._matcher.deep_copy(), vocabulary.tokenizer, slow.growth).advance(
+            [len(vocabulary.tokens) - 1]
+        )
+    masks = full_masks(2, len(vocabulary.tokens))
+    for _ in range(12):
+        for grammar, mask in zip((fast, slow), masks, strict=True):
+            grammar.fill_mask(mask)
+        assert (masks[0] == masks[1]).all()
+        assert (fast.forced(), fast.finished) == (slow.forced(), slow.finished)
+        if fast.finished:
+            break
+        ids = allowed_ids(masks[0], len(vocabulary.tokens)).tolist()
+        tokens = fast.forced() or [id for id in ids if id not in end][:1]
+        fast.advance(tokens)
+        slow.advance(tokens)
+    assert (fast.slow, slow.slow) == (False, True)
+
+
+def test_copies_of_a_grammar_are_slow_together(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+) -> None:
+    steps = itertools.count(0, 0.02)
+    monkeypatch.setattr(compile_module, "thread_time", lambda: next(steps))
+    grammar = compile_grammar(GrammarSpec("regex", "a+"), vocabulary)
+    replies = [grammar.copy(), grammar.copy()]
+    for _ in range(2):
+        assert not any(reply.slow for reply in replies)
+        allowed(replies[0], vocabulary)
+    assert all(reply.slow for reply in [*replies, grammar.copy()])
+
+
 def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -310,6 +380,7 @@ def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(
 
     def note(spec: GrammarSpec, _: Vocabulary) -> Any:
         compiled.append(spec.text)
+        return SimpleNamespace(growth=Growth())
 
     monkeypatch.setattr(compiler_module, "compile_grammar", note)
     compiler = GrammarCompiler(bundled_vocabulary, Trusting())
@@ -329,6 +400,20 @@ def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(
     assert len(compiled) == REMEMBERED_GRAMMARS + 1
     ask(1)
     assert compiled[-1] == "a1"
+    compiler.close()
+
+
+def test_grammars_that_have_grown_in_replies_are_forgotten() -> None:
+    compiler = GrammarCompiler(bundled_vocabulary, Trusting())
+    specs = [GrammarSpec("regex", text) for text in ("a", "b", "c")]
+    grammars = [compiler.compile(spec).result() for spec in specs]
+    for grammar in grammars[:2]:
+        grammar.copy().growth.seconds = REMEMBERED_GROWTH
+    compiler.trim()  # as the scheduler does when a reply ends
+    again = [compiler.compile(spec).result() for spec in reversed(specs)]
+    assert [new is old for new, old in zip(again, reversed(grammars), strict=True)] == [
+        *(True, True, False),
+    ]
     compiler.close()
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from builders import Client, ToyGrammar, check_idle, make_loop, make_prompt, oracle
+from builders import Client, ToyGrammar, check_idle, make_client, make_loop, make_prompt, oracle
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
+from pippin.scheduler.planning.constraints import NUM_THREADS
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 
@@ -132,3 +135,151 @@ def test_a_grammar_that_raises_fails_its_step_and_not_the_loop(overlap: bool) ->
     assert (reply.finish, reply.error) == ("error", "the grammar failed: no token is allowed")
     assert client.ask(make_prompt(5)).finish == "length"
     check_idle(client)
+
+
+# ---- slow grammars: threads follow these -----------------------------------------------------
+
+
+@dataclass
+class Slow(ToyGrammar):
+    """Slow from its `slow_from`th mask on; each mask behind the `blocks_from`th waits."""
+
+    slow_from: int = 0
+    blocks_from: int = 3
+    go_on: threading.Event = field(default_factory=threading.Event)
+    num_masks: int = 0
+    num_awaited: int = 0  # masks that the engine's thread made
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        self.num_masks += 1
+        self.slow = self.num_masks > self.slow_from
+        self.num_awaited += threading.current_thread() is threading.main_thread()
+        if self.num_masks > self.blocks_from:
+            assert self.go_on.wait(60)
+        super().fill_mask(mask)
+
+
+def block(client: Client, *grammars: Slow) -> None:
+    """Step until each of these grammars waits, or is in line for a thread."""
+    following = client.loop.scheduler.following
+    for _ in range(1000):
+        client.step()
+        waiting = [r for r in following._pending if r.grammar in grammars]
+        busy = sum(grammar.num_masks > grammar.blocks_from for grammar in grammars)
+        if len(waiting) == len(grammars) and busy == min(len(grammars), NUM_THREADS):
+            return
+        time.sleep(0.001)
+    raise AssertionError("the grammars never blocked")
+
+
+@both_modes
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"slow": True}, {"slow_from": 2}, {"run": 5}, {"run": 5, "length": 20}],
+    ids=["slow early", "slow", "slow later", "forced", "whole"],
+)
+def test_others_go_on_while_a_slow_mask_is_made(
+    overlap: bool, deterministic: bool, kwargs: dict[str, Any]
+) -> None:
+    client = make_client(overlap=overlap, deterministic=deterministic)
+    grammar = Slow(5, **kwargs)
+    slow = client.submit(make_prompt(70), grammar=grammar, max_tokens=40)
+    other = client.submit(make_prompt(20, 1), max_tokens=2000)
+    block(client, grammar)
+    before = len(slow.tokens), len(other.tokens)
+    client.step(50)
+    assert len(slow.tokens) == before[0] < 40
+    assert len(other.tokens) >= before[1] + 49
+    grammar.go_on.set()
+    client.run()
+    toy = ToyGrammar(5, run=grammar.run, length=grammar.length)
+    assert (slow.tokens, slow.finish) == oracle(make_prompt(70), grammar=toy, max_tokens=40)
+    assert (other.tokens, other.finish) == oracle(make_prompt(20, 1), max_tokens=2000)
+    # One row may be in flight when it becomes slow.
+    assert grammar.num_awaited <= grammar.slow_from + 2
+    check_idle(client)
+
+
+@both_modes
+def test_more_slow_grammars_than_threads_wait_for_each_other_alone(overlap: bool) -> None:
+    client = make_client(overlap=overlap, num_slots=8)
+    grammars = [Slow(5) for _ in range(NUM_THREADS + 2)]
+    replies = [
+        client.submit(make_prompt(30, number), grammar=grammar, max_tokens=9)
+        for number, grammar in enumerate(grammars)
+    ]
+    block(client, *grammars)
+    other = client.submit(make_prompt(20, 99), grammar=ToyGrammar(4), max_tokens=20)
+    client.step(40)
+    assert other.finish == "length"
+    assert not any(reply.finish for reply in replies)
+    for grammar in grammars:
+        grammar.go_on.set()
+    client.run()
+    for number, reply in enumerate(replies):
+        assert (
+            reply.tokens == oracle(make_prompt(30, number), grammar=ToyGrammar(5), max_tokens=9)[0]
+        )
+    check_idle(client)
+
+
+@both_modes
+@pytest.mark.parametrize("leaves_by", ["abort", "finish"])
+def test_a_client_may_leave_while_a_slow_mask_is_made(overlap: bool, leaves_by: str) -> None:
+    client = make_client(overlap=overlap)
+    grammar = Slow(5)
+    reply = client.submit(make_prompt(70), grammar=grammar, max_tokens=40)
+    block(client, grammar)
+    getattr(client.loop, leaves_by)(reply.id)
+    client.run()
+    assert reply.finish == ("abort" if leaves_by == "abort" else "stop")
+    check_idle(client)
+    grammar.go_on.set()
+
+
+@both_modes
+def test_a_reply_that_waits_for_a_slow_mask_may_be_preempted(overlap: bool) -> None:
+    client = make_client(overlap=overlap)
+    grammar = Slow(5, run=3)
+    reply = client.submit(make_prompt(70), grammar=grammar, max_tokens=40)
+    block(client, grammar)
+    scheduler = client.loop.scheduler
+    (running,) = scheduler.registry.running
+    scheduler.registry.preempt(running)
+    client.step(4)
+    assert scheduler.num_waiting == 1
+    assert not scheduler.admission.queue
+    grammar.go_on.set()
+    client.run()
+    expected = oracle(make_prompt(70), grammar=ToyGrammar(5, run=3), max_tokens=40)
+    assert (reply.tokens, reply.finish) == expected
+    check_idle(client)
+
+
+def test_a_slow_grammar_that_raises_ends_its_own_reply() -> None:
+    class Broken(Slow):
+        def fill_mask(self, mask: np.ndarray) -> None:
+            super().fill_mask(mask)
+            if self.num_masks == 4:
+                raise ValueError("no token is allowed")
+
+    client = make_client()
+    grammar = Broken(blocks_from=99)
+    reply = client.submit(make_prompt(5), grammar=grammar, max_tokens=20)
+    other = client.submit(make_prompt(5, 1), max_tokens=20)
+    client.run()
+    assert (reply.finish, reply.error) == ("error", "the grammar failed: no token is allowed")
+    assert other.finish == "length"
+    check_idle(client)
+
+
+def test_an_engine_ends_while_a_slow_mask_is_made() -> None:
+    client = make_client()
+    grammar = Slow(5)
+    client.submit(make_prompt(70), grammar=grammar, max_tokens=40)
+    block(client, grammar)
+    client.loop.scheduler.fail_all(RuntimeError("the engine stops"))
+    client.loop.close()
+    assert grammar.num_masks == grammar.blocks_from + 1
+    grammar.go_on.set()

@@ -153,16 +153,69 @@ def test_a_template_that_goes_on_and_on_is_stopped(
         ChatTemplate(source).render([USER])
 
 
+TOO_LONG, TOO_MANY = "value of more than 10,000 characters", "list of more than 1,000,000 items"
+# 2 ** 30 lists, in 30 that hold each other
+SHARED = (
+    "{% set ns = namespace(x=[]) %}"
+    "{% for i in range(30) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "match"),
     [
+        (
+            "{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}",
+            "makes more than 10,000",
+        ),
         ("{% for i in range(9999) %}{{ messages }}{% endfor %}", "makes more than 10,000"),
-        ("{{ 'a' * 10001 }}", "repeats something"),
-        ("{{ 10001 * 'a' }}", "repeats something"),
-        ("{{ [1] * 10001 }}", "repeats something"),
-        ("{{ 9 ** 99 }}", "power"),
+        ("{{ 'a' * 10001 }}", TOO_LONG),
+        ("{{ 10001 * 'a' }}", TOO_LONG),
+        ("{{ [1] * 2000000 }}", TOO_MANY),
+        ("{{ 9 ** 99999 }}", "number"),
+        ("{{ ((9 ** 9999) * (9 ** 9999)) * (9 ** 9999) }}", "number"),
         ("{{ '%99999999d' % 1 }}", "formats something"),
         ("{{ '%*d' % (99999999, 1) }}", "formats something"),
+        ("{{ '%99999999d' | format(1) }}", "formats something"),
+        ("{{ '{:>99999999}'.format('a') }}", "formats something"),
+        ("{{ '{:{}}'.format('a', 99999999) }}", "formats something"),
+        ("{{ ('%s' * 99) % ((big,) * 99) }}", TOO_LONG),
+        ("{{ ('{0}' * 99).format(big) }}", TOO_LONG),
+        ("{{ big + big + big }}", TOO_LONG),
+        ("{{ big ~ big ~ big }}", TOO_LONG),
+        ("{{ '' ~ (big ~ (big ~ big)) }}", TOO_LONG),
+        (
+            "{% set ns = namespace(x=[1]) %}"
+            "{% for i in range(30) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+            TOO_LONG,
+        ),
+        ("{{ 'a' | center(9999) }}", "width"),
+        ("{{ 'a'.ljust(width=9999) if false else 'a'.ljust(9999) }}", "width"),
+        ("{{ ['a'] | map('center', 9999) | list }}", "width"),
+        ("{{ ('a\n' * 4000) | indent(60) }}", TOO_LONG),
+        ("{{ big | replace('a', 'b' * 99) }}", TOO_LONG),
+        ("{{ big.replace('a', 'b' * 99) }}", TOO_LONG),
+        ("{{ big | replace('', 'b' * 99) }}", TOO_LONG),
+        ("{{ big.translate({97: big}) }}", TOO_LONG),
+        ("{{ ([big] * 3) | join }}", TOO_LONG),
+        ("{{ range(99) | join('b' * 999) }}", TOO_LONG),
+        ("{{ ('b' * 999).join(['a'] * 99) }}", TOO_LONG),
+        ("{{ 'abc' | batch(99999999, 'x') | list | length }}", "width"),
+        ("{{ messages | tojson(indent=99999999) }}", "width"),
+        (SHARED + "{{ ns.x }}", TOO_LONG),
+        (SHARED + "{{ ns }}", TOO_LONG),
+        (SHARED + "{{ ns.x | string }}", TOO_LONG),
+        (SHARED + "{{ ns.x | tojson }}", TOO_LONG),
+        (SHARED + "{{ ns.x ~ '' }}", TOO_LONG),
+        (SHARED + "{{ '%s' % ns.x }}", TOO_LONG),
+        ("{% set x %}{% for i in range(9) %}{{ big }}{% endfor %}{% endset %}", TOO_LONG),
+        ("{% macro f() %}{{ big }}{{ big }}{{ big }}{% endmacro %}{{ f() }}", TOO_LONG),
+        (
+            "{% set ns = namespace(x=[]) %}{% for i in range(99) %}"
+            "{% set ns.x = ns.x + [big ~ i] %}{% endfor %}",
+            "characters in all",
+        ),
+        ("{{ lipsum(n=99999) }}", "undefined"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )
@@ -171,16 +224,20 @@ def test_a_template_that_makes_too_much_is_stopped(
 ) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_CHARS", 10_000)
     with pytest.raises(RequestError, match=match):
-        ChatTemplate(source).render([USER])
+        ChatTemplate(source).render([USER], variables={"big": "a" * 4_000})
 
 
 def test_what_honest_templates_do_with_numbers_and_loops_still_works() -> None:
     source = (
-        "{{ '-' * 3 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ '%02d' % 5 }}"
+        "{{ '-' * 3 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ '%02d' % 5 }}{{ 'a' ~ 1 ~ 2.5 ~ none }}"
+        "{{ 'a, b'.split(', ') | join('+') }}{{ '{:>3}'.format(7) }}{{ [1] + [2] }}"
+        "{{ 'x' | center(3) }}|{{ 'a\nb' | indent(2) }}|{{ nothing | join(',') }}"
         "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}"
         "{% endfor %}{% for n in nothing %}{% endfor %}"
     )
-    assert ChatTemplate(source).render([USER, MORE]) == "---10243051/2,2/2"
+    assert ChatTemplate(source).render([USER, MORE]) == (
+        "---1024305a12.5Nonea+b  7[1, 2] x |a\n  b|1/2,2/2"
+    )
 
 
 def test_values_nested_too_deep_are_the_requests_fault() -> None:

@@ -6,11 +6,14 @@ an error that names it.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pippin.decode.closed_objects import closed
@@ -25,41 +28,99 @@ if TYPE_CHECKING:
     import numpy as np  # processes that are forked do without its threads
 
 SILENT = 0
+NO_GRAMMAR = "("  # a matcher of it has failed, and follows nothing
+NUM_EXECUTORS = 2
 DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that is not allowed
+# CPU time that following a grammar may take in one reply. An ambiguous grammar takes longer the
+# longer the reply is.
+FREE_SECONDS = 1.0
+TOKEN_SECONDS = 0.002
+SLOW_SECONDS = 0.001  # a step that takes longer builds states, which all copies keep
+# Of steps that take longer, beyond that: then a thread follows the grammar. Copies of it wait for
+# each other (they have one lexer), so all of them are slow, and stay so.
+MAX_SLOW_SECONDS = 0.03
+
+
+@dataclass
+class Growth:
+    """CPU time of steps that are slow. If a grammar's lexer builds states: some 200 MB a second."""
+
+    seconds: float = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds > MAX_SLOW_SECONDS
 
 
 class CompiledGrammar:
     """A grammar of llguidance's, at one point of one reply."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, growth: Growth | None = None
+    ) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
+        self._spent = 0.0  # CPU seconds
+        self._mask_seconds = 0.0  # of the last mask
+        self._num_tokens = 0
+        self.growth = Growth() if growth is None else growth  # of all copies
 
     def copy(self) -> CompiledGrammar:
         """The same grammar for another reply; what was computed for one serves both."""
-        return CompiledGrammar(self._matcher.deep_copy())
+        return CompiledGrammar(self._matcher.deep_copy(), self._tokenizer, self.growth)
 
     @property
     def finished(self) -> bool:
         return self._matcher.is_stopped()
 
+    @property
+    def slow(self) -> bool:
+        return self.growth.is_slow
+
     def fill_mask(self, mask: np.ndarray) -> None:
         assert mask.dtype.name == "int32"
         assert mask.flags.c_contiguous
+        began = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._check()
+        self._mask_seconds = thread_time() - began
+        self._check(self._mask_seconds)
 
     def forced(self) -> list[int]:
+        began = thread_time()
         tokens = self._matcher.compute_ff_tokens()
-        self._check()
+        self._check(thread_time() - began)
         # A tokenizer may spell the forced text with a token that is longer than what is forced.
         return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._matcher.consume_tokens(list(tokens))
-        self._check()
+        """The mask before has tried these tokens, so this takes no longer than it did."""
+        self._num_tokens += len(tokens)
+        if not self.slow:
+            self._matcher.consume_tokens(list(tokens))
+            self._check(0.0)
+            return
+        began = perf_counter()
+        self._consume_unlocked(tokens)
+        self._check(min(perf_counter() - began, self._mask_seconds))
 
-    def _check(self) -> None:
+    def _consume_unlocked(self, tokens: Sequence[int]) -> None:
+        """Without Python's lock, which llguidance releases where it follows several matchers. A
+        thread of its own does it, whose CPU time is not known."""
+        idle = LLMatcher(self._tokenizer, NO_GRAMMAR, log_level=SILENT)
+        for token in tokens:
+            _executor().consume_token_par([(self._matcher, token), (idle, token)])
+
+    def _check(self, seconds: float) -> None:
+        """Raise if the last call failed, or if the reply has no CPU time left for what it took."""
+        self._spent += seconds
+        self.growth.seconds += max(0.0, seconds - SLOW_SECONDS)
         if not self._matcher.is_error():
+            if self._spent > FREE_SECONDS + TOKEN_SECONDS * self._num_tokens:
+                raise RequestError(
+                    f"the grammar is too complex: to follow it for {self._num_tokens:,} tokens "
+                    f"took {self._spent:.1f} s of CPU time; the limit is {FREE_SECONDS:g} s and "
+                    f"{TOKEN_SECONDS * 1000:g} ms a token. Make it less ambiguous"
+                )
             return
         message = in_one_line(self._matcher.get_error())
         if DISOBEYED in message:
@@ -77,7 +138,12 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGramma
     complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if complaints:
         raise RequestError(f"{spec.kind}: {in_one_line(complaints[0])}", param=spec.kind)
-    return CompiledGrammar(matcher)
+    return CompiledGrammar(matcher, vocabulary.tokenizer)
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    return LLExecutor(num_threads=NUM_EXECUTORS)
 
 
 def prove_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> None:

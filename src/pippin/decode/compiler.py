@@ -23,6 +23,7 @@ from pippin.types import GrammarSpec
 
 T = TypeVar("T")
 REMEMBERED_GRAMMARS = 64
+REMEMBERED_GROWTH = 0.5  # CPU seconds that built lexer states of grammars: some 100 MB
 REMEMBERED_REFUSALS = 1024
 NUM_THREADS = 2  # a large grammar does not hold up a small one
 
@@ -48,7 +49,7 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """The grammar before a reply's first token, to be copied; or the error."""
-        self._remember()
+        self.trim()
         if (known := self._compiled.get(spec)) is not None:
             self._compiled.move_to_end(spec)
             return known
@@ -57,15 +58,18 @@ class GrammarCompiler:
             known = self._compiling[spec] = self._submit(lambda: self._compile(spec, loading))
         return known
 
-    def _remember(self) -> None:
-        """Move what has been compiled since to `_compiled`. Errors evict no grammar."""
+    def trim(self) -> None:
+        """Move what has been compiled since to `_compiled`; errors evict no grammar. Evict the
+        least recently used, by number, and by what their lexers have grown to in replies."""
         for spec, future in list(self._compiling.items()):
             if future.done():
                 del self._compiling[spec]
                 if future.exception() is None:
                     self._compiled[spec] = future
-                    if len(self._compiled) > REMEMBERED_GRAMMARS:
-                        self._compiled.popitem(last=False)
+        growth = sum(future.result().growth.seconds for future in self._compiled.values())
+        while len(self._compiled) > REMEMBERED_GRAMMARS or growth > REMEMBERED_GROWTH:
+            _, evicted = self._compiled.popitem(last=False)
+            growth -= evicted.result().growth.seconds
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -88,12 +92,12 @@ class GrammarCompiler:
         return self._vocabulary
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        with _large_stacks():  # of a thread that this may start
+        with large_stacks():  # of a thread that this may start
             return self._threads.submit(work)
 
 
 @contextmanager
-def _large_stacks() -> Iterator[None]:
+def large_stacks() -> Iterator[None]:
     """What a child compiled on its stack cannot overflow one of twice the size."""
     before = threading.stack_size(2 * STACK_BYTES)
     try:

@@ -19,6 +19,11 @@ class Grammar(Protocol):
         """The reply is whole: nothing can follow but its end."""
         ...
 
+    @property
+    def slow(self) -> bool:
+        """The next call may take long: a thread makes it, and no step waits. It stays so."""
+        ...
+
     def fill_mask(self, mask: np.ndarray) -> None:
         """Write which tokens are allowed next into `mask`, packed int32 [words]: 1 if allowed.
 

@@ -80,6 +80,7 @@ class Loop:
                 self._commit(launched)
         if previous is None and launched is None:  # a grammar is compiled, or something is loaded
             self.scheduler.compiling.wait(COMPILING_SECONDS)
+            self.scheduler.following.wait(COMPILING_SECONDS)
             self.scheduler.traffic.wait(COMPILING_SECONDS)
         if self._num_failed >= MAX_FAILED_STEPS:
             self._give_up()
@@ -279,6 +280,7 @@ class Loop:
         if self.failure is None:
             self._write_behind()
         self.scheduler.traffic.close()
+        self.scheduler.following.close()
         self.backend.close()
         if self.scheduler.compiler is not None:
             self.scheduler.compiler.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,14 @@ class Outbox:
             )
         )
 
-    def end(self, request: Request, finish: FinishReason) -> None:
+    def end(
+        self, request: Request, finish: FinishReason | None, tokens: Sequence[int] = ()
+    ) -> None:
+        """Its last tokens, which no step has sampled; without `finish` more follow."""
         self._deltas.append(
             TokenDelta(
                 request.id,
+                list(tokens),
                 accepted_drafts=request.accepted_drafts,
                 rejected_drafts=request.rejected_drafts,
                 finish=finish,

@@ -8,7 +8,14 @@ from pippin.backends.base import Admit, StepResult
 from pippin.metrics import EngineMetrics
 from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.planning.admission import Admission
-from pippin.scheduler.planning.constraints import Compiling, append_tokens, client_error
+from pippin.scheduler.planning.constraints import (
+    Compiling,
+    Followed,
+    Following,
+    append_forced,
+    append_tokens,
+    client_error,
+)
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import Quality, RunningSlot, Stage
 from pippin.scheduler.step_observer import Observer
@@ -18,10 +25,16 @@ from pippin.types import FinishReason, GrammarSpec
 
 class Registry:
     def __init__(
-        self, metrics: EngineMetrics, compiling: Compiling, admission: Admission, traffic: Traffic
+        self,
+        metrics: EngineMetrics,
+        compiling: Compiling,
+        following: Following,
+        admission: Admission,
+        traffic: Traffic,
     ) -> None:
         self._metrics = metrics
         self._compiling = compiling
+        self._following = following
         self._admission = admission
         self._traffic = traffic
         self.requests: dict[str, Request] = {}
@@ -34,7 +47,8 @@ class Registry:
     @property
     def num_coming_tokens(self) -> int:
         """Of requests that will be in the queue when something is compiled or loaded for them."""
-        return self._compiling.num_tokens + self._traffic.num_loading_tokens
+        compiling = self._compiling.num_tokens + self._following.num_coming_tokens
+        return compiling + self._traffic.num_loading_tokens
 
     @property
     def running(self) -> list[RunningSlot]:
@@ -60,8 +74,41 @@ class Registry:
     def take_compiled(self) -> None:
         """Into the queue with those whose grammars are there now."""
         for request in self._compiling.take_done(self.fail):
+            if request.grammar is not None and request.grammar.slow:
+                self._following.start(request)
+            self._enqueue(request)
+
+    def take_followed(self) -> None:
+        """Those that run go on, those that wait for it get into the queue."""
+        for request, future in self._following.take_done():
+            try:
+                self._take_forced(request, future.result())
+            except Exception as error:  # whatever a grammar's library raises
+                self.fail(request, client_error(error))
+                continue
+            if request.phase == "compiling":
+                request.phase = "waiting"
+                self._enqueue(request)
+
+    def _take_forced(self, request: Request, followed: Followed) -> None:
+        tokens, reason = append_forced(request, followed.forced)
+        if reason is None and followed.finished:
+            reason = "stop"
+        request.mask = followed.mask
+        self._metrics.generated_tokens += len(tokens)
+        self._metrics.forced_tokens += len(tokens)
+        if tokens or reason is not None:
+            self.outbox.end(request, reason, tokens)
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _enqueue(self, request: Request) -> None:
+        """Into the queue; while a thread follows its grammar, when that is done."""
+        if request.followed:
+            request.phase = "compiling"
+        else:
             self._admission.add(request)
-            self.notify(request)
+        self.notify(request)
 
     def count_started(self, admit: Sequence[Admit]) -> None:
         """What the cache saved them; once each."""
@@ -82,8 +129,7 @@ class Registry:
         num_before = request.num_preemptions
         request.requeue(damaged=running.damaged)
         self._metrics.preemptions += request.num_preemptions - num_before
-        self._admission.add(request)
-        self.notify(request)
+        self._enqueue(request)
 
     def take_tokens(self, request: Request, slot: int, result: StepResult) -> None:
         """What a step drew for it, and what its grammar forces after that; it may end with it."""
@@ -91,8 +137,11 @@ class Registry:
             self.outbox.embedding(request, result.hidden[slot])
             self._finish(request, "stop")
             return
+        request.mask = None
+        # Where a row of it is in flight, as when it has just become slow, its mask is awaited.
+        in_thread = request.grammar is not None and request.grammar.slow and not request.in_flight
         try:
-            tokens, reason = append_tokens(request, result.tokens[slot])
+            tokens, reason = append_tokens(request, result.tokens[slot], in_thread=in_thread)
         except Exception as error:  # whatever a grammar's library raises
             self.fail(request, client_error(error))
             return
@@ -101,6 +150,8 @@ class Registry:
         self._metrics.forced_tokens += len(tokens) - len(result.tokens[slot])
         if reason is not None:
             self._finish(request, reason)
+        elif in_thread:
+            self._following.start(request, result.tokens[slot])
 
     def notify(self, request: Request) -> None:
         if self.observer is not None:
@@ -138,6 +189,7 @@ class Registry:
         self._metrics.requests_finished += 1
 
     def _end(self, request: Request, reason: FinishReason) -> None:
+        self._following.remove(request)
         if request.phase == "compiling":
             self._compiling.remove(request)
         elif request.phase == "loading":
@@ -147,6 +199,8 @@ class Registry:
         elif not (running := self.running_slots[request.slot]).preempting:
             self.leaving.append(running)
         request.end(reason)
+        if request.grammar is not None:
+            self._compiling.trim()
         self._traffic.ended(request)
         del self.requests[request.id]
         self.on_end(request)

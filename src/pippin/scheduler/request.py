@@ -58,6 +58,8 @@ class Request:
     host_len: int = 0  # of these, loaded for it from the host's memory
     disk_len: int = 0  # and from disk
     peer_len: int = 0  # and from a prefill engine
+    mask: np.ndarray | None = None  # int32 [words]: of its next token, where its grammar is slow
+    followed: bool = False  # a thread makes that mask
     was_wanted: bool = False  # a prefill engine was asked for its prompt: once
     tiers_tried: int = 0  # in so many tiers below memory, since it was queued
     # Tokens [start, end) that were loaded for it, from each tier.
@@ -137,6 +139,18 @@ class Request:
     def runs_ahead(self) -> bool:
         """Tokens that its grammar forces are known before they are drawn: no scores are wanted."""
         return self.params.logprobs is None and self.params.prompt_logprobs is None
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """Its grammar is slow, and what its next token may be is not known yet: no row of it."""
+        if self.grammar is None:
+            return False
+        return self.followed or (self.grammar.slow and self.num_sampled > len(self.output))
+
+    @property
+    def in_flight(self) -> bool:
+        """Beside the sample that is being committed another one is planned."""
+        return self.num_sampled > len(self.output) + 1
 
     @property
     def samples_left(self) -> bool:

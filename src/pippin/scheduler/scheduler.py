@@ -34,7 +34,7 @@ from pippin.scheduler.pacing.costs import Timed
 from pippin.scheduler.pacing.pace import SMALLEST_CHUNK, Pace
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.chunks import Chunker
-from pippin.scheduler.planning.constraints import Compiling, make_masks
+from pippin.scheduler.planning.constraints import Compiling, Following, make_masks
 from pippin.scheduler.planning.prompt_planner import PromptPlanner
 from pippin.scheduler.planning.reply_planner import ReplyPlanner
 from pippin.scheduler.registry import Registry
@@ -66,7 +66,10 @@ class Scheduler:
         self.admission = Admission(self.costs, self.budget, self.slots, self.cache, limits)
         self.compiling = Compiling(self.compiler)
         self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache, self.pushes)
-        self.registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
+        self.following = Following(self.spec.vocab_size)
+        self.registry = Registry(
+            self.metrics, self.compiling, self.following, self.admission, self.traffic
+        )
         if self.speculation is not None:
             self.registry.on_end = self.speculation.forget
             self.metrics.drafters.update(self.speculation.no_counts)
@@ -141,7 +144,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """In the queue, or about to be."""
-        return len(self.admission.queue) + len(self.compiling) + self.traffic.num_loading
+        coming = len(self.compiling) + self.following.num_coming + self.traffic.num_loading
+        return len(self.admission.queue) + coming
 
     @property
     def has_work(self) -> bool:
@@ -163,6 +167,7 @@ class Scheduler:
                 return sent
         step = self.inflight_steps.next_step
         self.registry.take_compiled()
+        self.registry.take_followed()
         for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
             self.registry.notify(request)
         retire, retired = self._plan_retires(step)

@@ -13,7 +13,7 @@ known draws that token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from pippin.backends.base import StepPlan
 from pippin.backends.masks import allow_only, full_masks
 from pippin.decode.compile import CompiledGrammar
-from pippin.decode.compiler import GrammarCompiler
+from pippin.decode.compiler import GrammarCompiler, large_stacks
 from pippin.decode.grammar import Grammar
 from pippin.errors import PippinError
 from pippin.scheduler.request import Request
@@ -29,6 +29,7 @@ from pippin.scheduler.running_slot import RunningSlot
 from pippin.types import FinishReason, GrammarSpec
 
 Fail = Callable[[Request, Exception], None]  # ends a request with an error
+NUM_THREADS = 2  # that follow slow grammars: all of them busy, the next slow one waits for them
 
 
 @dataclass
@@ -50,8 +51,13 @@ class Compiling:
         self.num_tokens += request.num_queued
 
     def remove(self, request: Request) -> None:
-        del self._pending[request]
-        self.num_tokens -= request.num_queued
+        if self._pending.pop(request, None) is not None:
+            self.num_tokens -= request.num_queued
+
+    def trim(self) -> None:
+        """A reply ended: a grammar that has grown with it is forgotten."""
+        if self.compiler is not None:
+            self.compiler.trim()
 
     def take_done(self, fail: Fail) -> list[Request]:
         """Those that may start now, in order of arrival; what is no grammar ends its request."""
@@ -75,6 +81,86 @@ class Compiling:
             wait(self._pending.values(), seconds, return_when=FIRST_COMPLETED)
 
 
+@dataclass(frozen=True)
+class Followed:
+    """What a grammar says of the place behind the last known token."""
+
+    forced: list[int]  # known now: the place is behind them
+    finished: bool
+    mask: np.ndarray  # int32 [words], packed
+
+
+@dataclass
+class Following:
+    """Replies whose grammars are slow. Threads follow these: no step has a row of such a reply
+    before its mask is there, so none waits for it."""
+
+    vocab_size: int
+    _pending: dict[Request, Future[Followed]] = field(default_factory=dict)
+    _threads: ThreadPoolExecutor | None = None
+
+    @property
+    def num_coming(self) -> int:
+        """Those that are not in the queue yet."""
+        return sum(request.phase == "compiling" for request in self._pending)
+
+    @property
+    def num_coming_tokens(self) -> int:
+        pending = self._pending
+        return sum(request.num_queued for request in pending if request.phase == "compiling")
+
+    def start(self, request: Request, tokens: Sequence[int] = ()) -> None:
+        """Append `tokens` to what its grammar has followed, and make the mask behind them."""
+        assert request.grammar is not None
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="follow")
+        request.mask, request.followed = None, True
+        with large_stacks():  # of a thread that this may start
+            self._pending[request] = self._threads.submit(
+                _follow, request.grammar, list(tokens), self.vocab_size, request.runs_ahead
+            )
+
+    def remove(self, request: Request) -> None:
+        if (future := self._pending.pop(request, None)) is not None:
+            future.cancel()
+
+    def take_done(self) -> list[tuple[Request, Future[Followed]]]:
+        done = [(request, future) for request, future in self._pending.items() if future.done()]
+        for request, _ in done:
+            del self._pending[request]
+            request.followed = False
+        return done
+
+    def wait(self, seconds: float) -> None:
+        """Until one is done, where nothing else is to be done."""
+        if self._pending:
+            wait(self._pending.values(), seconds, return_when=FIRST_COMPLETED)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _follow(grammar: Grammar, tokens: Sequence[int], vocab_size: int, runs_ahead: bool) -> Followed:
+    """In a thread. The mask is first: it is made without Python's lock, and what is forced is
+    cheap to say then."""
+    if tokens:
+        grammar.advance(tokens)
+    mask = full_masks(1, vocab_size)[0]
+    if grammar.finished:
+        return Followed([], True, mask)
+    grammar.fill_mask(mask)
+    forced = grammar.forced()
+    if forced and not (tokens and runs_ahead):
+        allow_only(mask, forced[0])
+        return Followed([], False, mask)
+    if forced:
+        grammar.advance(forced)
+        if not grammar.finished:
+            grammar.fill_mask(mask)
+    return Followed(forced, grammar.finished, mask)
+
+
 def make_masks(
     plan: StepPlan, owners: Mapping[int, RunningSlot], vocab_size: int, fail: Fail
 ) -> np.ndarray:
@@ -84,6 +170,8 @@ def make_masks(
         request = owners[row.slot].request
         if row.end < request.num_tokens:
             allow_only(mask, request.token(row.end))
+        elif request.mask is not None:
+            mask[:] = request.mask
         elif request.running and request.grammar is not None:
             try:
                 _fill(mask, request.grammar, request)
@@ -103,9 +191,11 @@ def _fill(mask: np.ndarray, grammar: Grammar, request: Request) -> None:
 
 
 def append_tokens(
-    request: Request, sampled: Sequence[int]
+    request: Request, sampled: Sequence[int], *, in_thread: bool = False
 ) -> tuple[list[int], FinishReason | None]:
     """Append what was sampled, and what the request's grammar forces after it.
+
+    `in_thread`: the grammar is left to a thread.
 
     Returns these tokens, and why the last of them ends the reply.
     """
@@ -114,18 +204,25 @@ def append_tokens(
     assert not any(reasons[:-1]), "no draft is accepted behind the end of a reply"
     reason = reasons[-1]
     grammar = request.grammar
-    if grammar is None:
+    if grammar is None or in_thread:
         return tokens, reason
     grammar.advance(tokens)
     forced = grammar.forced() if request.runs_ahead and reason is None else []
-    for known in forced:
-        reason = request.append(known)
-        tokens.append(known)
-        if reason is not None:
-            break
+    known, reason = append_forced(request, forced) if forced else ([], reason)
+    tokens += known
     if len(tokens) > len(sampled):
         grammar.advance(tokens[len(sampled) :])
     return tokens, "stop" if reason is None and grammar.finished else reason
+
+
+def append_forced(request: Request, forced: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+    """Append these up to the reply's end; which, and why it ends."""
+    tokens: list[int] = []
+    for token in forced:
+        tokens.append(token)
+        if (reason := request.append(token)) is not None:
+            return tokens, reason
+    return tokens, None
 
 
 def client_error(error: BaseException) -> Exception:

@@ -91,7 +91,9 @@ class ReplyPlanner:
 
     def _samples(self, running: RunningSlot) -> bool:
         request = running.request
-        return request.phase == "decode" and request.samples_left and running.stage is Stage.RUNNING
+        if request.phase != "decode" or not request.samples_left:
+            return False
+        return running.stage is Stage.RUNNING and not request.waits_for_mask
 
     def _token(self, step: int, running: RunningSlot, draft: Draft) -> DecodeRow:
         request, position = running.request, running.row_len

@@ -36,6 +36,7 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     AttributeError,
     RecursionError,
+    MemoryError,
 )
 
 
@@ -145,7 +146,8 @@ class ChatTemplate:
             )
         except _TEMPLATE_ERRORS as error:
             raise RequestError(
-                f"the model's chat template refused the messages: {error}", param="messages"
+                f"the model's chat template refused the messages: {str(error) or repr(error)}",
+                param="messages",
             ) from error
 
 

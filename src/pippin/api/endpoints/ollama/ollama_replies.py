@@ -95,6 +95,7 @@ class OllamaReplies:
         try:
             found = await self._prepare(request, prepare)
         except _Unload as unload:
+            self._state.admins.check(request.scope)
             self._state.models.get(unload.name).keep_alive(0.0)
             record_of(request.scope).ignored = unload.load.leniency.header()
             return _without_text(unload.name, unload.load, empty)
@@ -141,12 +142,18 @@ class OllamaReplies:
         return await self._prepare(request, prepare)
 
     async def _prepare(self, request: Request, work: Callable[[Any, ServedText], R]) -> Prepared[R]:
-        """`keep_alive` counts from the end of this request."""
-        given: list[Any] = []
+        """`keep_alive` counts from the end of this request. It is every client's model, so where
+        keys are set an admin's `keep_alive` alone has an effect."""
+        given: list[Any] = [None]
+        is_admin = self._state.admins.admit(request.scope)
 
         def noting(fields: Any, served: ServedText) -> R:
             job = work(fields, served)
-            given[:] = [spread(fields).get("keep_alive")]
+            keep_alive = spread(fields).get("keep_alive")
+            if is_admin:
+                given[:] = [keep_alive]
+            elif keep_alive is not None and served.model.on_demand:
+                job.leniency.ignore("keep_alive", "it needs an admin key (--admin-key)")
             return job
 
         found = await self._state.prepare(request, noting)
