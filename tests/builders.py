@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+import pippin.cache.tiers.tier_io as tier_io_module
 import pippin.scheduler.loop as loop_module
 from pippin.backends.base import Backend
 from pippin.backends.fake import FakeBackend, mix, placed
@@ -58,13 +59,14 @@ class Clocked(Protocol):
 
 @contextmanager
 def loop_clock(backend: Clocked) -> Iterator[None]:
-    """The loop reads the backend's clock: what pace learns is the same in every run."""
+    """The loop, and those who read from tiers, read the backend's clock: what they learn of costs
+    is the same in every run."""
     real = loop_module.perf_counter
-    loop_module.perf_counter = lambda: backend.now
+    loop_module.perf_counter = tier_io_module.perf_counter = lambda: backend.now
     try:
         yield
     finally:
-        loop_module.perf_counter = real
+        loop_module.perf_counter = tier_io_module.perf_counter = real
 
 
 def make_scheduler(

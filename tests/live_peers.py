@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,19 @@ def ask_all(
     **kwargs: Any,
 ) -> list[Reply]:
     replies = [decode.client.submit(prompt, **kwargs) for prompt in prompts]
+    loop = decode.client.loop
+    run_until(lambda: loop.idle and all(reply.finish for reply in replies), prefill, decode)
+    return replies
+
+
+def run_until(holds: Callable[[], bool], prefill: LivePrefill | None, decode: LiveDecode) -> None:
     for _ in range(MAX_STEPS):
         if prefill is not None:
             prefill.step()
-        if decode.client.loop.idle and all(reply.finish for reply in replies):
-            return replies
+        if holds():
+            return
         decode.client.step()
-    raise AssertionError("not idle")
+    raise AssertionError("it never holds")
 
 
 @contextmanager

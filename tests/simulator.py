@@ -45,6 +45,7 @@ from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.planning.admission import LOOKAHEAD
 from pippin.scheduler.planning.inflight_prefixes import common_prefix_len
 from pippin.scheduler.request import Request
+from pippin.scheduler.running_slot import RunningSlot, Stage
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
 from pippin.scheduler.speculation.drafter import DeviceDrafter
@@ -61,6 +62,9 @@ MAX_DRAIN_STEPS = 60_000
 # of them a few hundred tokens, in chunks of 32.
 MAX_STEPS_IN_LINE = 256
 WITHOUT_PROMPTS = 1 / 8  # a step in which streams had the device to themselves counts so much
+# In which a request stays set aside though all that it waits for was planned: until the step with
+# it has been committed or, for the end of a reply, the step that retires its row.
+MAX_STEPS_ASIDE = 8
 SWEEP_EVERY = 64  # steps between full counts of the tree
 
 Fault = Literal[
@@ -368,6 +372,7 @@ class World:
     by_id: dict[str, Ask] = field(default_factory=dict)  # those without grammars
     leaving: list[Ask] = field(default_factory=list)  # those who will not wait for their end
     doomed: set[str] = field(default_factory=set)  # had a row in a step that failed
+    aside: dict[tuple[str, RunningSlot], int] = field(default_factory=dict)  # steps, for nothing
     first: tuple[str | None, float] = (None, 0)  # in line, though there is room; for so many steps
 
     def __post_init__(self) -> None:
@@ -383,6 +388,7 @@ class World:
         self.workers = Workers()
         self.client = Client(self._make_loop(self.backend))
         self._num_faults = 0  # in a row
+        self._asks_alike = random.Random(f"choices {self.seed}").random() < 0.5
         self._num_salts = random.Random(f"salts {self.seed}").choice((1, 1, 2, 4))
 
     def _make_loop(self, backend: SimulatedBackend) -> Loop:
@@ -502,6 +508,11 @@ class World:
             trunk = make_prompt(MAX_LEN // 3, 500_000 + len(self.asks))
             for number in range(LOOKAHEAD + 4):
                 self._ask([*trunk, number])
+        alike = random.Random(f"choices {self.seed} {self.steps_run}")
+        if self._asks_alike and self.asks and alike.random() < 0.03:  # as `n` > 1 does
+            prompt = self._prompt()
+            for _ in range(alike.choice((2, 4))):
+                self._ask(prompt)
         self._leave()
         if self.rng.random() < 0.002:
             self.client.loop.flush_cache()
@@ -521,7 +532,7 @@ class World:
             "logprobs": rng.choice((None, None, 2)),
         }
         if rng.random() < 0.3:
-            kwargs |= {"temperature": 0.0, "seed": None}
+            kwargs["temperature"] = 0.0
         toys = random.Random(f"{self.seed} {len(self.asks)}")
         run, length = toys.choice((0, 2, 7, 40)), toys.choice((None, None, toys.randrange(1, 60)))
         grammar = None
@@ -607,13 +618,14 @@ class World:
                 tiers.check_integrity()
 
     def _check_queue(self) -> None:
-        """No request waits for a prefill that has a lower priority than itself, and the first in
-        line starts soon while there are slots and bytes for it."""
+        """No request waits for a prefill that has a lower priority than itself, or for what does
+        not come any more; and the first in line starts soon while there are slots and bytes."""
         admission = self.client.loop.scheduler.admission
         for request, running in admission.waiters.pairs():
             assert running.priority >= request.priority, "a prefill did not inherit a priority"
         aside = len(admission.waiters)
         assert aside + len(admission.eligible) == len(admission.queue), "the queue does not add up"
+        self._check_aside()
         first = admission.eligible[0] if admission.eligible else None
         if first is None or not self._has_room(first):
             self.first = None, 0
@@ -624,9 +636,31 @@ class World:
         self.first = first.id, num_steps + counts if before == first.id else 0
         assert self.first[1] < MAX_STEPS_IN_LINE, f"{first.id} waits with slots and bytes free"
 
+    def _check_aside(self) -> None:
+        """A request that waits by choice is in line again soon after all that it waits for was
+        planned, in steps in which a slot is free for it."""
+        before, self.aside = self.aside, {}
+        for request, running in self.client.loop.scheduler.admission.waiters.pairs():
+            if _is_planned(running):
+                pair = request.id, running
+                self.aside[pair] = before.get(pair, 0) + self._takes_any()
+                behind = f"{request.id} is set aside behind {running.request.id}, for nothing"
+                assert self.aside[pair] <= MAX_STEPS_ASIDE, behind
+
+    def _takes_any(self) -> bool:
+        """Whether requests may start at all. Replies that may not be resumed (deterministic) never
+        need what others have: one that might has the engine to itself."""
+        scheduler = self.client.loop.scheduler
+        if not scheduler.slots.num_free:
+            return False
+        running = scheduler.registry.running
+        return not scheduler.limits.deterministic or all(
+            one.row_tokens >= one.request.max_total for one in running
+        )
+
     def _has_room(self, request: Request) -> bool:
         scheduler = self.client.loop.scheduler
-        if not scheduler.slots.num_free or scheduler.limits.deterministic:
+        if not self._takes_any():
             return False
         if scheduler.admission.refused is not None:  # one that may not be passed over lacks bytes
             return False
@@ -695,6 +729,16 @@ class World:
             return True
         total = len(ask.prompt) + len(ask.expected[0])
         return self.backend.row_bytes(total) > self.setting.capacity_bytes
+
+
+def _is_planned(running: RunningSlot) -> bool:
+    """Whether no later step computes more of what requests wait for."""
+    request = running.request
+    if running.stage is not Stage.RUNNING:
+        return True
+    if request.completed:  # the rest of its reply is run, and then all of it captured
+        return running.row_len >= request.num_tokens
+    return request.phase != "prefill"
 
 
 def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:

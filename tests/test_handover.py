@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from builders import Reply, ToyGrammar
-from live_peers import LiveDecode, LivePrefill, ask, ask_all, pair_of
+from live_peers import LiveDecode, LivePrefill, ask, pair_of, run_until
 from pippin.config import EngineConfig, ModelConfig
 from pippin.config.engine import Speculate
 from pippin.messages import Submit, pack_tokens
@@ -123,9 +123,15 @@ def test_what_was_handed_over_is_preempted_and_resumed(monkeypatch: pytest.Monke
     with pair_of(first, decode_model=second, prefill=engine, decode=engine) as (prefill, decode):
         loop = decode.client.loop
         loop.scheduler.budget.capacity = 3 * loop.backend.row_bytes(PROMPT_LEN + 20)
+        slots, queue = loop.scheduler.slots, loop.scheduler.admission.queue
+        held = [slots.acquire() for _ in range(slots.num_free)]
         prompts = [make_prompt(seed) for seed in range(4)]
-        params = {"max_tokens": 160}
-        replies = ask_all(prefill, decode, prompts, **params)
+        params = {"max_tokens": 200}  # two such rows do not fit
+        replies = [decode.client.submit(prompt, **params) for prompt in prompts]
+        run_until(lambda: len(queue) == len(prompts), prefill, decode)
+        for slot in held:  # all that was handed over is there: as many start as fit
+            slots.release(slot)
+        run_until(lambda: all(reply.finish for reply in replies), prefill, decode)
         assert loop.scheduler.metrics.preemptions > 0
         assert sum(reply.peer_tokens for reply in replies) >= 2 * PROMPT_LEN
         for reply, prompt in zip(replies, prompts, strict=True):

@@ -269,6 +269,24 @@ def test_a_request_waits_for_what_will_be_in_the_tree_and_no_longer(
     check_idle(client)
 
 
+@both_modes
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_nobody_waits_for_a_state_that_had_no_room(overlap: bool, deterministic: bool) -> None:
+    backend = FakeBackend(components=(S,), knows_head=False)
+    client = make_client(backend=backend, overlap=overlap, deterministic=deterministic)
+    budget = client.loop.scheduler.budget
+    enough, budget.capacity = budget.capacity, backend.row_bytes(500)
+    first = client.submit(make_prompt(128), max_tokens=200)
+    client.step()
+    budget.capacity = enough
+    second = client.submit(make_prompt(128), max_tokens=4)
+    while not second.finish:
+        client.step()
+        assert len(first.tokens) < 20
+    client.run()
+    check_idle(client)
+
+
 def test_a_prefill_inherits_the_priority_of_a_request_that_waits_for_it() -> None:
     """Else that request would wait for as long as others of its own priority arrive."""
     client = make_client(num_slots=8, chunk=64, max_len=1 << 15)

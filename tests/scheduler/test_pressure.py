@@ -12,6 +12,7 @@ import pytest
 from builders import Client, ToyGrammar, check_idle, make_client, make_loop, make_prompt, oracle
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
+from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.tree.components import STATE
 from pippin.errors import DeviceFailed
 from pippin.scheduler.loop import MAX_FAILED_STEPS
@@ -68,33 +69,61 @@ def test_of_thinned_checkpoints_the_last_are_kept() -> None:
     check_idle(client)
 
 
-def test_checkpoints_of_replies_evict_no_cached_prefix() -> None:
+def test_checkpoints_of_replies_evict_no_cached_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes = [make_prompt(512, 1000 + number) for number in range(10)]
 
-    def restorable(capacity: int) -> tuple[list[int], list[int], int]:
-        """Of each prefix, before and while replies grow; and the bytes of the prefixes."""
+    def restorable(capacity: int, *, with_checkpoints: bool = True) -> tuple[list[int], int]:
+        """Of each prefix, once replies have grown; and the bytes of the prefixes."""
         backend = FakeBackend(components=(A, S), num_slots=16, max_len=1 << 14)
         client = make_client(backend=backend, num_slots=8, chunk=512, capacity_bytes=capacity)
-        cache = client.loop.scheduler.cache
+        scheduler = client.loop.scheduler
+        cache = scheduler.cache
         assert cache is not None
         for prefix in prefixes * 4:
             client.ask([*prefix, 1, 2, 3], max_tokens=1)
         before, nbytes = [cache.probe_prompt(prefix) for prefix in prefixes], cache.nbytes
-        for number in range(8):
-            client.submit(make_prompt(200, number), max_tokens=2000)
-        for _ in range(1900):
-            client.step()
+        with monkeypatch.context() as patch:
+            if not with_checkpoints:
+                patch.setattr(CheckpointPolicy, "captures_decode", lambda *_: False)
+            for number in range(8):
+                client.submit(make_prompt(200, number), max_tokens=2000)
+            kept = False
+            for _ in range(1900):
+                client.step()
+                kept |= any(running.checkpoints for running in scheduler.running_slots.values())
         after = [cache.probe_prompt(prefix) for prefix in prefixes]
+        if capacity == 1 << 40:
+            assert kept
+            assert after == before
+        assert with_checkpoints or not kept
         client.run()
         check_idle(client)
-        return before, after, nbytes
+        return after, nbytes
 
-    before, after, nbytes = restorable(1 << 40)
-    assert after == before
-    # Now with no more room than rows and prefixes need.
-    row_bytes = FakeBackend(components=(A, S), max_len=1 << 14).row_bytes
-    _, after, _ = restorable(nbytes + 8 * row_bytes(2300))
-    assert after == before
+    _, nbytes = restorable(1 << 40)
+    # Now with no more room than rows and prefixes need. What was asked last is in the tree too, so
+    # rows that grow may evict a state; checkpoints evict none.
+    capacity = nbytes + 8 * FakeBackend(components=(A, S), max_len=1 << 14).row_bytes(2300)
+    assert restorable(capacity)[0] == restorable(capacity, with_checkpoints=False)[0]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 6))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_eviction_between_two_chunks_leaves_no_gap(overlap: bool, num_steps: int) -> None:
+    """What the tree has of a prompt is locked until the last chunk connects to it."""
+    client = make_client(overlap=overlap, components=(A, S), chunk=64)
+    client.submit(make_prompt(222), max_tokens=4)
+    client.step(num_steps)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    (running,) = client.loop.scheduler.running_slots.values()
+    computed = running.in_tree == 222
+    cache.evict(1 << 40)
+    client.run()
+    again = client.ask(make_prompt(222), max_tokens=4)
+    assert again.cached_tokens == (0 if computed else 222)
+    assert cache.tree.stats.gaps == 0
+    check_idle(client)
 
 
 def test_checkpoints_are_given_up_before_a_reply_is_preempted() -> None:

@@ -24,6 +24,9 @@ class Claims:
     cache: PrefixCache | None
     _transient_bytes: int = 0  # of the plan that is being made
 
+    def __post_init__(self) -> None:
+        self._has_kv = any(component.divides for component in self.costs.spec.components)
+
     def take_transient(self) -> int:
         """What the plan that was made has claimed: to be released when it is committed."""
         nbytes, self._transient_bytes = self._transient_bytes, 0
@@ -88,11 +91,16 @@ class Claims:
     def fit_chunk(self, step: int, running: RunningSlot, row: PrefillRow) -> PrefillRow:
         """The row as it is, with its last state alone, without states, or without captures.
 
-        Without its KV in the tree the chunks behind it would not connect: they capture nothing.
+        Without its KV in the tree the chunks behind it would not connect: they capture nothing. A
+        model of states alone has no KV: where its last chunk leaves no state, the tree gets nothing
+        of it.
         """
         if not row.captures:
             return row
-        for checkpoints in (row.checkpoints, row.checkpoints[-1:], ()):
+        choices = [row.checkpoints, row.checkpoints[-1:], ()]
+        if not self._has_kv and row.end == running.capture_len:
+            choices = choices[:2]
+        for checkpoints in choices:
             kept = replace(row, checkpoints=checkpoints)
             if self._fits(StepPlan(step, prefill=(kept,))):
                 return kept

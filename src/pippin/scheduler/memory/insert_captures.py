@@ -78,7 +78,7 @@ def _insert(capture: Capture, running: RunningSlot, cache: PrefixCache, budget: 
         running.lost_tree(capture.start - found.gap)
         return False
     running.entered_tree(capture.end)
-    if not capture.retired and request.phase == "prefill":
+    if not capture.retired and capture.end < running.capture_len:  # the next chunk connects to it
         running.move_tip(cache, cache.lock(found))
     return True
 
