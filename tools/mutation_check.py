@@ -69,7 +69,7 @@ def read_mutants() -> tuple[Mutant, ...]:
 
 MUTANTS = read_mutants()
 HELPERS = (
-    *("builders", "counted_lines", "damage", "evicted_segments"),
+    *("builders", "cases", "counted_lines", "damage", "evicted_segments"),
     *("live_peers", "memory_store", "peer_world", "peers", "processes", "simulator", "timed"),
 )
 
