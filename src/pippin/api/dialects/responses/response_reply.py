@@ -225,6 +225,7 @@ class ResponsesDialect(BlockStream):
             "truncation": "disabled",
             "usage": None,
             **self._echo,
+            **self._job.omitted,
         }
 
     def _usage(self) -> dict[str, Any]:
