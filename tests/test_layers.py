@@ -101,6 +101,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "offline": {
         *("types", "config", "messages", "metrics", "text", "sequences", "embedding", "tasks"),
         *("engine.build_loop", "engine.message_pump", "engine.engine_client"),
+        "scheduler.loop",
         "startup.resolve",
     },
     "offline.offline_requests": {

@@ -38,8 +38,8 @@ def test_all_that_is_imported_is_traced() -> None:
     names = ("builders", "pippin.api.app", "pippin.cli")
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
     code += "".join(f"import {name}\n" for name in names)
-    code += "print(*(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"
-    loaded = {Path(file) for file in run_python(code).split()}
+    code += "for m in sys.modules.values():\n    print(getattr(m, '__file__', None) or '')"
+    loaded = {Path(file) for file in run_python(code).splitlines() if file}
     ours = {path for path in loaded if any(path.is_relative_to(ROOT / d) for d in ("src", "tests"))}
     assert len(ours) > 100
     traced = set().union(*(tool.reached(tool._file_of(name)) for name in names))

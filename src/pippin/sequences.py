@@ -229,7 +229,7 @@ class GeneratedSequence:
         if delta.finish is None or self._detokenizer.stopped:
             return decoded.pieces, decoded.spans
         self._num_unseen = int(hides_last)
-        rest = self._detokenizer.close()
+        rest = self._detokenizer.close(is_cut=delta.finish == "length")
         return joined(decoded.pieces + rest.pieces), decoded.spans + rest.spans
 
     def _shown(self, span: TokenSpan) -> ShownToken:

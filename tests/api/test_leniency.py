@@ -204,6 +204,38 @@ def test_a_picture_has_a_text_in_its_place(read: Any, field: str, part: Any) -> 
         read(fields, refuses_images=True)
 
 
+def _of_ollama(stream: bool) -> dict[str, Any]:
+    message = {"role": "user", "content": "Look.", "images": [PNG_DATA]}
+    return {"messages": [message], "stream": stream}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field", "part", "place"),
+    [
+        ("/v1/chat/completions", "messages", IMAGES[0][2], "messages[].content[] (image_url)"),
+        ("/v1/responses", "input", IMAGES[1][2], "input[].content[] (input_image)"),
+        ("/v1/messages", "messages", IMAGES[2][2], "messages[].content[] (image)"),
+        ("/api/chat", "messages", None, "messages[].images (image)"),
+    ],
+)
+def test_the_reply_itself_lists_pictures_that_were_omitted(
+    path: str, field: str, part: Any, place: str, stream: bool
+) -> None:
+    asked = {"model": "stories", "stream": stream, "max_tokens": 9}
+    sent = {field: [{"role": "user", "content": [part]}]}
+    if path == "/api/chat":
+        asked, sent = {"model": "stories"}, _of_ollama(stream)
+    elif path == "/v1/responses":
+        del asked["max_tokens"]
+    with serving(ScriptedEngine(say("I see."), say("Hi."))) as url:
+        reply = httpx.post(url + path, json=asked | sent)
+        assert reply.status_code == 200, reply.text
+        assert f'"omitted":["{place}"]' in reply.text
+        plain = asked | {field: [USER]} | ({"stream": stream})
+        assert "omitted" not in httpx.post(url + path, json=plain).text
+
+
 def test_a_picture_in_a_tools_result_has_a_text_in_its_place() -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": [IMAGES[2][2]]}
     request = messages({"messages": [USER, {"role": "user", "content": [result]}]})

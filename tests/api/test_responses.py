@@ -113,6 +113,35 @@ def test_events_are_numbered_and_every_item_is_added_and_done() -> None:
     assert kinds.count("response.function_call_arguments.delta") > 3
 
 
+def test_a_response_has_every_field_of_open_responses_in_each_frame() -> None:
+    sent = {"presence_penalty": 0.5, "prompt_cache_key": "a", "safety_identifier": "b"}
+    with client_of(says(f"{THOUGHT}I look.")) as (client, _):
+        replies = [
+            whole(client, extra_body=sent).to_dict(),
+            *(
+                e.response.to_dict()
+                for e in whole(client, stream=True, extra_body=sent)
+                if hasattr(e, "response")
+            ),
+        ]
+        raw = httpx.post(f"{client.base_url}responses", json=asked(stream=True)).text
+    assert len(replies) == 4
+    for reply in replies:
+        assert (
+            reply.items()
+            >= {
+                **sent,
+                "frequency_penalty": 0.0,
+                "top_logprobs": 0,
+                "max_tool_calls": None,
+                "background": False,
+                "service_tier": "default",
+            }.items()
+        )
+        assert (reply["completed_at"] is not None) == (reply["status"] == "completed")
+    assert raw.endswith("data: [DONE]\n\n")
+
+
 def last_of_stream(client: Any, **fields: Any) -> Any:
     return list(whole(client, stream=True, **fields))[-1].response
 
@@ -136,7 +165,7 @@ def test_a_cut_call_is_an_incomplete_item(reply: Any) -> None:
         "function_call",
         "incomplete",
     )
-    assert call.arguments.startswith('{"city": "Tokyo"')
+    assert call.arguments.startswith('{"city": "Tokyo')
 
 
 def test_a_conversation_is_sent_back_as_it_came() -> None:
@@ -273,5 +302,6 @@ def test_an_error_in_a_stream_ends_it() -> None:
     with serving_qwen(fail("the device failed", after="x")) as (url, _):
         reply = httpx.post(f"{url}/v1/responses", json=asked(stream=True))
     events = [event.split("\n") for event in reply.text.strip().split("\n\n")]
+    assert events.pop() == ["data: [DONE]"]
     assert [name for name, _ in events[-2:]] == ["event: error", "event: response.failed"]
     assert "the device failed" in events[-1][1]

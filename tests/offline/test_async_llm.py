@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
+import subprocess
+import sys
+import time
+import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,7 +20,10 @@ import pytest
 from pippin import LLM, AsyncLLM, SamplingParams
 from pippin.backends.fake import FakeBackend
 from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.engine.build_loop import build_loop
 from pippin.errors import ContextOverflow, EngineDead, LoadError, RequestError
+from pippin.offline import async_llm
+from pippin.scheduler.loop import Loop
 from processes import PATIENCE_SECONDS
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -149,3 +158,76 @@ def test_who_waits_when_it_is_closed_hears_so() -> None:
             await call
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_SECONDS))
+
+
+def test_close_waits_until_nothing_of_the_engines_thread_is_left() -> None:
+    """mlx destroys what a thread has of it after Python's part of that thread has ended, with
+    Python's lock held: where the interpreter shuts down meanwhile, the process aborts."""
+    ended: list[str] = []
+    local = ctypes.c_uint()
+    system = ctypes.CDLL(None)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def slow(_: int) -> None:  # as such an object's destructor
+        time.sleep(0.2)
+        ended.append("destroyed")
+
+    assert system.pthread_key_create(ctypes.byref(local), slow) == 0
+
+    class Backend(FakeBackend):
+        def close(self) -> None:
+            system.pthread_setspecific(local, ctypes.c_void_p(1))
+
+    async def work(llm: AsyncLLM) -> None:
+        await llm.generate("a fox", GREEDY)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeBackend, "close", Backend.close)
+        run(work)
+    assert ended == ["destroyed"]
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "await asyncio.sleep(0)"])
+def test_a_program_that_closes_nothing_ends(ending: str) -> None:
+    program = f"""
+import asyncio
+import subprocess
+import sys
+from pippin import AsyncLLM
+from pippin.config import Config, ModelConfig
+async def main():
+    llm = await AsyncLLM.load(config=Config(model=ModelConfig(backend="fake")))
+    async for text in llm.stream_generate("a fox"):
+        break
+    asyncio.get_running_loop().llm = llm
+    {ending}
+asyncio.run(main())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_closed_engine_leaves_nothing_to_another_threads_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[Loop]] = []
+
+    def build(*args: Any, **kwargs: Any) -> Loop:
+        loop = build_loop(*args, **kwargs)
+        loop.cycle = loop  # type: ignore[attr-defined]  # compiled functions have such
+        made.append(weakref.ref(loop))
+        return loop
+
+    async def work(llm: AsyncLLM) -> None:
+        await llm.generate("a fox", GREEDY)
+
+    monkeypatch.setattr(async_llm, "build_loop", build)
+    gc.disable()
+    try:
+        run(work)
+        assert [ref() for ref in made] == [None]
+        assert not gc.isenabled()  # it is the program's
+    finally:
+        gc.enable()

@@ -12,6 +12,7 @@ import pytest
 
 from cli.commands import error_of, output_of
 from pippin import cli
+from pippin.service.systemd import quote
 from service.fakes import FakeCommands
 
 SHOW = "show) printf 'ActiveState=active\\nSubState=running\\nMainPID=42\\nNRestarts=0\\n' ;;"
@@ -68,7 +69,7 @@ def test_on_linux_a_unit_is_written_enabled_and_started(
     said = output_of(capsys, "service", "install", "--", "some/model", "--port", "9000")
     unit = home / ".config" / "systemd" / "user" / "pippin.service"
     text = unit.read_text()
-    assert f"ExecStart={sys.executable} -P -m pippin serve some/model --port 9000\n" in text
+    assert f"ExecStart={quote(sys.executable)} -P -m pippin serve some/model --port 9000\n" in text
     assert f"WorkingDirectory={home / 'here'}\n" in text
     assert "Restart=on-failure\n" in text
     assert "WantedBy=default.target\n" in text

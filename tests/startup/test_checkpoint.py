@@ -24,6 +24,7 @@ from pippin.backends.torch.config import read_config
 from pippin.config import Config, ModelConfig
 from pippin.errors import LoadError
 from pippin.hub.download import HUB_FILES, HUB_FOLDERS
+from pippin.startup.describe_checkpoint import describe_checkpoint, log_unserved
 from pippin.startup.find_checkpoint import checkpoint_names, find_checkpoint
 from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
@@ -180,3 +181,25 @@ def test_code_that_lies_beside_the_weights_is_not_run(tmp_path: Path) -> None:
     TextBundle.load(found)
     load(found)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "unserved"),
+    [
+        ({"vision_config": {"depth": 2}}, ("image",)),
+        ({"vision_config": {"depth": 2}, "audio_config": {"depth": 2}}, ("image", "audio")),
+        ({"vision_config": None}, ()),
+        ({}, ()),
+    ],
+)
+def test_a_model_that_is_served_without_its_tower_says_so(
+    tmp_path: Path,
+    config: dict[str, Any],
+    unserved: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = Path(checkpoint(tmp_path / "model", **config).model)
+    described = describe_checkpoint(path)
+    assert described.unserved == unserved
+    log_unserved("qwen", described)
+    assert ("qwen reads " + " and ".join(unserved) in caplog.text) == bool(unserved)

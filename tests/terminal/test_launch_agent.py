@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,11 +21,14 @@ from pippin.startup.server_file import announced
 from pippin.terminal.coding_agents import CODING_AGENTS
 from processes import environment
 
-PROGRAM = f"""#!{sys.executable}
+# A path with a space cannot stand behind #!
+PROGRAM = f"""#!/bin/sh
+exec {shlex.quote(sys.executable)} -c '
 import json, sys
 with open("seen.json", "w") as file:
     json.dump({{"arguments": sys.argv[1:]}}, file)
 sys.exit(3)
+' "$@"
 """
 
 

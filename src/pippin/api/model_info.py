@@ -20,6 +20,7 @@ class CheckpointInfo:
     quantization: str = ""
     nbytes: int = 0  # of its weights, on disk
     digest: str = "0" * 64  # hexadecimal
+    unserved: tuple[str, ...] = ()  # kinds of input that it was trained for, besides text
 
 
 ANY_NAME = "*"

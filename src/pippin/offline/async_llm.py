@@ -14,13 +14,18 @@ asyncio.run(main())
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
+import gc
+import os
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+import traceback
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -55,11 +60,17 @@ from pippin.offline.offline_requests import (
     offline_config,
     only_one,
 )
+from pippin.scheduler.loop import Loop
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve
 from pippin.tasks import all_or_none
 from pippin.text.bundle import TextBundle
 from pippin.types import SamplingParams
+
+STACK_BYTES = 16 << 20  # as Python's own threads have on macOS, whose default is 512 KB
+
+_SYSTEM = ctypes.CDLL(None)
+_ROUTINE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 class AsyncLLM:
@@ -82,7 +93,11 @@ class AsyncLLM:
     ) -> AsyncLLM:
         chosen = offline_config(model, dtype, engine, config)
         thread = _EngineThread(chosen)
-        requests = await thread.loaded
+        try:
+            requests = await thread.loaded
+        except BaseException:
+            thread.stop()
+            raise
         return cls(thread, requests, chosen.engine.max_queue)
 
     async def generate(
@@ -171,6 +186,38 @@ class AsyncLLM:
         raise EngineDead("the engine returned no embedding")
 
 
+class _ComputeThread:
+    """A thread of the system's, whose `join` waits until nothing of it is left.
+
+    mlx keeps objects for each thread, and destroys them with Python's lock held after the last line
+    of Python has run there. If the interpreter is shutting down by then, the process aborts, and
+    before Python 3.13 `Thread.join` does not wait for it.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._routine = _ROUTINE(lambda _: work())  # the thread calls it: it must not be freed
+        self._id = ctypes.c_void_p()
+        self._joining = threading.Lock()
+        self._is_joined = False
+        attributes = ctypes.create_string_buffer(256)  # larger than any system's
+        _check(_SYSTEM.pthread_attr_init(attributes))
+        _check(_SYSTEM.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STACK_BYTES)))
+        started = _SYSTEM.pthread_create(ctypes.byref(self._id), attributes, self._routine, None)
+        _SYSTEM.pthread_attr_destroy(attributes)
+        _check(started)
+
+    def join(self) -> None:
+        with self._joining:
+            if not self._is_joined:
+                _check(_SYSTEM.pthread_join(self._id, None))
+                self._is_joined = True
+
+
+def _check(status: int) -> None:
+    if status:
+        raise OSError(status, f"a thread of the engine: {os.strerror(status)}")
+
+
 class _EngineThread:
     """Loads a model and runs its loop in one thread: arrays belong to the thread that made them."""
 
@@ -181,19 +228,29 @@ class _EngineThread:
         self.loaded: asyncio.Future[OfflineRequests] = self._event_loop.create_future()
         self.client = EngineClient()
         self._failure: str | None = None
-        # A program that forgets to close it must be able to end.
-        self._thread = threading.Thread(target=self._run, name="pippin-engine", daemon=True)
-        self._thread.start()
+        self._stopped = False
+        self._thread = _ComputeThread(self._run)
+        atexit.register(self._close_at_exit)
 
     def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         if self._failure is not None:
             raise EngineDead(self._failure)
         return self.client.generate(submit)
 
+    def stop(self) -> None:
+        self._stopped = True
+        self._inbox.put(Shutdown())
+
     async def close(self) -> None:
         self.client.close()
-        self._inbox.put(Shutdown())
+        self.stop()
         await asyncio.to_thread(self._thread.join)
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """For a program that forgot to: what computes must not meet an interpreter that ends."""
+        self.stop()
+        self._thread.join()
 
     # ---- in the event loop -----------------------------------------------------------------
 
@@ -215,25 +272,40 @@ class _EngineThread:
 
     def _run(self) -> None:
         try:
-            config = resolve(self._config)
-            text = TextBundle.load(Path(config.model.model))
-            loop = build_loop(config, progress=lambda _: None)
+            with _collected_here():
+                loop, requests = self._load()
         except Exception as error:  # raised again by `load`
-            self._event_loop.call_soon_threadsafe(self._not_loaded, error)
+            self._post(self._not_loaded, error)
             return
-        requests = OfflineRequests(text, loop.backend.spec)
-        self._event_loop.call_soon_threadsafe(self._ready, requests)
+        self._post(self._ready, requests)
         try:
             MessagePump(loop, self).run()
         except Exception as error:  # every open request ends with it
-            reason = f"the engine stopped: {str(error) or repr(error)}"
-            self._event_loop.call_soon_threadsafe(self._lost, reason)
-        loop.close()
+            self._post(self._lost, f"the engine stopped: {str(error) or repr(error)}")
+        with _collected_here():
+            loop.close()
+            del loop, requests
+
+    def _load(self) -> tuple[Loop, OfflineRequests]:
+        config = resolve(self._config)
+        text = TextBundle.load(Path(config.model.model))
+        loop = build_loop(config, progress=self._check_stopped)
+        return loop, OfflineRequests(text, loop.backend.spec)
+
+    def _check_stopped(self, stage: str) -> None:
+        if self._stopped:
+            raise EngineDead(f"closed before the model was loaded ({stage})")
+
+    def _post(self, call: Callable[[Any], None], arg: object) -> None:
+        try:
+            self._event_loop.call_soon_threadsafe(call, arg)
+        except RuntimeError:
+            if not self._event_loop.is_closed():  # nothing waits for what is closed
+                raise
 
     def send(self, message: FromEngine) -> None:
         assert isinstance(message, TokenBatch | Started | Compiled | Answer | FeedMessage)
-        if not self._event_loop.is_closed():
-            self._event_loop.call_soon_threadsafe(self.client.deliver, message)
+        self._post(self.client.deliver, message)
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
         messages: list[ToEngine] = []
@@ -243,6 +315,22 @@ class _EngineThread:
                 messages.append(self._inbox.get_nowait())
         except queue.Empty:
             return messages
+
+
+@contextmanager
+def _collected_here() -> Iterator[None]:
+    """What is dropped inside is destroyed by this thread, also where it forms cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold what had been loaded
+        raise
+    finally:
+        gc.collect()
+        if was_enabled:
+            gc.enable()
 
 
 class _Sender:

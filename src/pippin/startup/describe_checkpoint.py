@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 from typing import Any
 
 from pippin.api.model_info import CheckpointInfo
 from pippin.text.tokenizer import Tokenizer, read_json
 
+log = logging.getLogger(__name__)
+
 # How families name it.
 CONTEXT = ("max_position_embeddings", "seq_length", "n_positions", "n_ctx", "max_seq_len")
+_TOWERS = {"image": "vision_config", "audio": "audio_config"}
 
 
 def describe_checkpoint(path: Path) -> CheckpointInfo:
@@ -24,7 +28,18 @@ def describe_checkpoint(path: Path) -> CheckpointInfo:
         quantization=_quantization(config),
         nbytes=sum(nbytes for _, nbytes in weights),
         digest=digest.hexdigest(),
+        unserved=tuple(kind for kind in ("image", "audio") if config.get(_TOWERS[kind])),
     )
+
+
+def log_unserved(name: str, checkpoint: CheckpointInfo) -> None:
+    if checkpoint.unserved:
+        log.warning(
+            "%s reads %s too, but only its text part is served: what a request contains of that is "
+            "omitted, and its reply lists it (--images refuse: HTTP 400)",
+            name,
+            " and ".join(checkpoint.unserved),
+        )
 
 
 def _quantization(config: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from pippin.engine.events.trace import TraceFile
 from pippin.errors import LoadError
 from pippin.logs import configure_logging
 from pippin.messages import Ready
-from pippin.startup.describe_checkpoint import describe_checkpoint
+from pippin.startup.describe_checkpoint import describe_checkpoint, log_unserved
 from pippin.startup.devices import check_devices
 from pippin.startup.find_checkpoint import checkpoint_names
 from pippin.startup.memory_remedy import with_remedy
@@ -207,6 +207,7 @@ async def load_app(config: Config, supervised: SupervisedEngine) -> Application:
     )
     ready = await supervised.loaded
     model = _model_info(config, ready)
+    log_unserved(model.name, model.checkpoint)
     server = with_batch_running(config.server, ready.num_slots)
     models = ServedModels.of_one(supervised.engine, text, model, server, config.limits)
     return create_app(models, server, config.limits)

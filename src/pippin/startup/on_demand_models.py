@@ -19,7 +19,12 @@ from pippin.api.switched_model import SwitchedModel, TextCache
 from pippin.config import Config, PeersConfig
 from pippin.durations import FOR_EVER, parse_duration
 from pippin.errors import ConfigError, LoadError
-from pippin.startup.describe_checkpoint import context_length, describe_checkpoint, vocabulary_size
+from pippin.startup.describe_checkpoint import (
+    context_length,
+    describe_checkpoint,
+    log_unserved,
+    vocabulary_size,
+)
 from pippin.startup.find_checkpoint import checkpoint_names
 from pippin.startup.memory_remedy import with_remedy
 from pippin.startup.memory_shares import budget_bytes, check_fit, divide, least_bytes
@@ -146,6 +151,8 @@ def _described(config: Config, others: Sequence[Config]) -> ModelInfo:
     path = Path(config.model.model)
     own = config.server.served_name
     names = [str(o.server.served_name) for o in others if o.server.served_name != own]
+    checkpoint = describe_checkpoint(path)
+    log_unserved(str(own), checkpoint)
     return ModelInfo(
         str(own),
         config.model.max_len or context_length(path),
@@ -153,7 +160,7 @@ def _described(config: Config, others: Sequence[Config]) -> ModelInfo:
         created_s=int(time.time()),
         aliases=config.server.alias,
         checkpoint_names=checkpoint_names(path),
-        checkpoint=describe_checkpoint(path),
+        checkpoint=checkpoint,
         other_names=tuple(names),
         on_demand=True,
     )

@@ -139,15 +139,16 @@ class Detokenizer:
             shown += self._show(pieces)
         return self._decoded(shown)
 
-    def close(self) -> Decoded:
-        """The reply is finished: return what was held back."""
+    def close(self, *, is_cut: bool = False) -> Decoded:
+        """The reply is finished, or `max_tokens` cut it short: return what was held back."""
         if self.stopped:
             return Decoded([])
         text = self._decoder.flush()
         if self._spans is not None:
             self._spans.finish_character(text)
             self._spans.close()
-        shown = self._show([*self._parser.feed(text), *self._parser.close()])
+        end = self._parser.cut if is_cut else self._parser.close
+        shown = self._show([*self._parser.feed(text), *end()])
         if not self.stopped:
             shown += self._release()
             if self._spans is not None:

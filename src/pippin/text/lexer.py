@@ -78,6 +78,14 @@ class Lexer:
         """No more text will come."""
         self._closed = True
 
+    def take_undecided(self) -> str:
+        """What was taken since `record()`, and all that no reader has taken."""
+        taken = "" if self._record is None else self.recorded()
+        start = self._at if self._looking_from is None else self._looking_from
+        taken = taken[: len(taken) - (self._at - start)]
+        self._at = start
+        return taken + self._take(len(self._text))
+
     @property
     def num_left(self) -> int:
         """Characters that no reader has taken."""

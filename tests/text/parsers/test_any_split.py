@@ -12,6 +12,7 @@ import pytest
 from call_texts import (
     STRINGS,
     TOOLS,
+    WITHOUT_A_MARK,
     WORDS,
     Example,
     Maker,
@@ -175,3 +176,37 @@ def test_examples_hold_what_is_hard() -> None:
     assert "{}" in text
     assert "😀" in text
     assert max(len(example.calls or ()) for example in made) == 3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_of_a_cut_reply_no_markup_is_content(format: str) -> None:
+    """Two calls behind text, cut by `max_tokens` at every place: a call is there once its arguments
+    have begun."""
+    before = "" if format in WITHOUT_A_MARK else "Well, "
+    if format == "harmony":
+        before = "<|channel|>final<|message|>Well, <|end|><|start|>assistant"
+    content = "Well," if before else ""
+    call = ("get_weather", {"text": "Tokyo", "count": 3})
+    text = before + write_calls(TOOL_FORMATS[format].parser.syntax, [call, call])
+    for at in range(len(text) + 1):
+        parser = TOOL_FORMATS[format].parser(TOOLS)
+        folded = FoldedText()
+        for piece in [*parser.feed(text[:at]), *parser.cut()]:
+            if not (isinstance(piece, CallEnd) and piece.unparsed is not None):
+                folded.add(piece)
+        assert content.startswith(folded.content.strip()), text[:at]
+        assert at < len(before) or folded.content.strip() == content, text[:at]
+        for made in folded.calls.values():
+            assert made.name == call[0]
+            assert made.arguments, text[:at]
+        assert parser.num_held == 0
+
+
+@pytest.mark.parametrize("format", WITHOUT_A_MARK)
+@pytest.mark.parametrize(
+    "text", ['{"city": "Par', '{"name": "Bob', "[Note that this", "[1, 2", "\n"]
+)
+def test_of_a_cut_reply_what_cannot_be_a_call_is_content(format: str, text: str) -> None:
+    parser = TOOL_FORMATS[format].parser(TOOLS)
+    pieces = [piece for char in text for piece in parser.feed(char)]
+    assert FoldedText.of(joined([*pieces, *parser.cut()])) == FoldedText(content=text)

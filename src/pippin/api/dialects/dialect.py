@@ -71,6 +71,7 @@ class CompletionStream:
             "created": self._job.created_s,
             "model": self._job.model,
             "choices": choices,
+            **self._job.omitted,
         }
 
 

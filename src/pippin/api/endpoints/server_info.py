@@ -155,7 +155,14 @@ def _openai_model(name: str, model: ModelInfo) -> dict[str, Any]:
         "owned_by": "pippin",
         "root": model.name,  # vLLM's: of an alias, the name of its model
         "max_model_len": model.max_len,
+        "input_modalities": ["text"],
+        **_unserved(model),
     }
+
+
+def _unserved(model: ModelInfo) -> dict[str, Any]:
+    kinds = model.checkpoint.unserved
+    return {"unserved_modalities": list(kinds)} if kinds else {}
 
 
 def _anthropic_model(name: str, model: ModelInfo) -> dict[str, Any]:
@@ -168,4 +175,5 @@ def _anthropic_model(name: str, model: ModelInfo) -> dict[str, Any]:
         "lifecycle": "active",
         "max_input_tokens": model.max_len,
         "max_tokens": model.max_len,
+        **_unserved(model),
     }

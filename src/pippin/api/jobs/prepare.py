@@ -55,6 +55,11 @@ class Job:
     leniency: Leniency
     timing: JobTimes = field(default_factory=JobTimes)
 
+    @property
+    def omitted(self) -> dict[str, list[str]]:
+        """A field of the reply, where the model was not shown a picture or file of the prompt."""
+        return {"omitted": self.leniency.omitted} if self.leniency.omitted else {}
+
     def keep_apart(self, owner_salt: bytes) -> None:
         for sequence in self.sequences:
             sequence.submit = under_owner(sequence.submit, owner_salt)

@@ -21,6 +21,7 @@ class Leniency:
     def __init__(self, *, strict_fields: bool = False, refuses_images: bool = False) -> None:
         self._strict = strict_fields
         self._refuses_images = refuses_images
+        self.omitted: list[str] = []  # pictures and files, for the reply's own body
         self._names: dict[str, None] = {}
         self._num_chars = 0
         self._is_full = False
@@ -40,23 +41,26 @@ class Leniency:
                 f"{name} is of the type {kind}; this model reads text only (--images refuse)",
                 param=name,
             )
-        self._add(name, kind)
+        if (entry := self._add(name, kind)) is not None:
+            self.omitted.append(entry)
 
     def header(self) -> str:
         return ", ".join([*self._names, *[MORE] * self._is_full])
 
-    def _add(self, name: str, value: str) -> None:
+    def _add(self, name: str, value: str) -> str | None:
+        """The entry, if it is a new one that fits."""
         if self._is_full:
-            return
+            return None
         entry = _plain(name) + (f" ({_plain(value)})" if value else "")
         if entry in self._names:
-            return
+            return None
         num_chars = self._num_chars + len(entry) + len(", ")
         if len(self._names) == MAX_NAMES or num_chars > MAX_HEADER_CHARS - len(MORE):
             self._is_full = True
-            return
+            return None
         self._names[entry] = None
         self._num_chars = num_chars
+        return entry
 
 
 def _plain(text: str) -> str:

@@ -32,6 +32,10 @@ class ReplyParser(ABC):
     def close(self) -> list[TextPiece]:
         """The reply is finished: return what was held back."""
 
+    @abstractmethod
+    def cut(self) -> list[TextPiece]:
+        """`max_tokens` cut the reply short. What was held back may be markup, and is dropped."""
+
     @property
     @abstractmethod
     def num_held(self) -> int:
@@ -45,6 +49,9 @@ class PlainText(ReplyParser):
         return [Content(text)] if text else []
 
     def close(self) -> list[TextPiece]:
+        return []
+
+    def cut(self) -> list[TextPiece]:
         return []
 
     @property
@@ -74,6 +81,16 @@ class LexedParser(ReplyParser):
         next(self._steps, None)
         self.sink.close()
         return self.sink.take()
+
+    def cut(self) -> list[TextPiece]:
+        undecided = self.lexer.take_undecided()
+        self._steps.close()
+        self.sink.cut(undecided, is_markup=self.may_be_markup(undecided))
+        return self.sink.take()
+
+    def may_be_markup(self, undecided: str) -> bool:
+        """Whether text that was being read as a call can become one."""
+        return bool(undecided)
 
     @property
     def num_held(self) -> int:

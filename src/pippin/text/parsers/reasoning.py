@@ -86,6 +86,15 @@ class ReasoningParser(ReplyParser):
         self._pieces += self._rest.close()
         return self._take()
 
+    def cut(self) -> list[TextPiece]:
+        is_markup = bool(self._lexer.take_undecided())
+        self._steps.close()
+        if self._space and not is_markup and not self.in_reasoning:
+            self._pieces += self._rest.feed(self._space)
+        self._space = ""
+        self._pieces += self._rest.cut()
+        return self._take()
+
     @property
     def num_held(self) -> int:
         return self._lexer.num_left + len(self._space) + self._rest.num_held

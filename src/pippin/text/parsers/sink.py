@@ -86,6 +86,14 @@ class PieceSink:
         else:
             self.content(text)
 
+    def cut(self, undecided: str, *, is_markup: bool) -> None:
+        """The reply was cut short; of a call that has begun, `undecided` is the rest."""
+        if self._in_call or not is_markup:
+            self.reject(undecided)
+        elif self._space:
+            self._space = ""  # it stood before the markup
+        self.close()
+
     def close(self) -> None:
         if self._space and not self.num_complete:
             self._pieces.append(Content(self._space))

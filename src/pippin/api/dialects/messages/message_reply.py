@@ -131,6 +131,7 @@ class MessagesDialect(BlockStream):
             "content": blocks,
             "stop_reason": stop_reason,
             "stop_sequence": None,
+            **self._job.omitted,
         }
 
     @property

@@ -125,6 +125,7 @@ class OllamaStream:
             "prompt_eval_duration": nanoseconds(first - submitted),
             "eval_count": self._job.completion_tokens,
             "eval_duration": nanoseconds(last - first),
+            **self._job.omitted,
         }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pippin.api.dialects.block_stream import BlockStream
-from pippin.api.dialects.dialect import cached_details, named_event
+from pippin.api.dialects.dialect import DONE, cached_details, named_event
 from pippin.api.dialects.event_template import HOLE, EventTemplate
 from pippin.api.dialects.responses.item_forms import (
     CUSTOM,
@@ -55,7 +56,7 @@ class ResponsesDialect(BlockStream):
     def close(self) -> bytes:
         ended = self._end(complete=self._finish != "length")
         whole = self._finished(self._finish, self._done)
-        return ended + self._event(f"response.{whole['status']}", response=whole)
+        return ended + self._event(f"response.{whole['status']}", response=whole) + DONE
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
         (choice,) = choices
@@ -74,9 +75,11 @@ class ResponsesDialect(BlockStream):
         failed = self._response("failed", self._done) | {
             "error": {"code": "server_error", "message": error.message}
         }
-        return self._event(
-            "error", code=error.code, message=error.message, param=error.param
-        ) + self._event("response.failed", response=failed)
+        return (
+            self._event("error", code=error.code, message=error.message, param=error.param)
+            + self._event("response.failed", response=failed)
+            + DONE
+        )
 
     def _begin(self, kind: str) -> bytes:
         form = self._reasoning.item if kind == self.REASONING else MESSAGE
@@ -210,14 +213,19 @@ class ResponsesDialect(BlockStream):
             "id": self._job.id,
             "object": "response",
             "created_at": self._job.created_s,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "model": self._job.model,
             "status": status,
             "error": None,
             "incomplete_details": None,
             "output": items,
+            "background": False,
+            "service_tier": "default",
+            "top_logprobs": 0,
             "truncation": "disabled",
             "usage": None,
             **self._echo,
+            **self._job.omitted,
         }
 
     def _usage(self) -> dict[str, Any]:

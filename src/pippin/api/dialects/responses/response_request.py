@@ -71,12 +71,17 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
         leniency=body.leniency,
     )
     echo = {
+        "frequency_penalty": options.params.frequency_penalty,
         "instructions": body.get("instructions"),
         "max_output_tokens": options.max_tokens,
+        "max_tool_calls": None,  # a reply ends with its calls: clients run them
         "metadata": body.get("metadata") or {},
         "parallel_tool_calls": chat.tool_use.parallel,
+        "presence_penalty": options.params.presence_penalty,
         "previous_response_id": previous_id,
+        "prompt_cache_key": body.get("prompt_cache_key"),
         "reasoning": {"effort": chat.reasoning_effort, "summary": _summary(body)},
+        "safety_identifier": body.get("safety_identifier"),
         "store": store,
         "temperature": options.params.temperature,
         "text": {"format": {"type": "text"}, **(body.get("text") or {})},

@@ -6,11 +6,15 @@ beginning of a reply, and only of a function that was declared: any JSON answer 
 
 from __future__ import annotations
 
+import re
+
 from pippin.text.lexer import Malformed, Steps
 from pippin.text.parsers.json_calls import JsonCallParser
 from pippin.text.parsers.syntax import CallSyntax, JsonArguments
 
 PYTHON_TAG = "<|python_tag|>"
+_FIRST_KEY = re.compile(r'\s*\{\s*"?([^"]*)')
+_LAST_NAME = re.compile(r'"name"\s*:\s*"([^"]*)$')
 
 
 class Llama3Parser(JsonCallParser):
@@ -33,6 +37,18 @@ class Llama3Parser(JsonCallParser):
     def check_name(self, name: str) -> None:
         if name not in self.tools:
             raise Malformed
+
+    def may_be_markup(self, undecided: str) -> bool:
+        """A bare object is, as long as its first key is a call's and its name a declared one's."""
+        if undecided.startswith(PYTHON_TAG) or self.sink.num_complete:
+            return super().may_be_markup(undecided)
+        key, name = _FIRST_KEY.match(undecided), _LAST_NAME.search(undecided)
+        keys = (*self.name_keys, *self.arguments_keys, "type")
+        return (
+            key is not None
+            and any(known.startswith(key[1]) for known in keys)
+            and any(name is None or known.startswith(name[1]) for known in self.tools)
+        )
 
     def _read_bare_calls(self) -> Steps[None]:
         yield from self.lexer.space()

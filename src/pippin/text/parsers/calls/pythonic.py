@@ -204,6 +204,18 @@ class BarePythonicParser(PythonicParser):
     def read_start(self) -> Steps[None]:
         yield from self.attempt(self._read_bare_calls)
 
+    def may_be_markup(self, undecided: str) -> bool:
+        """A bare list is, as long as its first name begins a declared one."""
+        if undecided.startswith(self.begins) or self.sink.num_complete:
+            return super().may_be_markup(undecided)
+        bracket, _, calls = undecided.partition("[")
+        name = calls.partition("(")[0].strip()
+        return (
+            "[" in undecided
+            and not bracket.strip()
+            and any(known.startswith(name) for known in self.tools)
+        )
+
     def _read_bare_calls(self) -> Steps[None]:
         yield from self.lexer.space()
         if not (yield from self.lexer.is_next("[")):
