@@ -58,6 +58,7 @@ class Removed:
 class Span:
     """A node of the tree."""
 
+    id: int
     tokens: bytes
     start: int
     parent: Span | None
@@ -93,7 +94,7 @@ class BlockIndex:
         self._has_state = rules.has_state
         self._window = rules.window if rules.has_window else 0
         self.has_ends = rules.has_state or rules.has_window
-        self._root = Span(b"", 0, None)
+        self._root = Span(0, b"", 0, None)
         self._spans = {0: self._root}
         self._dirty: dict[Span, None] = {}
         self._stored: dict[tuple[int, bytes], Place] = {}
@@ -106,7 +107,7 @@ class BlockIndex:
         parent = self._spans.get(parent_id)
         if parent is None:
             return
-        span = Span(tokens, parent.end, parent, salt or parent.salt, held)
+        span = Span(id, tokens, parent.end, parent, salt or parent.salt, held)
         parent.children.add(span)
         self._spans[id] = span
         self._dirty[span] = None
@@ -118,7 +119,8 @@ class BlockIndex:
             return
         parent = lower.parent
         assert parent is not None
-        upper = Span(lower.first_tokens(count), lower.start, parent, lower.salt, helds[0], {lower})
+        head = lower.first_tokens(count)
+        upper = Span(upper_id, head, lower.start, parent, lower.salt, helds[0], {lower})
         upper.is_live, upper.num_live = lower.is_live, int(lower.is_live)
         parent.children.remove(lower)
         parent.children.add(upper)
@@ -160,6 +162,14 @@ class BlockIndex:
         if span.is_live:
             parent.num_live -= 1
             self._dirty[parent] = None
+
+    def flushed(self, ids: Sequence[int]) -> None:
+        """These and all below them; that they are removed, one by one, is ignored later."""
+        below = [self._spans[id] for id in ids if id in self._spans]
+        for span in below:
+            below.extend(span.children)
+        for span in reversed(below):
+            self.removed(span.id)
 
     # ---- changes of the blocks ----------------------------------------------------------------
 
