@@ -164,4 +164,10 @@ class _Changes(TreeObserver):
 
 
 def _held(node: Node) -> int:
-    return sum(1 << index for index, payload in enumerate(node.payloads) if payload is not None)
+    attention, window, state, hidden = node.payloads
+    return (
+        (attention is not None)
+        | (window is not None) << 1
+        | (state is not None) << 2
+        | (hidden is not None) << 3
+    )
