@@ -42,6 +42,7 @@ class Ledger:
     """Every payload that was made and is neither released nor split."""
 
     live: dict[int, Piece] = field(default_factory=dict)
+    flushed: set[int] = field(default_factory=set)  # of these, what is only waiting to be freed
     num_made: int = 0
 
     def kv(self, component: Component, tokens: Sequence[int], start: int) -> Piece:
@@ -57,8 +58,12 @@ class Ledger:
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.live.values())
 
+    @property
+    def valid(self) -> list[Piece]:
+        return [piece for number, piece in self.live.items() if number not in self.flushed]
+
     def held(self, component: Component) -> set[Prefix]:
-        found = [p for x in self.live.values() if x.component is component for p in x.prefixes]
+        found = [p for x in self.valid if x.component is component for p in x.prefixes]
         assert len(found) == len(set(found)), f"{component} is held twice somewhere in {found}"
         return set(found)
 
@@ -89,12 +94,14 @@ class Piece:
     def split(self, at: int) -> tuple[Piece, Piece]:
         assert self.component in (A, W), f"a {self.component} was split"
         assert 0 < at < len(self.prefixes), f"split {len(self.prefixes)} tokens at {at}"
+        assert self.number not in self.ledger.flushed, "what was flushed is split"
         self.release()
         head, tail = self.prefixes[:at], self.prefixes[at:]
         return Piece(self.ledger, self.component, head), Piece(self.ledger, self.component, tail)
 
     def release(self) -> None:
         assert self.alive, f"{self.component} released twice, or after its split"
+        self.ledger.flushed.discard(self.number)
         del self.ledger.live[self.number]
 
     def fingerprint(self) -> int:
@@ -214,9 +221,27 @@ class CheckedCache:
         return freed
 
     def flush(self) -> None:
-        self.cache.flush()
+        self.begin_flush()
+        self.free_flushed(1 << 40)
         assert self.cache.evictable_bytes == 0
         self.check_only_locked_left()
+
+    def begin_flush(self) -> None:
+        """Nothing that was flushed is in the naive cache any more, though it is still alive."""
+        self.cache.flush()
+        for node in filter(self.cache.radix.is_flushed, self.cache.radix.nodes()):
+            self.ledger.flushed |= {p.number for p in node.payloads if p is not None}
+        self.check_only_locked_valid()
+
+    def free_flushed(self, num_nodes: int) -> None:
+        valid, num_flushed = self.ledger.valid, len(self.ledger.flushed)
+        before = self.cache.radix.num_nodes
+        freed = self.cache.free_flushed(num_nodes)
+        assert freed <= num_nodes
+        assert freed <= before - self.cache.radix.num_nodes
+        assert self.ledger.valid == valid, "only what was flushed is freed"
+        assert bool(self.ledger.flushed) == self.cache.flushing or freed == num_nodes
+        assert not num_flushed or freed
 
     def set_capacity(self, capacity: int) -> None:
         self.cache.set_capacity(capacity)
@@ -274,9 +299,11 @@ class CheckedCache:
             lows = ((A, 0), (W, lock.floor), (S, len(tokens) - 1), (H, hidden_from))
             for component, low in lows:
                 held |= {(component, p) for p in self.prefixes(tokens, max(0, low), len(tokens))}
-        pieces = self.ledger.live.values()
         return sum(
-            NBYTES[x.component] for x in pieces for p in x.prefixes if (x.component, p) in held
+            NBYTES[x.component]
+            for x in self.ledger.valid
+            for p in x.prefixes
+            if (x.component, p) in held
         )
 
     def check_by_evicting_a_copy(self) -> None:
@@ -316,6 +343,12 @@ class CheckedCache:
             assert component is not W or len(covered) >= min(self.window, length)
 
     def check_only_locked_left(self) -> None:
+        assert not self.ledger.flushed
+        self.check_only_locked_valid()
+        if not any(tokens for _, tokens in [*self.locks, *self.growing]):
+            assert self.cache.radix.num_tokens == 0
+
+    def check_only_locked_valid(self) -> None:
         """Attention and states exactly; windows divide only with nodes, so some more may stay."""
         ends = {tokens for _, tokens in [*self.locks, *self.growing] if tokens}
         if A in self.components:
@@ -323,5 +356,3 @@ class CheckedCache:
             assert self.ledger.held(A) == set[Prefix]().union(*paths)
         if S in self.components:
             assert self.ledger.held(S) <= ends
-        if not ends:
-            assert self.cache.radix.num_tokens == 0

@@ -55,7 +55,12 @@ def look_back_too_little(checked: CheckedCache, node: Node) -> None:
 
 
 def forget(checked: CheckedCache, node: Node) -> None:
-    checked.cache.tree.queue.clear()
+    for heap in checked.cache.tree.queue._heaps:
+        heap.discard(node)
+
+
+def flush(checked: CheckedCache, node: Node) -> None:
+    checked.cache.radix.epoch += 1
 
 
 def remember(checked: CheckedCache, node: Node) -> None:
@@ -76,6 +81,7 @@ def remember(checked: CheckedCache, node: Node) -> None:
         (look_back, "window users"),
         (look_back_too_little, "looks back further"),
         (forget, "can never be evicted"),
+        (flush, "never freed"),
         (remember, "no longer in the tree"),
     ],
 )

@@ -57,17 +57,19 @@ def operate(checked: CheckedCache, rng: random.Random) -> None:
         result = checked.insert(tokens, start, states, kv, hidden=rng.random() < 0.5)
         if kind < 0.53 and len(checked.growing) < 3:
             checked.lock_inserted(tokens, result)
-    elif kind < 0.98:
+    elif kind < 0.95:
         checked.evict(rng.choice([1, 10, 40, 100]))
-    elif kind < 0.985:
+    elif kind < 0.955:
         checked.evict(1 << 40)
-    elif kind < 0.995:
+    elif kind < 0.965:
         capacity = checked.cache.capacity_bytes
         checked.set_capacity(rng.choice([0, 100, 400]))
         checked.insert(tokens, 0, [len(tokens)])
         checked.set_capacity(capacity)
+    elif kind < 0.975:
+        checked.begin_flush()
     else:
-        checked.flush()
+        checked.free_flushed(rng.choice([1, 2, 3, 3, 100]))
 
 
 @pytest.mark.parametrize("capacity", [pytest.param(1 << 40, marks=pytest.mark.slow), 200])
@@ -146,7 +148,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.checked.flush()
+        self.checked.begin_flush()
+
+    @rule(num_nodes=st.sampled_from([1, 2, 100]))
+    def free_flushed(self, num_nodes: int) -> None:
+        self.checked.free_flushed(num_nodes)
 
     @invariant()
     def agrees(self) -> None:

@@ -389,6 +389,32 @@ def test_what_is_written_again_after_it_was_lost_stays(loads: bool) -> None:
     two.check()
 
 
+def test_what_was_flushed_and_arrives_again_is_found() -> None:
+    """Also when what the tree had of it before is freed."""
+    two = Tiered((A,), random.Random(0))
+    tokens = list(range(100))
+    two.checked.insert(tokens, 0)
+    two.spill(tokens)
+    two.spill([*tokens[:50], 7])  # splits the node
+    (disk,) = two.tiers
+    below, (entry,), ids = disk.tiers.below, disk.store.entries(), np.array(tokens)
+    below.cache.flush()
+    below.check_integrity()
+    assert below.cache.num_cached(ids) == 0
+    disk.tiers.arrived(ids, entry)
+    for _ in range(2):
+        below.check_integrity()
+        assert below.cache.num_cached(ids) == 100
+        disk.tell_store()
+        assert entry.key in disk.store
+        below.cache.free_flushed(1 << 40)
+    below.cache.flush()
+    below.cache.free_flushed(1 << 40)
+    disk.tell_store()
+    assert entry.key not in disk.store
+    two.check()
+
+
 def test_what_was_evicted_before_the_tree_knew_of_it_is_not_named() -> None:
     """A batch that evicts its own first entries; the store's report comes before its end."""
     two = Tiered((A, S), random.Random(0), disk=MemoryStore(b"m", 1_605))

@@ -128,7 +128,7 @@ def test_a_question_that_cannot_be_answered_harms_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str
 ) -> None:
     loop = make_loop()
-    monkeypatch.setattr(loop, question, lambda: {}["nothing"])
+    monkeypatch.setattr(loop, question, lambda *_: {}["nothing"])
 
     async def scenario(engine: EngineClient) -> None:
         running = asyncio.create_task(ask(engine, "a", list(range(80))))

@@ -201,6 +201,34 @@ def test_what_is_evicted_and_cached_again_did_not_change() -> None:
     assert len(router.events) == num_events
 
 
+def test_what_was_flushed_is_gone_at_once_and_what_is_cached_again_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long it takes to free what was flushed."""
+    monkeypatch.setattr("pippin.scheduler.traffic.traffic.MAX_FLUSHED", 1)
+    client = Client(make_loop(components=(A, S)))
+    announcer, router = announce(client)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    prompts = [make_prompt(200, family) for family in range(4)]
+    for prompt in prompts:
+        client.ask(prompt)
+    announcer.turn()
+    client.loop.flush_cache()
+    announcer.turn()
+    assert cache.flushing
+    assert not any(router.blocks.values())
+    reply = client.submit(prompts[0])
+    while reply.finish is None:
+        client.step()
+        announcer.turn()
+        assert router.predict(prompts[0]) == restorable_blocks(cache, prompts[0], b"")
+    while cache.flushing:
+        client.loop.step()
+    announcer.turn()
+    assert [router.predict(prompt) for prompt in prompts] == [192, 0, 0, 0]
+
+
 def test_tiers_are_media() -> None:
     store = MemoryStore(b"f" * 32, 1 << 30)
     client = Client(make_loop(components=(A, S), store=store))

@@ -336,7 +336,9 @@ def test_flushing_empties_all_three() -> None:
     disk, host = MemoryStore(b"toy", 1 << 30), make_host()
     client = start(host, disk)
     client.ask(make_prompt(500))
-    freed = client.loop.flush_cache()
+    answers: list[dict[str, Any]] = []
+    client.loop.flush_cache(answers.append)
+    (freed,) = answers
     assert freed["freed_host_bytes"] > 0
     assert freed["freed_disk_bytes"] > 0
     client.loop.close()

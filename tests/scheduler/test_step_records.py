@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,9 @@ def test_status_and_flush() -> None:
     status = client.loop.status()
     assert (status["running"], status["waiting"], status["slots"]) == (0, 0, 3)
     assert status["memory"]["claimed_bytes"] == 0
-    freed = client.loop.flush_cache()
+    answers: list[dict[str, Any]] = []
+    client.loop.flush_cache(answers.append)
+    (freed,) = answers
     assert freed["freed_bytes"] > 0
     assert freed["kept_bytes"] == 0
     assert client.ask(make_prompt(100)).cached_tokens == 0
@@ -128,9 +131,47 @@ def test_flushing_keeps_what_a_prompt_is_being_restored_from() -> None:
     client.ask(make_prompt(100))
     reply = client.submit([*make_prompt(100), 5], max_tokens=20)
     client.step(1)
-    assert client.loop.flush_cache()["kept_bytes"] > 0
+    answers: list[dict[str, Any]] = []
+    client.loop.flush_cache(answers.append)
+    assert answers[0]["kept_bytes"] > 0
     client.run()
     assert reply.tokens == oracle([*make_prompt(100), 5], max_tokens=20)[0]
+
+
+def test_a_flush_frees_a_bounded_number_of_nodes_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams advance meanwhile, and what is still there is cached for no request."""
+    monkeypatch.setattr("pippin.scheduler.traffic.traffic.MAX_FLUSHED", 3)
+    client = make_client()
+    for number in range(12):
+        client.ask([*make_prompt(40), number, *make_prompt(60, number)])
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    stream = client.submit(make_prompt(90, 50), max_tokens=200)
+    while not stream.tokens:
+        client.step()
+    freed: list[int] = []
+    free = cache.free_flushed
+    monkeypatch.setattr(cache, "free_flushed", lambda most: freed.append(free(most)) or freed[-1])
+    answers: list[dict[str, Any]] = []
+    before, num_nodes = len(stream.tokens), cache.radix.num_nodes
+    client.loop.flush_cache(answers.append)
+    client.loop.flush_cache(answers.append)
+    again = client.submit(make_prompt(40), max_tokens=1)
+    while not answers:
+        client.step()
+    assert max(freed) == 3
+    assert sum(freed) > num_nodes / 2
+    assert len(stream.tokens) - before > 5
+    assert again.cached_tokens == 0
+    assert again.finish is not None, "it did not wait for the flush"
+    assert [answer["freed_bytes"] > 0 for answer in answers] == [True, True]
+    client.run()
+    assert stream.tokens == oracle(make_prompt(90, 50), max_tokens=200)[0]
+    client.loop.flush_cache()
+    while cache.flushing:
+        client.loop.step()
+    assert cache.nbytes == 0
+    assert client.loop.idle
 
 
 def test_closing_a_loop_with_a_step_in_flight() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -315,7 +316,9 @@ def test_flushing_empties_both_tiers() -> None:
     prompt, _ = known(store)
     client = start(store)
     client.ask(prompt)
-    freed = client.loop.flush_cache()
+    answers: list[dict[str, Any]] = []
+    client.loop.flush_cache(answers.append)
+    (freed,) = answers
     assert freed["freed_disk_bytes"] > 0
     client.loop.close()
     assert not store.entries()
@@ -379,3 +382,35 @@ def test_sequences_that_wait_to_be_written_are_bounded_in_bytes(
     assert list(disk.spills._waiting) == ["alone"]
     disk.spills.forget()
     assert disk.spills._waiting_bytes == 0
+
+
+def test_what_is_flushed_and_computed_again_meanwhile_is_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tier forgets the old entry of a key before it gets the new one."""
+    monkeypatch.setattr("pippin.scheduler.traffic.traffic.MAX_FLUSHED", 1)
+    store = make_store()
+    prompt, _ = known(store)
+    client = start(store)
+    client.ask(prompt)
+    for number in range(6):
+        client.ask(make_prompt(300, 10 + number))
+    (flow,) = client.loop.scheduler.traffic.tiers
+    below = flow.tiers.below
+    answers: list[dict[str, Any]] = []
+    client.loop.flush_cache(answers.append)
+    assert flow.tiers.find(prompt) is None
+    reply = client.submit(prompt)
+    while reply.finish is None:
+        client.step()
+        below.check_integrity()
+    assert reply.cached_tokens == 0
+    while not answers:
+        client.loop.step()
+        below.check_integrity()
+    client.run()
+    client.loop._write_behind()
+    assert {entry.key for entry in store.entries()} == set(below._owned)
+    client.loop.scheduler.cache.flush()
+    assert client.ask(prompt).cached_tokens > 0
+    check_idle(client)

@@ -232,8 +232,17 @@ class PrefixCache:
         self.evict(self.nbytes - capacity_bytes)
 
     def flush(self) -> None:
-        """Drop everything that is not locked."""
+        """No match returns what is not locked now any more. Its bytes count until it is freed."""
         self.tree.flush()
+
+    @property
+    def flushing(self) -> bool:
+        """Whether something that was flushed has not been freed yet."""
+        return self.tree.flushing
+
+    def free_flushed(self, num_nodes: int) -> int:
+        """Free at most so many nodes of what was flushed; returns how many."""
+        return self.tree.free_flushed(num_nodes)
 
     # --- check --------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class MessagePump:
                 case GetCounters(id):
                     self._answer(id, self._loop.counters)
                 case FlushCache(id):
-                    self._answer(id, self._loop.flush_cache)
+                    self._answer(id, functools.partial(self._loop.flush_cache, self._sender(id)))
                 case GetNode(id, node):
                     self._answer(id, functools.partial(self._events.node, node))
                 case Watch():
@@ -101,11 +101,18 @@ class MessagePump:
                     return False
         return True
 
-    def _answer(self, id: str, find: Callable[[], dict[str, Any]]) -> None:
-        """A question that cannot be answered fails alone: requests go on."""
+    def _answer(self, id: str, find: Callable[[], dict[str, Any] | None]) -> None:
+        """A question that cannot be answered fails alone: requests go on. `find` returns None where
+        the answer is sent later."""
         try:
-            answer = Answer(id, find())
+            found = find()
         except Exception as error:
             traceback.print_exc()
-            answer = Answer(id, {}, error=f"the engine could not answer: {error!r}")
-        self._channel.send(answer)
+            error_text = f"the engine could not answer: {error!r}"
+            self._channel.send(Answer(id, {}, error=error_text))
+            return
+        if found is not None:
+            self._channel.send(Answer(id, found))
+
+    def _sender(self, id: str) -> Callable[[dict[str, Any]], None]:
+        return lambda found: self._channel.send(Answer(id, found))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
@@ -47,6 +48,7 @@ class Loop:
         self._paused = True
         self._num_failed = 0  # steps, since one succeeded
         self._last_error: Exception | None = None
+        self._flushes: list[Callable[[], None]] = []  # called when all that was flushed is freed
         self.failure: PippinError | None = None  # why no step will be run any more
         self.on_start: Callable[[list[str]], None] = lambda ids: None  # called before a launch
         self.warm_up = WarmUp(
@@ -68,6 +70,7 @@ class Loop:
         if self._paused:
             self.backend.make_way(busy=True)
         self._dispatch()
+        self._free_flushed()
         previous = self._in_flight
         launched = None if self._comes_first(previous) else self._plan_and_launch()
         if previous is not None and self._in_flight is previous:
@@ -78,7 +81,8 @@ class Loop:
                 self._in_flight = launched
             else:
                 self._commit(launched)
-        if previous is None and launched is None:  # a grammar is compiled, or something is loaded
+        if previous is None and launched is None and not self._flushes:
+            # A grammar is compiled, or something is loaded.
             self.scheduler.compiling.wait(COMPILING_SECONDS)
             self.scheduler.following.wait(COMPILING_SECONDS)
             self.scheduler.traffic.wait(COMPILING_SECONDS)
@@ -201,7 +205,7 @@ class Loop:
     def idle(self) -> bool:
         if self.failure is not None:
             return True
-        return self._in_flight is None and not self.scheduler.has_work
+        return self._in_flight is None and not self.scheduler.has_work and not self._flushes
 
     def has_room(self, submit: Submit) -> bool:
         """Whether the queue has room for it now; what can never run has, and ends with an error."""
@@ -257,26 +261,41 @@ class Loop:
             "pushes": scheduler.traffic.push_counters(),
         }
 
-    def flush_cache(self) -> dict[str, Any]:
+    def flush_cache(self, on_freed: Callable[[dict[str, Any]], None] = lambda answer: None) -> None:
+        """Drop what no running request needs: no match returns it from now on, and steps free some
+        of it each. `on_freed` is called with the bytes when the last is freed."""
         cache = self.scheduler.cache
         if cache is None:
-            return {"freed_bytes": 0, "kept_bytes": 0}
-        before = cache.nbytes
+            on_freed({"freed_bytes": 0, "kept_bytes": 0})
+            return
         freed = self.scheduler.traffic.flush()
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.flush()
-        return {
-            "freed_bytes": before - cache.nbytes,
-            "kept_bytes": cache.nbytes,
+        answer = {
+            "freed_bytes": cache.evictable_bytes,
+            "kept_bytes": cache.nbytes - cache.evictable_bytes,
             "freed_host_bytes": freed.get("host", 0),
             "freed_disk_bytes": freed.get("disk", 0),
         }
+        self._flushes.append(partial(on_freed, answer))
+        self._free_flushed()
+
+    def _free_flushed(self) -> None:
+        traffic = self.scheduler.traffic
+        if traffic.flushing:
+            traffic.free_flushed()
+        if self._flushes and not traffic.flushing:
+            flushes, self._flushes = self._flushes, []
+            for end in flushes:
+                end()
 
     def close(self) -> None:
         """What is in flight ends first: a process must not exit while its device computes."""
         if self._in_flight is not None:
             self._commit(self._in_flight)
             self._in_flight = None
+        while self.scheduler.traffic.flushing:
+            self._free_flushed()
         if self.failure is None:
             self._write_behind()
         self.scheduler.traffic.close()

@@ -146,7 +146,8 @@ class TierTree:
     def _part(self, entry: Entry) -> EntryPart | None:
         """All of it, to be inserted; None if the tree names it already."""
         owner = self._owned.get(entry.key)
-        if owner is None:
+        if owner is None or self._is_flushed(owner):
+            self._lost.pop(entry.key, None)
             owner = self._owned[entry.key] = Owned(entry, self._forget)
         elif self._lost.pop(entry.key, None) is None:
             return None
@@ -183,19 +184,19 @@ class TierTree:
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()
-        live: dict[Key, int] = {}
+        live: dict[Owned, int] = {}
         for node in self.cache.radix.nodes():
             for payload in node.payloads:
                 if payload is not None:
                     assert isinstance(payload, EntryPart)
-                    key = payload.owner.key
-                    live[key] = live.get(key, 0) + payload.num_tokens
+                    live[payload.owner] = live.get(payload.owner, 0) + payload.num_tokens
                     assert payload.node is node, "a part does not know its node"
-        owned = {
-            key: sum(part.num_tokens for part in owner.parts) for key, owner in self._owned.items()
-        }
+        owned = {owner: sum(part.num_tokens for part in owner.parts) for owner in live}
         assert live == owned, "entries of a tier and parts in its tree do not add up"
-        assert self._lost.keys() <= owned.keys(), "what was lost and is not in the tree is kept"
+        named = set(self._owned.values())
+        assert named <= live.keys(), "the tree names an entry of which it has nothing"
+        assert all(map(self._is_flushed, live.keys() - named)), "an entry is named twice"
+        assert self._lost.keys() <= self._owned.keys(), "what is not in the tree is kept as lost"
 
     def _remove(self, owner: Owned, limit: int) -> int:
         """Up to `limit` parts of an entry, or nodes below them; returns how many were looked at."""
@@ -209,7 +210,16 @@ class TierTree:
                 break
         return removed
 
+    def _is_flushed(self, owner: Owned) -> bool:
+        """Whether no match finds an entry by any of its parts, and these wait to be freed."""
+        if not self.cache.flushing:
+            return False
+        nodes = (part.node for part in owner.parts)
+        return all(node is not None and self.cache.radix.is_flushed(node) for node in nodes)
+
     def _forget(self, owner: Owned) -> None:
+        if self._owned.get(owner.key) is not owner:
+            return  # flushed, and added again since: the store keeps it
         del self._owned[owner.key]
         self._lost.pop(owner.key, None)
         self._unused.append(owner.key)

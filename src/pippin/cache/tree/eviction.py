@@ -178,11 +178,6 @@ class EvictionQueue:
         for heap in self._heaps:
             heap.update(node)
 
-    def clear(self) -> None:
-        """Forget every node; those that stay in the tree are updated afterwards."""
-        for heap in self._heaps:
-            heap.clear()
-
     def evict(self, nbytes: int, take: Callable[[Node, Unit], int], *, spare_since: int) -> int:
         """Have `take` drop units, least rank first, until it has freed `nbytes`; returns the sum.
 

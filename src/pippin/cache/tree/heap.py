@@ -55,10 +55,6 @@ class NodeHeap:
         if place < len(self._entries):
             self._replace(place, last)
 
-    def clear(self) -> None:
-        self._entries.clear()
-        self._places.clear()
-
     def _replace(self, place: int, entry: tuple[Rank, Node]) -> None:
         old = self._entries[place][0]
         self._entries[place] = entry

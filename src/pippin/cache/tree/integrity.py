@@ -22,6 +22,7 @@ def check_integrity(tree: PayloadTree, locks: Iterable[tuple[Node, int]]) -> Non
     for node in nodes:
         _check_links(node)
         _check_payloads(tree, node)
+    _check_flushed(tree, nodes)
     _check_queue(tree, nodes)
     _check_locks(tree, nodes, locks)
     _check_window_users(tree, nodes)
@@ -35,7 +36,9 @@ def _check_links(node: Node) -> None:
     assert parent is not None, f"{_name(node)} is in the tree without a parent"
     assert node.num_tokens > 0, f"{_name(node)} holds no tokens"
     first = node.key[1] if parent.is_root and isinstance(node.key, tuple) else node.key
-    filed = first == int(node.token_ids[0]) and parent.children.get(node.key) is node
+    was_moved = node.key == (b"", node.id)  # by a node that was added after a flush
+    filed = was_moved or first == int(node.token_ids[0])
+    filed = filed and parent.children.get(node.key) is node
     assert filed, f"{_name(node)} is filed wrongly"
     assert node.start == parent.end, f"{_name(node)} follows a node that ends at {parent.end}"
     assert len(node.token_ids) == node.num_tokens, f"{_name(node)} has {len(node.token_ids)} tokens"
@@ -56,6 +59,20 @@ def _check_payloads(tree: PayloadTree, node: Node) -> None:
     if tree.rules.has_state and node.payloads[HIDDEN] is not None:
         assert node.payloads[STATE] is not None, f"{_name(node)} keeps a hidden vector alone"
     assert node.children or node.locks or any_held(node), f"{_name(node)} is an empty leaf"
+
+
+def _check_flushed(tree: PayloadTree, nodes: list[Node]) -> None:
+    """What was flushed is not locked, has nothing newer below it, and will be freed."""
+    found = set(tree._flushed)
+    for node in nodes:
+        assert node.parent is not None
+        if node.epoch == tree.radix.epoch:
+            assert node.parent not in found, f"{_name(node)} is below what was flushed"
+            assert node.key != (b"", node.id), f"{_name(node)} is filed as what was flushed"
+        else:
+            assert not node.path_locks, f"{_name(node)} was flushed and is locked"
+            assert node in found or node.parent in found, f"{_name(node)} is never freed"
+            found.add(node)
 
 
 def _check_queue(tree: PayloadTree, nodes: list[Node]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pippin.cache.tree.radix import Node
 
 
@@ -21,6 +23,9 @@ class TreeObserver:
 
     def removed(self, leaf: Node, parent: Node) -> None:
         """`parent` is the one that it had."""
+
+    def flushed(self, nodes: Sequence[Node]) -> None:
+        """No match reaches these and all below them any more; `removed` names each in time."""
 
     def used(self, node: Node) -> None:
         """The path that ends there."""

@@ -40,6 +40,7 @@ class PayloadTree:
         self.recent: list[Node] = []  # ends of the paths used last; some may be evicted
         self.observers: tuple[TreeObserver, ...] = ()
         self._lookback = Lookback(rules)
+        self._flushed: list[Node] = []  # subtrees to free, from the last on; some may be gone
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +49,11 @@ class PayloadTree:
     @property
     def evictable_bytes(self) -> int:
         return self.nbytes - self.locks.nbytes
+
+    @property
+    def flushing(self) -> bool:
+        """Whether something that was flushed has not been freed yet."""
+        return bool(self._flushed)
 
     def touch(self, node: Node) -> int:
         """Mark the path to `node` as used now; returns the tick."""
@@ -165,8 +171,15 @@ class PayloadTree:
             observer.changed(node)
 
     def evict(self, nbytes: int, *, spare_since: int = NEVER) -> int:
-        """Free `nbytes`, or all that can be, except what was used since a tick; returns bytes."""
-        return self.queue.evict(nbytes, self.take, spare_since=spare_since)
+        """Free `nbytes`, or all that can be, except what was used since a tick; returns bytes.
+
+        What was flushed is freed first.
+        """
+        before = self.nbytes
+        while before - self.nbytes < nbytes and self.free_flushed(1):
+            pass
+        freed = before - self.nbytes
+        return freed + self.queue.evict(nbytes - freed, self.take, spare_since=spare_since)
 
     def keep_within(self, capacity_bytes: int, tick: int, filled: Filled) -> None:
         """Evict what was last used before `tick`, then the least of what was just filled."""
@@ -191,16 +204,47 @@ class PayloadTree:
         return freed
 
     def flush(self) -> None:
-        """Drop everything that is not locked."""
-        self.queue.clear()
-        for node in reversed(list(self.radix.nodes())):  # children before parents
+        """No match returns what is not locked any more; `free_flushed` frees it.
+
+        Locked paths move into the next epoch. Where they fork, the other subtrees stay behind.
+        """
+        before = self.radix.epoch
+        self.radix.epoch += 1
+        self.version += 1
+        kept: list[Node] = []
+        flushed: list[Node] = []
+        stack = [self.radix.root]
+        while stack:
+            for child in stack.pop().children.values():
+                if child.path_locks:
+                    child.epoch = self.radix.epoch
+                    kept.append(child)
+                    stack.append(child)
+                elif child.epoch == before:
+                    flushed.append(child)
+        self._flushed += flushed
+        for observer in self.observers:
+            observer.flushed(flushed)
+        for node in kept:
             for index in range(len(COMPONENTS)):
                 if not self.locks.is_locked(node, index):
                     self._release(node, index)
-            if not node.path_locks:
-                self._cut_off(node)
-        for node in self.radix.nodes():
             self.queue.update(node)
+        self.recent = [end for end in self.recent if end.epoch == self.radix.epoch]
+
+    def free_flushed(self, num_nodes: int) -> int:
+        """Remove at most `num_nodes` of what was flushed, leaves first; returns how many."""
+        stack, removed = self._flushed, 0
+        while stack and removed < num_nodes:
+            node = stack[-1]
+            if node.children:
+                stack.extend(node.children.values())
+                continue
+            stack.pop()
+            if node.attached:  # or else pruned with its last child
+                self.remove(node)
+                removed += 1
+        return removed
 
     def remove(self, leaf: Node) -> None:
         """Remove a leaf with all it carries, and the nodes above that are empty then."""

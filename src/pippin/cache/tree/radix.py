@@ -40,6 +40,7 @@ class Node:
     start: int
     parent: Node | None  # None: the root, or a node that was removed
     id: int = 0  # never used again in this tree
+    epoch: int = 0  # how often the tree was flushed; of a flushed node, before that
     end: int = field(init=False)
     key: ChildKey = 0  # its place among the parent's children
     children: dict[ChildKey, Node] = field(default_factory=dict)
@@ -125,6 +126,7 @@ class RadixTree:
         self.root = Node(b"", 0, None)
         self.num_nodes = 0
         self.num_tokens = 0
+        self.epoch = 0  # how often it was flushed: a node of an older epoch is found no more
         self._last_id = 0
 
     def walk(self, tokens: TokenArray, salt: bytes = b"") -> tuple[list[Node], int]:
@@ -134,10 +136,10 @@ class RadixTree:
         """
         raw = tokens.tobytes()
         ids = memoryview(raw).cast("i")
-        node, pos, path = self.root, 0, []
+        node, pos, path, epoch = self.root, 0, [], self.epoch
         while pos < len(ids):
             child = node.children.get((salt, ids[pos]) if salt and not pos else ids[pos])
-            if child is None:
+            if child is None or child.epoch != epoch:
                 break
             path.append(child)
             if not raw.startswith(child.tokens, pos * TOKEN_BYTES):
@@ -146,12 +148,19 @@ class RadixTree:
             node, pos = child, child.end
         return path, pos
 
+    def is_flushed(self, node: Node) -> bool:
+        """Whether no walk reaches a node any more."""
+        return node.epoch != self.epoch
+
     def behind(self, node: Node, position: int, limit: int) -> TokenArray:
         """At most `limit` tokens from a position of a node on, along children used last."""
         tokens = node.token_ids[position - node.start :]
         parts, left = [tokens], limit - len(tokens)
-        while left > 0 and node.children:
-            node = max(node.children.values(), key=lambda child: child.stamp)
+        while left > 0:
+            children = [one for one in node.children.values() if one.epoch == self.epoch]
+            if not children:
+                break
+            node = max(children, key=lambda child: child.stamp)
             parts.append(node.token_ids)
             left -= node.num_tokens
         return np.concatenate(parts)[:limit]
@@ -164,7 +173,8 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         assert 0 < at < node.num_tokens
-        upper = Node(node.tokens[: at * TOKEN_BYTES], node.start, parent, self._new_id())
+        head = node.tokens[: at * TOKEN_BYTES]
+        upper = Node(head, node.start, parent, self._new_id(), node.epoch)
         upper.key = node.key
         parent.children[upper.key] = upper
         node.tokens = node.tokens[at * TOKEN_BYTES :]
@@ -177,9 +187,13 @@ class RadixTree:
 
     def append(self, parent: Node, tokens: TokenArray, salt: bytes = b"") -> Node:
         raw = tokens.tobytes()
-        node = Node(raw, parent.end, parent, self._new_id())
+        node = Node(raw, parent.end, parent, self._new_id(), self.epoch)
         node.key = (salt, _first(raw)) if salt and parent.is_root else _first(raw)
-        assert node.key not in parent.children
+        older = parent.children.pop(node.key, None)
+        if older is not None:
+            assert older.epoch != self.epoch
+            older.key = (b"", older.id)  # it waits to be removed where no walk looks
+            parent.children[older.key] = older
         parent.children[node.key] = node
         self.num_nodes += 1
         self.num_tokens += node.num_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from time import time
 from typing import Any, Protocol
@@ -71,7 +71,8 @@ class Announcer:
         self._indexes.append((tier, index))
         observer = _Changes(index, self._changes, self._stops, salted=salted)
         for node in tree.radix.nodes():
-            observer.added(node)
+            if not tree.radix.is_flushed(node):
+                observer.added(node)
         tree.observers += (observer,)
 
     def start(self) -> None:
@@ -154,10 +155,19 @@ class _Changes(TreeObserver):
     def removed(self, leaf: Node, parent: Node) -> None:
         self._put(self._index.removed, leaf.id)
 
+    def flushed(self, nodes: Sequence[Node]) -> None:
+        self._put(self._index.flushed, [node.id for node in nodes])
+
     def _put(self, change: Callable[..., None], *arguments: Any) -> None:
         if not self._stops.is_set():
             self._changes.put((change, arguments))
 
 
 def _held(node: Node) -> int:
-    return sum(1 << index for index, payload in enumerate(node.payloads) if payload is not None)
+    attention, window, state, hidden = node.payloads
+    return (
+        (attention is not None)
+        | (window is not None) << 1
+        | (state is not None) << 2
+        | (hidden is not None) << 3
+    )

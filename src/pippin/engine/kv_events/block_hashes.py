@@ -5,7 +5,7 @@ digest(n) = SHA-256(digest(n-1), tokens of block n)      digest(0): the salt, em
 
 from __future__ import annotations
 
-import hashlib
+from hashlib import sha256
 
 from pippin.cache.entries.chain import little_endian
 from pippin.types import GRID
@@ -14,14 +14,16 @@ BLOCK_TOKENS = GRID  # checkpoints lie on multiples of it
 BLOCK_BYTES = 4 * BLOCK_TOKENS
 
 
-def block_digests(before: bytes, raw: bytes) -> list[bytes]:
-    """Of the whole blocks of `raw`, int32; `before`: the digest of the block before them."""
-    digests: list[bytes] = []
-    digest = before
-    for at in range(0, len(raw) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        digest = hashlib.sha256(digest + little_endian(raw[at : at + BLOCK_BYTES])).digest()
-        digests.append(digest)
-    return digests
+def hash_blocks(before: bytes, raw: bytes) -> tuple[list[int], bytes, bytes]:
+    """Of the whole blocks of `raw`, int32: their hashes, the last one's digest, and what follows
+    it. `before`: the digest of the block before them."""
+    hashes: list[int] = []
+    digest, data = before, little_endian(raw)
+    stop = len(raw) - len(raw) % BLOCK_BYTES
+    for at in range(0, stop, BLOCK_BYTES):
+        digest = sha256(digest + data[at : at + BLOCK_BYTES]).digest()
+        hashes.append(block_hash(digest))
+    return hashes, digest, raw[stop:]
 
 
 def block_hash(digest: bytes) -> int:
@@ -31,4 +33,4 @@ def block_hash(digest: bytes) -> int:
 
 def prompt_hashes(tokens: bytes, salt: bytes) -> list[int]:
     """Of the whole blocks of a prompt, as it is submitted."""
-    return [block_hash(digest) for digest in block_digests(salt, little_endian(tokens))]
+    return hash_blocks(salt, little_endian(tokens))[0]

@@ -1,8 +1,8 @@
-"""The whole blocks of one tree that can be restored, and what changed of them. Knows no sockets.
+"""The whole blocks of one tree that can be restored, and what changed of them.
 
 It is fed copies of a tree's changes and may run in another thread than the tree. A block is
 BLOCK_TOKENS tokens from a multiple of BLOCK_TOKENS on; its hash covers all tokens before it too
-(`block_hashes.py`).
+(`block_hashes.py`). Each is hashed once, when the node in which it ends is added.
 
 Two groups of blocks are kept:
 
@@ -15,67 +15,62 @@ So what is restored of a prompt is its longest run of KV blocks that ends with a
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import TypeVar
-
-import numpy as np
+from operator import attrgetter
+from typing import NamedTuple
 
 from pippin.cache.tree.components import STATE, WINDOW, Rules
 from pippin.engine.kv_events.block_hashes import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
-    block_digests,
     block_hash,
+    hash_blocks,
 )
 
 MAX_EVENT_BLOCKS = 4096  # of one event
 KV, ENDS = 0, 1
+START = attrgetter("start")
 
-Block = TypeVar("Block")
 
-
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A run of blocks that follow each other."""
 
     group: int
     hashes: Sequence[int]
     parent: int | None  # the hash of the block before them
-    tokens: list[int]
+    tokens: bytes  # int32
     salt: bytes  # a digest
 
 
-@dataclass(frozen=True)
-class Removed:
+class Removed(NamedTuple):
     group: int
     hashes: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A node of the tree."""
+    """A node of the tree, and the blocks that end in it.
 
+    tokens above | tokens of the span        a block may begin above; the tail is what
+    [    block    ][    block    ][ tail     follows the last one, from there on
+    """
+
+    id: int
     tokens: bytes
     start: int
+    end: int
     parent: Span | None
-    salt: bytes = b""
-    held: int = 0  # bit i: payload i
-    children: set[Span] = field(default_factory=set)
-    digests: list[bytes] | None = None  # of the blocks that end in it; None: not computed yet
-    num_stored: int = 0  # of these, in group KV
-    ends: set[int] = field(default_factory=set)  # indices of these, in group ENDS
-    is_live: bool = False  # a prompt can be restored up to the end of a block here or below
+    salt: bytes
+    held: int  # bit i: payload i
+    hashes: list[int]  # of its blocks
+    digest: bytes  # of the last block that ends here or above; the salt, if none does
+    tail: bytes
+    first_end: int  # its blocks from this one on are in group ENDS, as was last reported
+    is_live: bool = False  # its blocks are in group KV, as was last reported
     num_live: int = 0  # children
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens) // 4
-
-    def first_tokens(self, count: int) -> bytes:
-        return self.tokens[: 4 * count]
+    children: set[Span] = field(default_factory=set)
 
     def above(self) -> Iterator[Span]:
         """Those above it, without the root."""
@@ -85,7 +80,27 @@ class Span:
             span = span.parent
 
 
-Place = tuple[Span, int]  # a block: its index among those that end in a span
+class Run:
+    """Blocks of one group that follow each other, and where the last one ends."""
+
+    __slots__ = ("hashes", "parent", "salt", "tokens")
+
+    def __init__(self, parent: int | None, salt: bytes) -> None:
+        self.hashes: list[int] = []
+        self.tokens: list[bytes] = []
+        self.parent = parent
+        self.salt = salt
+
+    def events(self, group: int) -> Iterator[Stored]:
+        tokens, parent = b"".join(self.tokens), self.parent
+        if len(self.hashes) <= MAX_EVENT_BLOCKS:
+            yield Stored(group, self.hashes, parent, tokens, self.salt)
+            return
+        for at in range(0, len(self.hashes), MAX_EVENT_BLOCKS):
+            hashes = self.hashes[at : at + MAX_EVENT_BLOCKS]
+            part = tokens[at * BLOCK_BYTES : (at + len(hashes)) * BLOCK_BYTES]
+            yield Stored(group, hashes, parent, part, self.salt)
+            parent = hashes[-1]
 
 
 class BlockIndex:
@@ -93,11 +108,12 @@ class BlockIndex:
         self._has_state = rules.has_state
         self._window = rules.window if rules.has_window else 0
         self.has_ends = rules.has_state or rules.has_window
-        self._root = Span(b"", 0, None)
+        self._root = Span(0, b"", 0, 0, None, b"", 0, [], b"", b"", 0)
         self._spans = {0: self._root}
         self._dirty: dict[Span, None] = {}
-        self._stored: dict[tuple[int, bytes], Place] = {}
-        self._removed: dict[tuple[int, bytes], None] = {}
+        # Since the last report: blocks [first, stop) of spans, children before parents; hashes.
+        self._stored: tuple[list[tuple[Span, int, int]], ...] = ([], [])
+        self._removed: tuple[dict[int, None], ...] = ({}, {})
         self.num_blocks = 0  # in group KV
 
     # ---- changes of the tree; those of nodes below one that was not added are ignored -----------
@@ -106,7 +122,10 @@ class BlockIndex:
         parent = self._spans.get(parent_id)
         if parent is None:
             return
-        span = Span(tokens, parent.end, parent, salt or parent.salt, held)
+        hashes, digest, tail = hash_blocks(salt or parent.digest, parent.tail + tokens)
+        end, count = parent.end + len(tokens) // 4, len(hashes)
+        salt = salt or parent.salt
+        span = Span(id, tokens, parent.end, end, parent, salt, held, hashes, digest, tail, count)
         parent.children.add(span)
         self._spans[id] = span
         self._dirty[span] = None
@@ -118,20 +137,21 @@ class BlockIndex:
             return
         parent = lower.parent
         assert parent is not None
-        upper = Span(lower.first_tokens(count), lower.start, parent, lower.salt, helds[0], {lower})
-        upper.is_live, upper.num_live = lower.is_live, int(lower.is_live)
+        head, lower.tokens = lower.tokens[: 4 * count], lower.tokens[4 * count :]
+        before = parent.digest if parent.end >= BLOCK_TOKENS else lower.salt
+        hashes, digest, tail = hash_blocks(before, parent.tail + head)
+        at, end = len(hashes), lower.start + count
+        first_end = min(lower.first_end, at)
+        upper = Span(
+            upper_id, head, lower.start, end, parent, lower.salt, helds[0], hashes, digest, tail,
+            first_end, lower.is_live, int(lower.is_live), {lower},
+        )  # fmt: skip
         parent.children.remove(lower)
         parent.children.add(upper)
-        lower.tokens, lower.start = lower.tokens[4 * count :], upper.end
-        lower.parent, lower.held = upper, helds[1]
+        lower.start, lower.parent, lower.held = end, upper, helds[1]
+        lower.hashes = lower.hashes[at:]
+        lower.first_end = max(lower.first_end - at, 0)
         self._spans[upper_id] = upper
-        if lower.digests is not None:
-            at = upper.end // BLOCK_TOKENS - upper.start // BLOCK_TOKENS
-            upper.digests, lower.digests = lower.digests[:at], lower.digests[at:]
-            upper.num_stored = min(lower.num_stored, at)
-            lower.num_stored -= upper.num_stored
-            upper.ends = {index for index in lower.ends if index < at}
-            lower.ends = {index - at for index in lower.ends if index >= at}
         self._dirty[upper] = self._dirty[lower] = None
 
     def changed(self, id: int, held: int) -> None:
@@ -156,133 +176,131 @@ class BlockIndex:
         assert parent is not None
         parent.children.remove(span)
         self._dirty.pop(span, None)
-        self._store(span, num_stored=0, ends=set())
+        self._removed[ENDS].update(dict.fromkeys(span.hashes[span.first_end :]))
         if span.is_live:
+            self._removed[KV].update(dict.fromkeys(span.hashes))
+            self.num_blocks -= len(span.hashes)
             parent.num_live -= 1
             self._dirty[parent] = None
+
+    def flushed(self, ids: Sequence[int]) -> None:
+        """These and all below them; that they are removed, one by one, is ignored later."""
+        below = [self._spans[id] for id in ids if id in self._spans]
+        for span in below:
+            below.extend(span.children)
+        for span in reversed(below):
+            self.removed(span.id)
 
     # ---- changes of the blocks ----------------------------------------------------------------
 
     def take_changes(self) -> list[Stored | Removed]:
         """Since the last call: what was removed, then what was stored, parents first."""
         self._settle()
-        unchanged = self._stored.keys() & self._removed.keys()  # moved to another node
-        removed = [key for key in self._removed if key not in unchanged]
-        stored = [(key[0], place) for key, place in self._stored.items() if key not in unchanged]
-        self._removed, self._stored = {}, {}
+        runs = [self._runs(group) for group in (KV, ENDS)]  # cancels what was removed and stored
         changes: list[Stored | Removed] = []
+        for group, removed in enumerate(self._removed):
+            hashes = list(removed)
+            starts = range(0, len(hashes), MAX_EVENT_BLOCKS)
+            changes += [Removed(group, hashes[at : at + MAX_EVENT_BLOCKS]) for at in starts]
         for group in (KV, ENDS):
-            hashes = [block_hash(digest) for kind, digest in removed if kind == group]
-            changes += [Removed(group, some) for some in _parts(hashes)]
-        for group in (KV, ENDS):
-            places = [place for kind, place in stored if kind == group]
-            places.sort(key=lambda place: (place[0].start, id(place[0]), place[1]))
-            # Blocks of a run differ from their place in the list by the same number.
-            runs = groupby(enumerate(places), lambda one: (id(one[1][0]), one[1][1] - one[0]))
-            for _, run in runs:
-                blocks = [place for _, place in run]
-                changes += [self._event(group, some) for some in _parts(blocks)]
+            for run in runs[group]:
+                changes += run.events(group)
+        self._stored, self._removed = ([], []), ({}, {})
         return changes
 
     def _settle(self) -> None:
         """Children before parents: whether a block is stored depends on what is below it."""
-        order = [(-span.start, number, span) for number, span in enumerate(self._dirty)]
-        heapq.heapify(order)
-        number = len(order)
+        dirty = self._dirty
+        dirty.pop(self._root, None)
+        order = sorted(dirty, key=START)
         while order:
-            span = heapq.heappop(order)[2]
-            if span not in self._dirty or span.parent is None:
+            span = order.pop()
+            del dirty[span]
+            count = len(span.hashes)
+            first = self._first_end(span, count)
+            if self.has_ends and first != span.first_end:
+                if first < span.first_end:
+                    self._stored[ENDS].append((span, first, span.first_end))
+                else:
+                    self._removed[ENDS].update(dict.fromkeys(span.hashes[span.first_end : first]))
+                span.first_end = first
+            is_live = span.num_live > 0 or first < count
+            if is_live == span.is_live:
                 continue
-            del self._dirty[span]
-            digests = self._digests(span)
-            ends = self._restorable(span)
-            last = max(ends, default=-1)
-            num_stored = len(digests) if span.num_live else last + 1
-            self._store(span, num_stored, ends if self.has_ends else set())
-            is_live = num_stored > 0 or span.num_live > 0
-            if is_live != span.is_live:
-                span.is_live = is_live
-                span.parent.num_live += 1 if is_live else -1
-                number += 1
-                self._dirty[span.parent] = None
-                heapq.heappush(order, (-span.parent.start, number, span.parent))
-        self._dirty.clear()
+            span.is_live = is_live
+            if is_live:
+                self._stored[KV].append((span, 0, count))
+            else:
+                self._removed[KV].update(dict.fromkeys(span.hashes))
+            self.num_blocks += count if is_live else -count
+            parent = span.parent
+            assert parent is not None
+            parent.num_live += 1 if is_live else -1
+            only_one = parent.num_live == (1 if is_live else 0)
+            if only_one and parent not in dirty and parent is not self._root:
+                dirty[parent] = None
+                insort(order, parent, key=START)
 
-    def _store(self, span: Span, num_stored: int, ends: set[int]) -> None:
-        digests = span.digests or []
-        had, span.num_stored = span.num_stored, num_stored
-        for index in range(had, num_stored):
-            self._stored[KV, digests[index]] = (span, index)
-        for index in range(num_stored, had):
-            self._removed[KV, digests[index]] = None
-        for index in sorted(ends - span.ends):
-            self._stored[ENDS, digests[index]] = (span, index)
-        for index in sorted(span.ends - ends):
-            self._removed[ENDS, digests[index]] = None
-        span.ends = ends
-        self.num_blocks += num_stored - had
-
-    def _restorable(self, span: Span) -> set[int]:
-        """Of the blocks that end in a span, those at whose end a prompt can be restored.
+    def _first_end(self, span: Span, count: int) -> int:
+        """The first of a span's blocks at whose end a prompt can be restored, as behind all that
+        follow; `count` if there is none.
 
         The rule of `Rules.deepest_valid`, for all of its positions at once.
         """
-        count = span.end // BLOCK_TOKENS - span.start // BLOCK_TOKENS
         first = 0
         if self._has_state:
             if not span.held >> STATE & 1 or span.end % BLOCK_TOKENS:
-                return set()
+                return count
             first = count - 1
         if self._window:
             if not span.held >> WINDOW & 1:
-                return set()
-            hole = next((one for one in span.above() if not one.held >> WINDOW & 1), None)
-            if hole is not None:  # no window may reach back to it
-                least = -(-(hole.end + self._window) // BLOCK_TOKENS)
-                first = max(first, least - span.start // BLOCK_TOKENS - 1)
-        return set(range(first, count))
+                return count
+            for above in span.above():
+                if above.end + self._window <= span.start:
+                    break
+                if not above.held >> WINDOW & 1:  # no window may reach back to it
+                    least = -(-(above.end + self._window) // BLOCK_TOKENS)
+                    first = max(first, least - span.start // BLOCK_TOKENS - 1)
+                    break
+        return min(first, count)
 
-    # ---- hashes -------------------------------------------------------------------------------
-
-    def _digests(self, span: Span) -> list[bytes]:
-        missing = [span] if span.digests is None else []
-        missing += [one for one in span.above() if one.digests is None] if missing else []
-        for one in reversed(missing):
-            raw = self._tokens_from(one, one.start - one.start % BLOCK_TOKENS)
-            digest = next((above.digests[-1] for above in one.above() if above.digests), one.salt)
-            one.digests = block_digests(digest, raw)
-        assert span.digests is not None
-        return span.digests
-
-    def _tokens_from(self, span: Span, position: int) -> bytes:
-        """Up to the end of a span, from a position in it or above it on."""
-        parts, start = [span.tokens], span.start
-        for above in span.above():
-            if start <= position:
-                break
-            parts.append(above.tokens)
-            start = above.start
-        return b"".join(reversed(parts))[4 * (position - start) :]
-
-    def _event(self, group: int, blocks: Sequence[Place]) -> Stored:
-        span, first = blocks[0]
-        assert span.digests is not None
-        before = span.start // BLOCK_TOKENS + first  # blocks
-        if first:
-            parent: bytes | None = span.digests[first - 1]
-        else:
-            parent = next((one.digests[-1] for one in span.above() if one.digests), None)
-        raw = self._tokens_from(span, before * BLOCK_TOKENS)[: len(blocks) * BLOCK_BYTES]
-        return Stored(
-            group,
-            [block_hash(span.digests[index]) for _, index in blocks],
-            None if parent is None else block_hash(parent),
-            np.frombuffer(raw, dtype=np.int32).tolist(),
-            span.salt,
-        )
+    def _runs(self, group: int) -> list[Run]:
+        """What is stored now, parents first. What was removed as well only moved to another node,
+        and is neither."""
+        removed = self._removed[group]
+        runs: list[Run] = []
+        open_runs: dict[Span, Run] = {}  # by the span with whose last block one ends
+        for span, first, stop in reversed(self._stored[group]):
+            hashes, above = span.hashes, span.parent
+            assert above is not None
+            run = None if first else open_runs.pop(above, None)
+            if not hashes:  # a block passes through
+                if run is not None:
+                    open_runs[span] = run
+                continue
+            tokens = above.tail + span.tokens if above.tail else span.tokens
+            parts: Sequence[tuple[int, int]] = ((first, stop),)
+            if removed and not removed.keys().isdisjoint(hashes[first:stop]):
+                parts = [(at, at + 1) for at in range(first, stop) if hashes[at] not in removed]
+                for hash in hashes[first:stop]:
+                    removed.pop(hash, None)
+            last = first
+            for begin, end in parts:
+                if run is None or begin != last:
+                    run = Run(_hash_before(span, begin), span.salt)
+                    runs.append(run)
+                run.hashes += hashes[begin:end]
+                run.tokens.append(tokens[begin * BLOCK_BYTES : end * BLOCK_BYTES])
+                last = end
+            if run is not None and last == len(hashes):
+                open_runs[span] = run
+        return runs
 
 
-def _parts(blocks: Sequence[Block]) -> list[Sequence[Block]]:
-    """Of one event each."""
-    starts = range(0, len(blocks), MAX_EVENT_BLOCKS)
-    return [blocks[at : at + MAX_EVENT_BLOCKS] for at in starts]
+def _hash_before(span: Span, first: int) -> int | None:
+    """Of the block before a span's block `first`."""
+    if first:
+        return span.hashes[first - 1]
+    above = span.parent
+    assert above is not None
+    return block_hash(above.digest) if above.end >= BLOCK_TOKENS else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from pippin.cache.tree.components import Rules
 from pippin.engine.kv_events.block_hashes import BLOCK_TOKENS
@@ -58,7 +59,7 @@ class EventForm:
             "type": "BlockStored",
             "block_hashes": change.hashes,
             "parent_block_hash": change.parent,
-            "token_ids": change.tokens,
+            "token_ids": _ids(change.tokens),
             "block_size": BLOCK_TOKENS,
             "lora_id": None,
             "medium": medium,
@@ -86,5 +87,11 @@ def _as_array(change: Stored | Removed, medium: str) -> list[Any]:
     if isinstance(change, Removed):
         return ["BlockRemoved", change.hashes, medium]
     salt = [{"cache_salt": change.salt.hex()}] if change.salt else []
-    stored = [change.hashes, change.parent, change.tokens, BLOCK_TOKENS, None, medium]
+    tokens = _ids(change.tokens)
+    stored = [change.hashes, change.parent, tokens, BLOCK_TOKENS, None, medium]
     return ["BlockStored", *stored, *salt]
+
+
+def _ids(tokens: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(tokens, dtype=np.int32).tolist()
+    return ids

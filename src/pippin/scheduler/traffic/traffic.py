@@ -32,6 +32,7 @@ from pippin.scheduler.traffic.warm_up_tiers import TierWarmUp
 from pippin.types import TierName
 
 MAX_LOST = 64  # keys that the tree learns of in one step
+MAX_FLUSHED = 128  # nodes that were flushed and are freed in one step: some milliseconds
 
 
 @dataclass(frozen=True)
@@ -274,20 +275,35 @@ class Traffic:
         return has_more
 
     def flush(self) -> Mapping[TierName, int]:
-        """Empty all tiers of what no lock protects; the bytes that left each one below memory."""
+        """No match returns what no lock protects any more, in any tier; the bytes of each one below
+        memory that `free_flushed` is to free."""
         if self._cache is not None:
             self._cache.flush()
         if self.pushes is not None:
             self.pushes.forget()
-        freed: dict[TierName, int] = {}
         for tier in self.tiers:
-            tree = tier.tiers.below.cache
-            before = tree.nbytes
             tier.spills.flush()
-            tree.flush()
-            tier.remove_lost()
-            freed[tier.tiers.kind.name] = before - tree.nbytes
-        return freed
+            tier.tiers.below.cache.flush()
+        return {t.tiers.kind.name: t.tiers.below.cache.evictable_bytes for t in self.tiers}
+
+    @property
+    def flushing(self) -> bool:
+        """Whether something that was flushed has not been freed yet."""
+        return any(tree.flushing for tree in self._trees)
+
+    def free_flushed(self) -> None:
+        """Some of it, in all tiers together: every stream waits."""
+        left = MAX_FLUSHED
+        for tree in self._trees:
+            left -= tree.free_flushed(left)
+        if left < MAX_FLUSHED:
+            for tier in self.tiers:
+                tier.remove_lost()
+
+    @property
+    def _trees(self) -> list[PrefixCache]:
+        memory = [] if self._cache is None else [self._cache]
+        return memory + [tier.tiers.below.cache for tier in self.tiers]
 
     def check_when_idle(self) -> None:
         for tier in self.tiers:
