@@ -51,6 +51,7 @@ class Recited:
 
     tokens: Sequence[int]
     num_said: int = 0
+    slow: bool = False
 
     @property
     def finished(self) -> bool:
