@@ -20,17 +20,17 @@ from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
-from pippin.cache.tiers.kinds import DISK, HOST
 from pippin.cache.tiers.tier_io import TierIO
+from pippin.cache.tiers.tier_tree import DISK, HOST
 from pippin.cache.tree.canary import Canary
-from pippin.decode.grammar import Grammar
+from pippin.decode.compile import Grammar
 from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.scheduler.loop import Loop
-from pippin.scheduler.pacing.pace import Pace
+from pippin.scheduler.pace import Pace
+from pippin.scheduler.request import Limits
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.scheduler_limits import Limits
-from pippin.scheduler.speculation.speculation import Speculation
-from pippin.scheduler.speculation.suffix import SuffixDrafter
+from pippin.scheduler.speculation import Speculation
+from pippin.scheduler.suffix import SuffixDrafter
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)

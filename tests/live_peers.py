@@ -11,8 +11,7 @@ from typing import Any
 
 from builders import Client, Reply
 from pippin.config import Config, EngineConfig, ModelConfig, PeersConfig
-from pippin.engine.build_loop import build_loop
-from pippin.engine.build_peers import listen
+from pippin.engine.build_loop import build_loop, listen
 from pippin.engine.peers.peer_listener import PeerListener
 from pippin.messages import Abort, Submit
 from processes import PATIENCE_SECONDS

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from builders import Client, check_idle
 from peers import Wire, add_peer_tier, add_pushes
+from pippin.scheduler import loads
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
-from pippin.scheduler.traffic import handovers
 from simulator import FAULTS, NO_DRAFTS, Setting, SimulatedBackend, World
 
 
@@ -23,15 +23,15 @@ class PeerWorld(World):
         self.death_rate = self.chance.choice((0.0, 0.01, 0.05))
         self.wires: list[Wire] = []
         self.prefills: list[Client] = []
-        self.least_wanted = handovers.MIN_WANTED_TOKENS
+        self.least_wanted = loads.MIN_WANTED_TOKENS
         super().__post_init__()
 
     def run(self) -> None:
-        handovers.MIN_WANTED_TOKENS = 64  # most prompts of these worlds are short
+        loads.MIN_WANTED_TOKENS = 64  # most prompts of these worlds are short
         try:
             super().run()
         finally:
-            handovers.MIN_WANTED_TOKENS = self.least_wanted
+            loads.MIN_WANTED_TOKENS = self.least_wanted
 
     @property
     def wire(self) -> Wire:

@@ -14,11 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from builders import make_loop
-from pippin.engine.clients.engine_pool import EnginePool
-from pippin.engine.clients.replica import Replica
 from pippin.engine.engine_client import Engine, EngineClient
-from pippin.engine.kv_events.announcer import Announcer
-from pippin.engine.kv_events.prefix_reports import PrefixReports
+from pippin.engine.engine_pool import EnginePool, Replica
+from pippin.engine.kv_events.announcer import Announcer, PrefixReports
 from pippin.messages import Abort, Submit, ToEngine, TokenBatch, pack_tokens
 from pippin.types import SamplingParams
 

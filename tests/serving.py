@@ -28,11 +28,11 @@ from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.radix import Node, as_tokens
-from pippin.engine.build_tiers import tier_batch_bytes
+from pippin.engine.build_loop import tier_batch_bytes
 from pippin.scheduler.loop import Loop
+from pippin.scheduler.request import Limits
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.scheduler_limits import Limits
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import Speculation
 from pippin.types import Component, ModelSpec
 from processes import is_installed
 from reference import BUNDLED

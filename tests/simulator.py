@@ -36,21 +36,16 @@ from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
 from pippin.cache.entries.entry_store import Destination
-from pippin.cache.host.host_store import HostStore, PinnedEntry
+from pippin.cache.host_store import HostStore, PinnedEntry
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.cache.tree.canary import Canary
+from pippin.scheduler.admission import LOOKAHEAD, common_prefix_len
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
-from pippin.scheduler.planning.admission import LOOKAHEAD
-from pippin.scheduler.planning.inflight_prefixes import common_prefix_len
-from pippin.scheduler.request import Request
-from pippin.scheduler.running_slot import RunningSlot, Stage
+from pippin.scheduler.request import Limits, Request, RunningSlot, Stage
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.scheduler_limits import Limits
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import DeviceDrafter, OracleDrafter, Speculation
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE

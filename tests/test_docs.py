@@ -12,7 +12,7 @@ from cyclopts import App
 
 from cases import cases
 from pippin import cli
-from pippin.cli.option_groups import EXPERT, GROUP_OF, HEADINGS
+from pippin.cli.options import EXPERT, GROUP_OF, HEADINGS
 from pippin.config import Config
 from test_tools import load_tool
 

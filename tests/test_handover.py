@@ -14,8 +14,7 @@ from live_peers import LiveDecode, LivePrefill, ask, pair_of, run_until
 from pippin.config import EngineConfig, ModelConfig
 from pippin.config.engine import Speculate
 from pippin.messages import Submit, pack_tokens
-from pippin.scheduler.memory import claims
-from pippin.scheduler.planning import admission
+from pippin.scheduler import admission, memory
 from pippin.types import SamplingParams
 from processes import is_installed
 
@@ -115,7 +114,7 @@ def test_handed_over_equals_local_without_speculation(
 
 
 def test_what_was_handed_over_is_preempted_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (admission, claims):
+    for module in (admission, memory):
         monkeypatch.setattr(module, "GROWTH_TOKENS", 4)
     name, pair = "llama", ("torch", "mlx")
     first, second = (model_of(name, backend) for backend in pair)

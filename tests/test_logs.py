@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pippin.logs import JSONFormatter, TextFormatter, configure_logging
-from pippin.startup.drafts import by_default
+from pippin.startup import resolve
 
 
 def record(message: str = "request", *, failed: bool = False) -> logging.LogRecord:
@@ -42,7 +42,7 @@ def test_json_is_one_object_a_line() -> None:
 
 def test_a_server_logs_requests_and_why_it_has_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
-    names = ("pippin.requests", by_default.__name__)
+    names = ("pippin.requests", resolve.__name__)
     for name in (*names, "pippin.startup.drafts"):
         monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
     monkeypatch.setattr(logging.getLogger("pippin"), "level", logging.WARNING)

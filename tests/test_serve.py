@@ -293,7 +293,7 @@ def test_commands_find_a_running_server_by_a_file_without_its_keys(
     for name in ("PIPPIN_API_KEY", "PIPPIN_ADMIN_KEY"):
         monkeypatch.setenv(name, f"secret-{name}")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("pippin.terminal.find_server.DEFAULT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("pippin.terminal.server_client.DEFAULT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     with serve() as served:
         for command in ("status", "chat"):

@@ -30,7 +30,7 @@ WORDS = {
 DEPRECATED = {"retracted", "retractions"}
 KNOWS_DEPRECATED = {
     *("docs/internals/events.md", "docs/operations/metrics.md", "src/pippin/metrics.py"),
-    "src/pippin/api/endpoints/deprecated_metrics.py",
+    "src/pippin/api/endpoints/metrics_endpoint.py",
     *(f"src/pippin/engine/events/{name}.py" for name in ("event_sender", "recorder", "schema")),
 }
 

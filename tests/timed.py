@@ -15,8 +15,8 @@ from builders import Client, Reply, loop_clock, make_scheduler
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.scheduler.loop import Loop
-from pippin.scheduler.pacing.pace import Pace
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.pace import Pace
+from pippin.scheduler.speculation import Speculation
 
 
 @dataclass(frozen=True)

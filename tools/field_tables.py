@@ -13,8 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from pippin.api.fields import anthropic, files, infill, ollama, openai, scoring, shared, tokens
-from pippin.api.fields.value_kinds import ValueKind
+from pippin.api.fields import openai
+from pippin.api.dialects import messages, infill, ollama
+from pippin.api.batches import routes
+from pippin.api.endpoints import scoring, tokenize
+from pippin.api.fields import table as shared
+from pippin.api.fields.table import ValueKind
 from pippin.api.fields.table import FieldTable, Unused
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.config import LimitsConfig
@@ -29,9 +33,9 @@ TABLES = {
     "completions": openai.COMPLETION,
     "infill": infill.INFILL,
     "responses": openai.RESPONSES,
-    "messages": anthropic.MESSAGES,
+    "messages": messages.MESSAGES,
     "embeddings": openai.EMBEDDINGS,
-    "batch": files.BATCH,
+    "batch": routes.BATCH,
     "rerank": scoring.RERANK,
     "score": scoring.SCORE,
     "ollama_chat": ollama.CHAT,
@@ -39,8 +43,8 @@ TABLES = {
     "ollama_options": ollama.OPTIONS.table,
     "ollama_embed": ollama.EMBED,
     "ollama_pull": ollama.PULL,
-    "tokenize": tokens.TOKENIZE,
-    "detokenize": tokens.DETOKENIZE,
+    "tokenize": tokenize.TOKENIZE,
+    "detokenize": tokenize.DETOKENIZE,
 }
 MARKED = re.compile(r"<!-- (fields|ignored|refused): (\w+) -->\n((?:\|.*\n)*)")
 SHARED_LINK = "overview.md#fields-of-both-endpoints"

@@ -18,7 +18,7 @@ from typing import Any
 
 from pippin.errors import RequestError
 from pippin.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ReplyFormats
-from pippin.text.templates.chat_template import ChatTemplate
+from pippin.text.chat_template import ChatTemplate
 
 PROPERTIES = {
     "text": {"type": "string", "description": "Any text"},

@@ -20,8 +20,7 @@ from pippin.text.detokenizer import Detokenizer
 from pippin.text.parsers.base import PlainText, ReplyParser
 from pippin.text.pieces import Content, TextPiece, content_of, joined
 from pippin.text.prompt import Prompt
-from pippin.text.token_spans import TokenSpan
-from pippin.text.tokenizer import Tokenizer
+from pippin.text.tokenizer import Tokenizer, TokenSpan
 from pippin.types import SamplingParams, TokenLogprobs
 
 

@@ -11,9 +11,8 @@ from scripted_engine import Script, ScriptedEngine, say_tokens, serving
 from call_texts import write_calls
 from pippin.api.model_info import ModelInfo
 from pippin.config import ServerConfig
-from pippin.decode.compile import CompiledGrammar
-from pippin.decode.vocabulary import Vocabulary
-from pippin.engine.model_vocabulary import vocabulary_of
+from pippin.decode.compile import CompiledGrammar, Vocabulary
+from pippin.engine.grammar_zygote import vocabulary_of
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from qwen35 import END_OF_TURN, load_qwen35
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from pippin.api.endpoints import openapi
+from pippin.api.endpoints import server_info
 from pippin.api.fields.table import Unused
 
 
 def repeated_fields(path: str) -> set[str]:
     """Those that a body before this one has: one object checks them, and nothing reads them."""
-    table = openapi.BODIES[path]
-    before = takewhile(lambda other: other is not table, openapi.BODIES.values())
+    table = server_info.BODIES[path]
+    before = takewhile(lambda other: other is not table, server_info.BODIES.values())
     known = {(name, id(kind)) for other in before for name, kind in other.fields.items()}
     return {
         name

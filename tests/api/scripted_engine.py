@@ -22,7 +22,7 @@ from pippin.api.http.limited_connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
 from pippin.api.served_models import FixedModel, ServedModels, ServedText, rules_of
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.engine.clients.watchers import WatchEvent
+from pippin.engine.engine_client import WatchEvent
 from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta
 from pippin.text.bundle import TextBundle

@@ -13,8 +13,7 @@ from scripted_engine import TEXT, Script, ScriptedEngine, say
 
 from pippin.api.app import create_app
 from pippin.api.model_info import ModelInfo
-from pippin.api.served_models import ServedModels
-from pippin.api.switched_model import SwitchedModel, TextCache
+from pippin.api.served_models import ServedModels, SwitchedModel, TextCache
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import EngineDead, LoadError, NotReady
 from pippin.messages import Ready, Submit, TokenDelta

@@ -11,10 +11,9 @@ import pytest
 from scripted_engine import ScriptedEngine, answer_anything, say, serving
 
 from cases import cases
-from pippin.api.endpoints.local_pages import LOCAL_PATHS
-from pippin.api.http.access_control import HostCheck, warn_if_open
+from pippin.api.app import LOCAL_PATHS
+from pippin.api.http.access_control import HostCheck, known_keys, read_key_file, warn_if_open
 from pippin.api.http.http_errors import Forbidden
-from pippin.api.http.keys import known_keys, read_key_file
 from pippin.config import Config, ServerConfig
 from pippin.errors import ConfigError, LoadError
 from pippin.startup.resolve import resolve

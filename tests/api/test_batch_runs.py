@@ -23,14 +23,10 @@ from test_batches import HELLO, client_of, finished, line, results, send, start
 
 from builders import make_loop
 from pippin.api.batches.batch import Batch
-from pippin.api.batches.batch_engine import LOWEST_PRIORITY
-from pippin.api.batches.batch_metrics import BatchMetrics
-from pippin.api.batches.batch_store import BatchStore
-from pippin.api.batches.file_store import FileStore
-from pippin.api.batches.input_lines import LineRules
-from pippin.api.batches.line_client import LineClient
-from pippin.api.batches.results import ERRORS, OUTPUT, Results
-from pippin.api.batches.runner import BatchOwner, BatchRunner
+from pippin.api.batches.lines import ERRORS, OUTPUT, LineClient, LineRules, Results
+from pippin.api.batches.routes import LOWEST_PRIORITY
+from pippin.api.batches.runner import BatchMetrics, BatchOwner, BatchRunner
+from pippin.api.batches.store import BatchStore, FileStore
 from pippin.backends.fake import FakeBackend
 from pippin.config import ServerConfig
 from pippin.messages import Submit, TokenDelta
@@ -243,7 +239,7 @@ def test_a_full_disk_fails_the_batch_and_not_the_server(
 
     with client_of(tmp_path, batch_running=1) as (client, _):
         with monkeypatch.context() as patched:
-            patched.setattr("pippin.api.batches.results._write_all", full)
+            patched.setattr("pippin.api.batches.lines._write_all", full)
             done = finished(client, start(client, line("a"), line("b")))
         assert done.status == "failed"
         assert "No space left on device" in done.errors.data[0].message
@@ -263,7 +259,7 @@ def test_a_line_that_could_not_be_written_leaves_none_of_it(
     results = Results(batch, store)
     results.append(OUTPUT, "a", {"custom_id": "a"})
     with monkeypatch.context() as patched:
-        patched.setattr("pippin.api.batches.results._write_all", full)
+        patched.setattr("pippin.api.batches.lines._write_all", full)
         with pytest.raises(OSError, match="No space left"):
             results.append(OUTPUT, "b", {"custom_id": "b", "text": "long"})
     results.append(OUTPUT, "c", {"custom_id": "c"})
@@ -309,7 +305,7 @@ def test_a_full_disk_while_a_batch_is_created_is_an_error(
 
     with client_of(tmp_path) as (client, _):
         file = send(client, line("a"))
-        monkeypatch.setattr("pippin.api.batches.batch_store.write_whole", full)
+        monkeypatch.setattr("pippin.api.batches.store.write_whole", full)
         with pytest.raises(openai.InternalServerError, match="No space left"):
             client.batches.create(
                 input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
@@ -320,7 +316,7 @@ def test_a_full_disk_while_a_batch_is_created_is_an_error(
 def test_old_batches_are_forgotten_when_there_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.api.batches.batch_store.MAX_BATCHES", 2)
+    monkeypatch.setattr("pippin.api.batches.store.MAX_BATCHES", 2)
     with client_of(tmp_path, say("Hello."), hang()) as (client, _):
         finished(client, start(client, line("a")))
         kept = [start(client, line("b")).id for _ in range(2)]

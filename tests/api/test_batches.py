@@ -12,7 +12,7 @@ import openai
 import pytest
 from scripted_engine import Script, ScriptedEngine, answer_anything, fail, hang, say, serving
 
-from pippin.api.batches.batch_engine import LOWEST_PRIORITY
+from pippin.api.batches.routes import LOWEST_PRIORITY
 from pippin.config import LimitsConfig, ServerConfig
 from processes import wait_until
 

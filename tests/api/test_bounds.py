@@ -17,17 +17,17 @@ import pytest
 from scripted_engine import ScriptedEngine, say, serving
 
 from cases import cases
-from pippin.api.dialects.responses import items as response_items
-from pippin.api.dialects.responses.items import messages_of, read_items
-from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
-from pippin.api.http import freed_memory
+from pippin.api.dialects import responses
+from pippin.api.dialects.response_store import ResponseStore, StoredTurn
+from pippin.api.dialects.responses import messages_of, read_items
+from pippin.api.http import workers
 from pippin.api.http.workers import NUM_THREADS
-from pippin.api.requests import bounds, json_scan
-from pippin.api.requests.body import Body, shown
-from pippin.api.requests.json_scan import check_json_size
+from pippin.api.requests import body as bounds
+from pippin.api.requests import body as json_scan
+from pippin.api.requests.body import Body, check_json_size, shown
 from pippin.api.requests.sampling_fields import check_sampling
 from pippin.errors import MAX_MESSAGE_CHARS, RequestError, cut
-from pippin.text.templates.message_shape import MessageShape
+from pippin.text.chat_template import MessageShape
 from pippin.types import SamplingParams
 from processes import run_python
 
@@ -317,7 +317,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
 def test_a_conversation_is_measured_before_it_is_rendered(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.text.templates.chat_template.ChatTemplate.encode", None)
+    monkeypatch.setattr("pippin.text.chat_template.ChatTemplate.encode", None)
     call = {"function": {"name": "f", "arguments": json.dumps({"a": LONG})}}
     messages = [USER, {"role": "assistant", "tool_calls": [call]}, USER]
     error = refusal(client, "/v1/chat/completions", {"messages": messages})
@@ -382,7 +382,7 @@ def test_references_to_more_than_a_body_may_hold_are_refused() -> None:
 def test_a_conversation_with_all_that_it_goes_on_from_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(response_items, "MAX_MESSAGES", 10)
+    monkeypatch.setattr(responses, "MAX_MESSAGES", 10)
     item = {"type": "message", "role": "user", "content": "a"}
     assert len(messages_of(Body({}), [item] * 5, [item] * 5)) == 10
     with pytest.raises(RequestError, match="at most 10"):
@@ -413,7 +413,7 @@ def test_glibc_has_an_arena_for_each_thread_and_takes_its_thresholds() -> None:
     """With fewer, threads that tokenize wait for each other at every allocation."""
     code = "from pippin.api.http import freed_memory as f; print(f.return_freed_memory())"
     assert run_python(code) == "True"
-    assert freed_memory._SETTINGS[freed_memory._ARENA_MAX] == 1 + NUM_THREADS
+    assert workers._SETTINGS[workers._ARENA_MAX] == 1 + NUM_THREADS
 
 
 def test_the_documentation_lists_every_bound() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from scripted_engine import TOKENIZER, ScriptedEngine, say, say_tokens, serving_alone
 
-from pippin.api.http import heartbeats
-from pippin.api.http.heartbeats import Heartbeats
+from pippin.api.http import sending
+from pippin.api.http.sending import Heartbeats
 from pippin.config import LimitsConfig
 from processes import PATIENCE_SECONDS
 
@@ -121,9 +121,9 @@ class Stream:
 def test_one_timer_is_there_for_all_streams_while_there_are_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heartbeats, "HEARTBEAT_SECONDS", 100.0)
+    monkeypatch.setattr(sending, "HEARTBEAT_SECONDS", 100.0)
     now = 1000.0
-    monkeypatch.setattr(heartbeats, "monotonic", lambda: now)
+    monkeypatch.setattr(sending, "monotonic", lambda: now)
 
     async def scenario() -> None:
         beats = Heartbeats.of_this_loop()

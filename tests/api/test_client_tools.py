@@ -15,7 +15,7 @@ from qwen35_server import THOUGHT, prompt_text, says, serving_qwen
 
 from call_texts import write_calls
 from cases import cases
-from pippin.api.fields.client_tools import client_tool
+from pippin.api.requests.tools import client_tool
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
 USER = {"role": "user", "content": "List the files."}

@@ -17,7 +17,7 @@ from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone
 from pippin.api.http import limited_connection as connection
 from pippin.api.http import read_body
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.startup.port import listen
+from pippin.startup.launch import listen
 from processes import PATIENCE_SECONDS, wait_until
 
 BODY = json.dumps({"model": "stories", "prompt": "Hi."}).encode()

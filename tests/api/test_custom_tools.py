@@ -15,10 +15,9 @@ from scripted_engine import Script, ScriptedEngine
 
 from call_texts import write_calls
 from cases import cases
-from pippin.api.grammars.call_rules import CallRules
-from pippin.api.grammars.lark import Lark
-from pippin.api.requests.custom_tools import InputReader, arguments_of, as_function, input_of
+from pippin.api.grammars.call_rules import CallRules, Lark
 from pippin.api.requests.neutral_request import ToolUse
+from pippin.api.requests.tools import InputReader, arguments_of, as_function, input_of
 from pippin.decode.compile import CompiledGrammar, compile_grammar, prove_grammar
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
@@ -333,7 +332,7 @@ def test_nothing_is_compiled_where_requests_are_read(monkeypatch: pytest.MonkeyP
     class NoMatcher:
         __init__ = validate_grammar = validate_grammar_with_warnings = compiled
 
-    monkeypatch.setattr("pippin.decode.expressions.LLMatcher", NoMatcher)
+    monkeypatch.setattr("pippin.decode.json_schema.LLMatcher", NoMatcher)
     with client_of(says("")) as (client, engine):
         respond(client, **custom(format=lark()))
         respond(client, **custom(format=lark("(") | {"syntax": "regex"}))

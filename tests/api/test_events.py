@@ -13,7 +13,7 @@ from scripted_engine import TEXT, ScriptedEngine, serving
 from cases import cases
 from pippin.api.http.access_control import shows_prompts
 from pippin.config import ServerConfig
-from pippin.engine.clients.watchers import WatchEvent
+from pippin.engine.engine_client import WatchEvent
 
 KEY = {"authorization": "Bearer secret"}
 WATCHED = [WatchEvent("snapshot", b'{"number":3}'), WatchEvent("frame", b'{"number":4}')]

@@ -18,7 +18,7 @@ import pytest
 from scripted_engine import ScriptedEngine, build_app, say, serving
 from test_batches import client_of, finished, line, send, start
 
-from pippin.api.batches.file_store import Upload
+from pippin.api.batches.store import Upload
 from pippin.config import LimitsConfig, ServerConfig
 
 FILE = {"file": ("in.jsonl", b"abc")}
@@ -148,7 +148,7 @@ def test_the_quota_counts_all_files_and_is_released(post: Any) -> None:
 
 
 def test_the_number_of_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pippin.api.batches.file_store.MAX_FILES", 2)
+    monkeypatch.setattr("pippin.api.batches.store.MAX_FILES", 2)
     with client_of(tmp_path) as (client, _):
         send(client, "a")
         send(client, "b")
@@ -191,7 +191,7 @@ def test_a_full_disk_is_an_error_of_the_upload_alone(
 
     with client_of(tmp_path) as (client, _):
         with monkeypatch.context() as patched:
-            patched.setattr("pippin.api.batches.file_store.write_whole", full)
+            patched.setattr("pippin.api.batches.store.write_whole", full)
             with pytest.raises(openai.InternalServerError, match="No space left") as caught:
                 send(client, "a")
         assert caught.value.status_code == 507

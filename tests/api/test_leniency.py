@@ -17,14 +17,14 @@ from scripted_engine import MODEL, TEXT, ScriptedEngine, say, serving
 
 from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
-from pippin.api.dialects.messages.message_request import parse_message_request
-from pippin.api.dialects.responses.response_request import parse_responses_request
-from pippin.api.dialects.responses.response_store import ResponseStore
+from pippin.api.dialects.messages import parse_message_request
+from pippin.api.dialects.response_store import ResponseStore
+from pippin.api.dialects.responses import parse_responses_request
 from pippin.api.http.request_log import IGNORED_HEADER
 from pippin.api.jobs.prepare import prepare_chat
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.content.image_size import describe_image
-from pippin.api.requests.leniency import MAX_HEADER_CHARS, Leniency
+from pippin.api.requests.body import MAX_HEADER_CHARS, Leniency
+from pippin.api.requests.messages import describe_image
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import RequestError, UnsupportedField

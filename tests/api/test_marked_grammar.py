@@ -20,7 +20,7 @@ from pippin.api.grammars.constrain import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.config import LimitsConfig
 from pippin.decode.compile import compile_grammar
-from pippin.engine.model_vocabulary import vocabulary_of
+from pippin.engine.grammar_zygote import vocabulary_of
 from pippin.text.bundle import SamplingDefaults
 from pippin.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ReplyFormats
 from pippin.text.prompt import Prompt

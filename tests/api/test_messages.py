@@ -23,9 +23,9 @@ from qwen35_server import (
 )
 from scripted_engine import Script, ScriptedEngine, fail
 
-from pippin.api.fields.anthropic import MESSAGES
-from pippin.api.fields.extensions import HINTS, SAMPLERS
-from pippin.api.fields.shared import SAMPLING, SERVING
+from pippin.api.dialects.messages import MESSAGES
+from pippin.api.fields.openai import HINTS, SAMPLERS
+from pippin.api.fields.table import SAMPLING, SERVING
 from pippin.config import ServerConfig
 
 USER = {"role": "user", "content": "What is the weather?"}

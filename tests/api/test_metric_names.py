@@ -22,7 +22,7 @@ from metric_names import (
 )
 from peers import Wire, add_peer_tier, add_pushes
 from pippin.backends.fake import FakeBackend
-from pippin.cache.host.host_store import HostStore
+from pippin.cache.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.scheduler.loop import Loop
 

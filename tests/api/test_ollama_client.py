@@ -23,7 +23,7 @@ from scripted_engine import (
     wait_until,
 )
 
-from pippin.api.fields import ollama as fields
+from pippin.api.dialects import ollama as fields
 from pippin.config import ServerConfig
 
 STORY = "Once upon a time, a 😀 met a 漢字 dog. The end."

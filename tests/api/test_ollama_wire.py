@@ -11,7 +11,8 @@ import pytest
 from scripted_engine import TOKENIZER, ScriptedEngine, answer_anything, hang, say, serving
 
 from cases import cases
-from pippin.api.http import heartbeats, sending
+from pippin.api.http import sending
+from pippin.api.http import sending as heartbeats
 from pippin.config import ServerConfig
 
 PIXEL = base64.b64encode(

@@ -16,18 +16,18 @@ from repeated_fields import repeated_fields
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, build_app, serving
 
 from cases import cases
-from pippin.api.batches.file_store import FileRecord
-from pippin.api.endpoints import openapi
+from pippin.api.batches.store import FileRecord
+from pippin.api.endpoints import server_info
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.text.fill_in_middle import FillInMiddle
 
 USER = {"role": "user", "content": "a"}
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
-BODIES = {path: table.schema(RULES) for path, table in openapi.BODIES.items()}
+BODIES = {path: table.schema(RULES) for path, table in server_info.BODIES.items()}
 DOCUMENTS = {path: jsonschema.Draft202012Validator(schema) for path, schema in BODIES.items()}
 # Some bodies have the same fields, and one code that reads them: one of their paths will do.
-FIELDS_PATHS = {id(t.fields): path for path, t in reversed(openapi.BODIES.items())}.values()
+FIELDS_PATHS = {id(t.fields): path for path, t in reversed(server_info.BODIES.items())}.values()
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_every_route_is_described() -> None:
     assert list(paths["/events"]["get"]["responses"]["200"]["content"]) == ["text/event-stream"]
     assert paths["/events/node/{id}"]["get"]["parameters"][0]["schema"]["type"] == "integer"
     assert paths["/v1/responses/{id}"].keys() == {"get", "delete"}
-    for path, query in openapi.QUERIES.items():
+    for path, query in server_info.QUERIES.items():
         parameters = paths[path]["get"]["parameters"]
         assert [p["name"] for p in parameters if p["in"] == "query"] == list(query.fields)
     form = paths["/v1/files"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]

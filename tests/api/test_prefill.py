@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from bundled import BUNDLED_PATH
 from pippin.errors import RequestError
 from pippin.text.bundle import TextBundle
+from pippin.text.chat_template import ChatTemplate
 from pippin.text.prompt import chat_prompt
-from pippin.text.templates.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "Which animal?"}
 CONTENTS = ["The fox", "The fox is ", "<|im_end|>", "  a\n\n b", "assistant", "狐"]

@@ -9,9 +9,8 @@ import pytest
 from qwen35_server import MODEL, TEXT
 
 from pippin.api.dialects.chat_completions import parse_chat
-from pippin.api.dialects.messages.message_request import parse_message_request
-from pippin.api.model_info import RequestRules
-from pippin.api.requests.normalisation.snapshot_history import SnapshotHistory
+from pippin.api.dialects.messages import parse_message_request
+from pippin.api.model_info import RequestRules, SnapshotHistory
 from pippin.config import LimitsConfig
 
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())

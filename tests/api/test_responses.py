@@ -26,9 +26,8 @@ from qwen35_server import (
 from scripted_engine import Script, ScriptedEngine, fail
 
 from cases import cases
-from pippin.api.fields.extensions import GENERATION, REASONING
-from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
-from pippin.api.fields.shared import SAMPLING, SERVING
+from pippin.api.fields.openai import GENERATION, INPUT_TOKENS, REASONING, RESPONSES
+from pippin.api.fields.table import SAMPLING, SERVING
 
 QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}

@@ -18,14 +18,13 @@ from transformers import PreTrainedTokenizerFast
 
 from bundled import BUNDLED_PATH
 from cases import cases
-from pippin.api.endpoints.scoring import parse_score, whole_score
-from pippin.api.fields.scoring import PAIRS
+from pippin.api.endpoints.scoring import PAIRS, parse_score, whole_score
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.loop import Loop
+from pippin.scheduler.request import Limits
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.scheduler_limits import Limits
 from pippin.text.bundle import TextBundle
 from pippin.text.reranker import DEFAULT_INSTRUCTION, Reranker
 from pippin.types import TokenLogprobs

@@ -26,7 +26,7 @@ from scripted_engine import Script, ScriptedEngine
 
 from call_texts import write_calls
 from cases import cases
-from pippin.api.requests.shell_tools import CALLS, SHELL_TOOLS, call_fields
+from pippin.api.requests.tools import CALLS, SHELL_TOOLS, call_fields
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

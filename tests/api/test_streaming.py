@@ -13,8 +13,9 @@ import openai
 import pytest
 from scripted_engine import Script, ScriptedEngine, fail, hang, say, serving
 
-from pippin.api.dialects.messages.message_reply import MessagesDialect
-from pippin.api.http import heartbeats, sending
+from pippin.api.dialects.messages import MessagesDialect
+from pippin.api.http import sending
+from pippin.api.http import sending as heartbeats
 from pippin.messages import Submit, TokenDelta
 
 STREAM = {

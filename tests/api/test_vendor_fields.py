@@ -15,12 +15,14 @@ from openai.types import EmbeddingCreateParams
 from qwen35_server import MODEL, TEXT
 from vendor_fields import LLAMA_CPP, SGLANG, VLLM
 
+from pippin.api.dialects import messages as anthropic
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
-from pippin.api.dialects.messages.message_request import parse_message_request
-from pippin.api.dialects.responses.response_request import parse_responses_request
-from pippin.api.dialects.responses.response_store import ResponseStore
-from pippin.api.fields import anthropic, extensions, openai
+from pippin.api.dialects.messages import parse_message_request
+from pippin.api.dialects.response_store import ResponseStore
+from pippin.api.dialects.responses import parse_responses_request
+from pippin.api.fields import openai
+from pippin.api.fields import openai as extensions
 from pippin.api.fields.table import FieldTable, Refusal
 from pippin.api.jobs.prepare import prepare_chat, prepare_completion
 from pippin.api.model_info import RequestRules

@@ -20,8 +20,7 @@ from pippin.backends.base import PrefillRow
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.drafts.rings import RingLayer, RingShape
 from pippin.errors import LoadError
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from serving import DRAFTED_BY, make_backend, make_client
 from test_contract import Steps, admit, restore
 from test_draft_contract import MAX_DEPTH, MLX_OWN_DRAFTS, NUM_SLOTS, Reply

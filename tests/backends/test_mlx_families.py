@@ -29,8 +29,8 @@ from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.shapes import Ladder
 from pippin.backends.mlx.trial_run import adds_later, deferred_norms
 from pippin.scheduler.loop import Loop
+from pippin.scheduler.request import Limits
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.scheduler_limits import Limits
 from pippin.types import Component, SamplingParams
 from reference import assert_right, score
 from serving import make_prompt, served

@@ -19,9 +19,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.operations.bindings import without_operations
 from pippin.backends.mlx.load import prepare
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import DeviceDrafter, OracleDrafter, Speculation
 from serving import BUNDLED, make_client, spec_of
 from test_contract import Steps, alone, make_tokens
 

@@ -8,10 +8,8 @@ import pytest
 from test_preemption import GROWTH, num_drawn_alike
 
 from near_ties import count_same
-from pippin.scheduler.memory import claims
-from pippin.scheduler.planning import admission
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler import admission, memory
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from processes import is_installed
 from serving import BUNDLED, DRAFTED_BY, TORCH, make_backend, make_client, make_prompt
 
@@ -31,7 +29,7 @@ def params_of(number: int) -> dict[str, object]:
 def test_preempted_replies_are_what_each_is_alone(
     name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (admission, claims):
+    for module in (admission, memory):
         monkeypatch.setattr(module, "GROWTH_TOKENS", GROWTH)
     prompts = [make_prompt(name, 50 + number, seed=number) for number in range(NUM_REQUESTS)]
     alone, depths = make_client(name, cache=False), count()

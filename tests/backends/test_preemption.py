@@ -6,8 +6,7 @@ import pytest
 
 from builders import Reply
 from near_ties import count_same
-from pippin.scheduler.memory import claims
-from pippin.scheduler.planning import admission
+from pippin.scheduler import admission, memory
 from serving import TORCH_MODELS, make_client, make_prompt
 
 NUM_REQUESTS = 16
@@ -45,7 +44,7 @@ def num_drawn_alike(reply: Reply, expected: Reply) -> int:
 def test_preempted_replies_are_what_each_is_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (admission, claims):
+    for module in (admission, memory):
         monkeypatch.setattr(module, "GROWTH_TOKENS", GROWTH)
     alone = make_client(name, cache=False)
     expected = [

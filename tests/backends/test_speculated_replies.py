@@ -12,9 +12,7 @@ import pytest
 from builders import Client
 from cases import cases
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import DeviceDrafter, OracleDrafter, Speculation
 from serving import BUNDLED, make_client, make_prompt, spec_of
 
 MODELS = ("qwen3_5", "llama", "gpt_oss")

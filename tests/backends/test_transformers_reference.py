@@ -20,8 +20,8 @@ from bundled import BUNDLED_PATH, load_bundled
 from near_ties import assert_best
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.scheduler.loop import Loop
+from pippin.scheduler.request import Limits
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.scheduler_limits import Limits
 from pippin.text.tokenizer import Tokenizer
 from processes import is_installed
 

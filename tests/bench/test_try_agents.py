@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from pippin.api.dialects.chat_completions import parse_chat
-from pippin.api.dialects.messages.message_request import parse_message_request
-from pippin.api.dialects.responses.response_request import parse_responses_request
-from pippin.api.dialects.responses.response_store import ResponseStore
+from pippin.api.dialects.messages import parse_message_request
+from pippin.api.dialects.response_store import ResponseStore
+from pippin.api.dialects.responses import parse_responses_request
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.config import LimitsConfig

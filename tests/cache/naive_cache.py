@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.results import InsertResult, Lock, Match
+from pippin.cache.prefix_cache import InsertResult, Lock, Match, PrefixCache
 from pippin.cache.tree.canary import Canary
 from pippin.types import Component, Payload
 

@@ -177,7 +177,7 @@ def test_a_split_frees_the_window_that_ends_below_do_not_look_back_on() -> None:
 def test_ends_far_below_a_split_keep_its_window_until_they_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pippin.cache.tree.lookback.MAX_VISITS", 0)
+    monkeypatch.setattr("pippin.cache.tree.components.MAX_VISITS", 0)
     checked = CheckedCache([A, W], window=3)
     prompt = list(range(10))
     checked.insert(prompt[:8], 0)
@@ -199,7 +199,7 @@ def test_an_end_that_was_too_far_below_one_split_is_taken_off_all_at_the_next(
     checked.insert(prompt[:8], 0)
     checked.insert(prompt, 8)
     with monkeypatch.context() as patch:
-        patch.setattr("pippin.cache.tree.lookback.MAX_VISITS", 0)
+        patch.setattr("pippin.cache.tree.components.MAX_VISITS", 0)
         checked.match(prompt[:4])  # the end at 10 stays a user of [0, 4)
     checked.match(prompt[:6])  # not of [4, 6), and no longer of [0, 4)
     checked.check()

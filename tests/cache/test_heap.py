@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pippin.cache.tree.heap import LAST, NodeHeap, Rank
+from pippin.cache.tree.eviction import LAST, NodeHeap, Rank
 from pippin.cache.tree.radix import Node
 
 RANKS = st.tuples(st.sampled_from([-1.0, 0.5, 2.0]), st.integers(0, 5))

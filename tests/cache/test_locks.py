@@ -127,7 +127,7 @@ def test_a_lock_holds_the_window_of_a_leaf_as_far_as_the_leaf_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or else a window could neither go nor be told apart from one that can."""
-    monkeypatch.setattr("pippin.cache.tree.lookback.MAX_VISITS", 0)
+    monkeypatch.setattr("pippin.cache.tree.components.MAX_VISITS", 0)
     checked = CheckedCache([A, W], window=3)
     checked.insert(list(range(8)), 0)
     checked.match(list(range(4)))  # the leaf still counts on both halves

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from pippin.cache.entries.entry import ArraySpec, Entry, Key
-from pippin.cache.results import Match
-from pippin.cache.tiers.parts import EntryPart, Owned
-from pippin.cache.tiers.pieces import Piece, pieces
+from pippin.cache.prefix_cache import Match
+from pippin.cache.tiers.tier_tree import EntryPart, Owned, Piece, pieces
 from pippin.types import Component
 
 TOKENS = 100  # of an entry

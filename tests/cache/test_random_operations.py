@@ -81,7 +81,7 @@ def test_thousands_of_random_operations_agree_with_the_naive_model(
     layout: str, capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if capacity < 1 << 40:  # so that ends are often too far below a split
-        monkeypatch.setattr("pippin.cache.tree.lookback.MAX_VISITS", 2)
+        monkeypatch.setattr("pippin.cache.tree.components.MAX_VISITS", 2)
     components, window = LAYOUTS[layout]
     canary = Canary("raise") if capacity < 1 << 40 else None
     checked = CheckedCache(components, window=window, capacity=capacity, canary=canary)

@@ -16,12 +16,12 @@ from naive_cache import SALTS, SPACE, A, CheckedCache, H, Piece, Prefix, S, W, s
 
 from memory_store import MemoryStore
 from pippin.cache.entries.entry import ArraySpec, Bytes, Key
-from pippin.cache.host.host_store import HostStore
+from pippin.cache.host_store import HostStore
 from pippin.cache.tiers import tier_tree
 from pippin.cache.tiers.cache_tier import CacheTier
-from pippin.cache.tiers.kinds import DISK, HOST, TierKind
-from pippin.cache.tiers.pieces import Piece as DiskPiece
 from pippin.cache.tiers.tier_io import PieceSource, TierIO, plain_memory
+from pippin.cache.tiers.tier_tree import DISK, HOST, TierKind
+from pippin.cache.tiers.tier_tree import Piece as DiskPiece
 from pippin.cache.tree.canary import Canary
 from pippin.types import Component, LayerSpec, ModelSpec
 from simulator import Workers

@@ -18,7 +18,7 @@ from cases import cases
 from cli.commands import error_of, output_of, served_with
 from pippin import cli
 from pippin.amounts import parse_memory
-from pippin.cli.option_groups import GROUP_OF, HEADINGS
+from pippin.cli.options import GROUP_OF, HEADINGS
 from pippin.config import Config, EngineConfig, LimitsConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
 from processes import run_python
@@ -154,7 +154,7 @@ def test_options_are_listed_under_headings(
 def test_an_own_option_of_a_command_is_shown_though_a_field_of_its_name_is_expert(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.cli.option_groups.EXPERT", {"max_tokens", "overlap"})
+    monkeypatch.setattr("pippin.cli.options.EXPERT", {"max_tokens", "overlap"})
     page = output_of(capsys, "chat", "--help")
     assert "--max-tokens" in page
     assert "--overlap" not in page

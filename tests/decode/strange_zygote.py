@@ -12,8 +12,9 @@ import time
 
 from walks import bundled_vocabulary
 
+from pippin.decode import zygote
+from pippin.decode import zygote as child
 from pippin.decode.compile import compile_grammar
-from pippin.decode.proving import child, zygote
 from pippin.errors import ContextOverflow
 from pippin.types import GrammarSpec
 

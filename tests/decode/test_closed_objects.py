@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cases import cases
-from pippin.decode.closed_objects import closed
+from pippin.decode.json_schema import closed
 
 ONE = {"properties": {"a": {"type": "integer"}}}
 SHUT = ONE | {"additionalProperties": False}

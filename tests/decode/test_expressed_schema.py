@@ -10,10 +10,8 @@ import pytest
 
 from cases import cases
 from decode.walks import bundled_vocabulary, walk
-from pippin.decode.compile import CompiledGrammar, compile_grammar
-from pippin.decode.expressed_schema import MAX_ADDED_CHARS, expressed
-from pippin.decode.json_schema import check_schema
-from pippin.decode.vocabulary import Vocabulary
+from pippin.decode.compile import CompiledGrammar, Vocabulary, compile_grammar
+from pippin.decode.json_schema import MAX_ADDED_CHARS, check_schema, expressed
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec
 

@@ -15,8 +15,14 @@ from cases import cases
 from hostile_grammars import FAMILIES
 from pippin.decode.compile import prove_grammar
 from pippin.decode.json_schema import check_schema
-from pippin.decode.size.check_size import check_nesting_of, check_part_size, check_size
-from pippin.decode.size.size_limits import MAX_EXPANSION, MAX_NESTING, MAX_PART_BYTES
+from pippin.decode.size import (
+    MAX_EXPANSION,
+    MAX_NESTING,
+    MAX_PART_BYTES,
+    check_nesting_of,
+    check_part_size,
+    check_size,
+)
 from pippin.errors import RequestError
 from pippin.types import GrammarPart, GrammarSpec
 

@@ -19,13 +19,19 @@ from bundled import BUNDLED_PATH
 from cases import cases
 from decode.walks import VOCAB, bundled_vocabulary, walk
 from pippin.backends.masks import allow_only, allowed_ids, full_masks, num_words, pack
+from pippin.decode import compile
 from pippin.decode import compile as compile_module
-from pippin.decode import compiler as compiler_module
-from pippin.decode.compile import CompiledGrammar, Growth, compile_grammar
-from pippin.decode.compiler import REMEMBERED_GRAMMARS, REMEMBERED_GROWTH, GrammarCompiler
-from pippin.decode.proving.verdicts import Verdict
-from pippin.decode.vocabulary import Vocabulary
-from pippin.engine.model_vocabulary import vocabulary_of
+from pippin.decode.compile import (
+    REMEMBERED_GRAMMARS,
+    REMEMBERED_GROWTH,
+    CompiledGrammar,
+    GrammarCompiler,
+    Growth,
+    Vocabulary,
+    compile_grammar,
+)
+from pippin.decode.prover import Verdict
+from pippin.engine.grammar_zygote import vocabulary_of
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import GrammarSpec
@@ -382,7 +388,7 @@ def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(
         compiled.append(spec.text)
         return SimpleNamespace(growth=Growth())
 
-    monkeypatch.setattr(compiler_module, "compile_grammar", note)
+    monkeypatch.setattr(compile, "compile_grammar", note)
     compiler = GrammarCompiler(bundled_vocabulary, Trusting())
 
     def ask(number: int) -> Future[CompiledGrammar]:

@@ -11,8 +11,7 @@ import pytest
 from cases import cases
 from decode.schemas import SCHEMAS
 from decode.walks import bundled_vocabulary, walk
-from pippin.decode.compile import compile_grammar
-from pippin.decode.vocabulary import Vocabulary
+from pippin.decode.compile import Vocabulary, compile_grammar
 from pippin.types import GrammarSpec
 
 NUM_WALKS = 12

@@ -19,9 +19,8 @@ from walks import bundled_vocabulary
 
 from bundled import BUNDLED_PATH
 from hostile_grammars import FAMILIES
-from pippin.decode.compiler import GrammarCompiler
-from pippin.decode.proving.prover import Prover
-from pippin.decode.proving.verdicts import STACK_BYTES, Verdict, lost
+from pippin.decode.compile import GrammarCompiler
+from pippin.decode.prover import STACK_BYTES, Prover, Verdict, lost
 from pippin.errors import ContextOverflow, NotReady, PippinError, RequestError
 from pippin.types import GrammarPart, GrammarSpec
 from processes import children_of, environment, wait_until, wait_until_gone
@@ -138,7 +137,7 @@ def test_each_grammar_has_a_child_of_its_own_and_none_is_left_behind(
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "while one compiles"])
 def test_nothing_outlives_an_engine_that_was_killed(busy: bool) -> None:
     code = f"""
-from pippin.decode.proving.prover import Prover
+from pippin.decode.prover import Prover
 from pippin.types import GrammarSpec
 prover = Prover({STRANGE!r})
 prover.set_up()
@@ -287,7 +286,7 @@ def test_what_no_child_has_compiled_is_not_compiled_here(monkeypatch: pytest.Mon
     def note(spec: GrammarSpec, _: Any) -> Any:
         sizes.append(threading.stack_size())
 
-    monkeypatch.setattr("pippin.decode.compiler.compile_grammar", note)
+    monkeypatch.setattr("pippin.decode.compile.compile_grammar", note)
     prover = CountingProver(Verdict("no", RequestError.code))
     compiler = GrammarCompiler(bundled_vocabulary, prover)
     with pytest.raises(RequestError):

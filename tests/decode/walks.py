@@ -8,9 +8,8 @@ import numpy as np
 
 from bundled import BUNDLED_PATH
 from pippin.backends.masks import allowed_ids, num_words
-from pippin.decode.grammar import Grammar
-from pippin.decode.vocabulary import Vocabulary
-from pippin.engine.model_vocabulary import vocabulary_of
+from pippin.decode.compile import Grammar, Vocabulary
+from pippin.engine.grammar_zygote import vocabulary_of
 from pippin.text.tokenizer import Tokenizer
 
 VOCAB = 8192

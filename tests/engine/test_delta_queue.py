@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pippin.engine.clients.delta_queue import DeltaQueue, joined_deltas
+from pippin.engine.engine_client import DeltaQueue, joined_deltas
 from pippin.messages import TokenDelta
 from pippin.types import TokenLogprobs
 

@@ -10,8 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pippin.engine.clients.suspects import MAX_DEATHS, MAX_ENGINES, REMEMBERED_SUSPECTS, Suspects
-from pippin.engine.engine_client import EngineClient
+from pippin.engine.engine_client import (
+    MAX_DEATHS,
+    MAX_ENGINES,
+    REMEMBERED_SUSPECTS,
+    EngineClient,
+    Suspects,
+)
 from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError, PoisonRequest
 from pippin.messages import (
     Abort,

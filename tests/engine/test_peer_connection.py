@@ -7,8 +7,7 @@ import gc
 import socket
 from threading import Event
 
-from pippin.engine.peers.connection import Connection
-from pippin.engine.peers.wire_thread import WireThread
+from pippin.engine.peers.connection import Connection, WireThread
 
 
 def test_a_thread_that_ends_releases_connections_that_wait_for_their_peers() -> None:

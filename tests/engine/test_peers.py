@@ -18,10 +18,10 @@ import pytest
 from builders import check_idle, make_prompt, oracle
 from cases import cases
 from live_peers import FAKE, LiveDecode, LivePrefill, ask, ask_all, pair_of, write
-from pippin.cache.host.host_store import HostStore
+from pippin.cache.host_store import HostStore
 from pippin.config import Config, EngineConfig, PeersConfig
 from pippin.engine.peers import connection
-from pippin.engine.peers.agreement import Facts, difference, peer_facts, prove
+from pippin.engine.peers.connection import Facts, difference, peer_facts, prove
 from pippin.engine.peers.peer_listener import MAX_OPENING
 from pippin.engine.peers.shared_memory import OutgoingMemory
 from pippin.engine.peers.wire_frames import (

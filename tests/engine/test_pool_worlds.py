@@ -9,7 +9,7 @@ import asyncio
 import random
 
 from cases import cases
-from pippin.engine.clients.engine_pool import EnginePool
+from pippin.engine.engine_pool import EnginePool
 from pippin.errors import EngineDead, NotReady
 from pippin.messages import (
     Abort,

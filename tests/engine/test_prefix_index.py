@@ -9,11 +9,9 @@ import pytest
 
 from builders import Client, make_loop
 from pippin.backends.fake import FakeBackend
-from pippin.engine.clients.engine_pool import EnginePool
-from pippin.engine.clients.prefix_index import PrefixIndex
-from pippin.engine.kv_events.announcer import Announcer
-from pippin.engine.kv_events.block_hashes import BLOCK_TOKENS, prompt_hashes
-from pippin.engine.kv_events.prefix_reports import PrefixReports
+from pippin.engine.engine_pool import EnginePool, PrefixIndex
+from pippin.engine.kv_events.announcer import Announcer, PrefixReports
+from pippin.engine.kv_events.block_index import BLOCK_TOKENS, prompt_hashes
 from pippin.messages import RestorablePrefixes, pack_tokens
 from pippin.types import GRID, Component
 from replica_world import WORKLOADS, ReplicaWorld, mean_hit_rate

@@ -6,8 +6,7 @@ import pytest
 
 from pippin.backends.fake import FakeBackend
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build_loop import build_loop
-from pippin.engine.running_rows import RunningRows, rows_that_fit, rows_to_load
+from pippin.engine.build_loop import RunningRows, build_loop, rows_that_fit, rows_to_load
 from pippin.errors import ConfigError
 
 AUTO, GIVEN = EngineConfig(), EngineConfig(max_running=5)

@@ -9,7 +9,7 @@ import pytest
 from pippin.backends.fake import FakeBackend
 from pippin.backends.fake import backend as fake_backend
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build_tiers import fingerprint
+from pippin.engine.build_loop import fingerprint
 
 FAKE = Config(model=ModelConfig(backend="fake"))
 DETERMINISTIC = Config(model=FAKE.model, engine=EngineConfig(deterministic=True))

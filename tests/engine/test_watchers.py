@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pippin.engine.clients.watchers import MAX_UNREAD, MAX_WATCHERS, Watchers, WatchEvent
-from pippin.engine.engine_client import EngineClient
+from pippin.engine.engine_client import MAX_UNREAD, MAX_WATCHERS, EngineClient, Watchers, WatchEvent
 from pippin.errors import Overloaded, PippinError
 from pippin.messages import FeedMessage, ToEngine, Unwatch, Watch
 from processes import PATIENCE_SECONDS

@@ -10,7 +10,7 @@ import pytest
 from replica import Watched
 
 from builders import Client, check_idle, make_client, make_prompt, oracle
-from pippin.engine.events import tree
+from pippin.engine.events import recorder as tree
 from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.schema import RequestEvent, StepEvent

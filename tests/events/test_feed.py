@@ -11,11 +11,10 @@ from replica import Replica, Watched
 
 from builders import Client, make_client, make_loop, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
-from pippin.engine.events import tree as tree_module
+from pippin.engine.events import recorder
 from pippin.engine.events.event_sender import MAX_ROWS, MAX_STEPS
 from pippin.engine.events.schema import Frame
-from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import OracleDrafter, Speculation
 from pippin.types import Component
 
 MAX_MESSAGE_BYTES = 250_000  # docs/internals/events.md
@@ -151,8 +150,8 @@ def test_a_request_that_is_preempted_waits_again() -> None:
 def test_the_tree_that_is_told_is_the_tree(
     components: tuple[Component, ...], max_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree_module, "MAX_NODES", max_nodes)
-    monkeypatch.setattr(tree_module, "NUM_KEPT", max_nodes * 3 // 4)
+    monkeypatch.setattr(recorder, "MAX_NODES", max_nodes)
+    monkeypatch.setattr(recorder, "NUM_KEPT", max_nodes * 3 // 4)
     rng = random.Random(7)
     capacity = 4 * FakeBackend(components=components).row_bytes(400)
     client = make_client(num_slots=3, chunk=128, components=components, capacity_bytes=capacity)
@@ -216,7 +215,7 @@ def test_messages_are_bounded_in_bytes() -> None:
         one.client.submit(make_prompt(330, number), id=f"chatcmpl-{number:032x}-0", max_tokens=20)
     one.client.run()
     assert one.client.loop.scheduler.cache is not None
-    assert one.client.loop.scheduler.cache.radix.num_nodes > 4 * tree_module.MAX_NODES
+    assert one.client.loop.scheduler.cache.radix.num_nodes > 4 * recorder.MAX_NODES
     one.feed.watch()
     one.now += 1
     one.feed.flush()

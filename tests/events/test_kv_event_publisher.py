@@ -10,11 +10,9 @@ import zmq
 from builders import Client, make_loop, make_prompt
 from events.kv_router import Router
 from pippin.config import ServerConfig
-from pippin.engine.build_kv_events import announce
-from pippin.engine.kv_events import event_publisher
-from pippin.engine.kv_events.announcer import Announcer
-from pippin.engine.kv_events.event_forms import EventForm
-from pippin.engine.kv_events.event_publisher import EventPublisher
+from pippin.engine.kv_events import announcer as event_publisher
+from pippin.engine.kv_events.announcer import Announcer, EventForm, EventPublisher
+from pippin.engine.run import announce
 from pippin.errors import ConfigError
 from pippin.types import Component
 

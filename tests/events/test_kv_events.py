@@ -14,9 +14,7 @@ from pippin.backends.fake import FakeBackend
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.components import STATE, WINDOW
 from pippin.cache.tree.radix import as_tokens
-from pippin.engine.kv_events.announcer import Announcer
-from pippin.engine.kv_events.event_forms import EventForm, FormName
-from pippin.engine.kv_events.event_publisher import EventPublisher
+from pippin.engine.kv_events.announcer import Announcer, EventForm, EventPublisher, FormName
 from pippin.types import GRID, Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -205,7 +203,7 @@ def test_what_was_flushed_is_gone_at_once_and_what_is_cached_again_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However long it takes to free what was flushed."""
-    monkeypatch.setattr("pippin.scheduler.traffic.traffic.MAX_FLUSHED", 1)
+    monkeypatch.setattr("pippin.scheduler.traffic.MAX_FLUSHED", 1)
     client = Client(make_loop(components=(A, S)))
     announcer, router = announce(client)
     cache = client.loop.scheduler.cache

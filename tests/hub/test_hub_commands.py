@@ -18,7 +18,7 @@ from fake_hub import COMMIT, CONFIG, FILES, MODEL, FakeHub, fake_hub
 from pippin import cli
 from pippin.config import ModelConfig
 from pippin.hub import cached_models
-from pippin.hub.download import SPARE_BYTES
+from pippin.hub.pull import SPARE_BYTES
 from pippin.startup.find_checkpoint import find_checkpoint
 from pippin.startup.server_file import announced
 from processes import environment, wait_until

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from pippin.offline.progress import progress_bar
+from pippin.offline.offline_requests import progress_bar
 
 
 def drawn(*, shown: bool) -> str:

@@ -14,7 +14,7 @@ from pippin import LLM, SamplingParams
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.offline.offline_requests import Completion
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.oracle import OracleDrafter
+from pippin.scheduler.speculation import OracleDrafter
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 STORY = "Once upon a time there was a little dog named Max. He had a red ball. " * 3

@@ -6,10 +6,15 @@ import pytest
 
 from builders import Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
-from pippin.scheduler.planning.admission import MAX_EXAMINED
-from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes, Promise, common_prefix_len
-from pippin.scheduler.planning.offer import MAX_PASSED_OVER, Offer
-from pippin.scheduler.planning.prompt_planner import MAX_SKIPPED
+from pippin.scheduler.admission import (
+    MAX_EXAMINED,
+    MAX_PASSED_OVER,
+    InflightPrefixes,
+    Offer,
+    Promise,
+    common_prefix_len,
+)
+from pippin.scheduler.prompts import MAX_SKIPPED
 from pippin.types import Component
 
 A, S = Component.ATTENTION, Component.STATE

@@ -14,11 +14,14 @@ from zlib import crc32
 import pytest
 
 from builders import make_prompt, oracle
-from pippin.scheduler.pacing.costs import CostModel, Timed
-from pippin.scheduler.speculation.acceptance import Acceptance
-from pippin.scheduler.speculation.depth import Candidate, DepthPolicy
-from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.pace import CostModel, Timed
+from pippin.scheduler.speculation import (
+    Acceptance,
+    Candidate,
+    DepthPolicy,
+    OracleDrafter,
+    Speculation,
+)
 from timed import LARGE_GPU, serve
 
 NUM_WORLDS = 48

@@ -19,8 +19,7 @@ from builders import (
 from cases import cases
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.scheduler.pacing.costs import Timed
-from pippin.scheduler.pacing.pace import Pace
+from pippin.scheduler.pace import Pace, Timed
 from pippin.types import GRID, Component
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])

@@ -13,7 +13,7 @@ import pytest
 from builders import Client, ToyGrammar, check_idle, make_client, make_loop, make_prompt, oracle
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.scheduler.planning.constraints import NUM_THREADS
+from pippin.scheduler.replies import NUM_THREADS
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 

@@ -12,7 +12,7 @@ from memory_store import MemoryStore
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.entries.entry import Bytes, Entry
-from pippin.cache.host.host_store import HostStore
+from pippin.cache.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.types import Component
 from simulator import Workers

@@ -10,8 +10,7 @@ import pytest
 
 from builders import FixedPace, make_client
 from cases import cases
-from pippin.scheduler.pacing.costs import Timed
-from pippin.scheduler.pacing.pace import (
+from pippin.scheduler.pace import (
     CHUNK_STEP,
     CROWDED_STEP,
     LONGEST_SAVED,
@@ -21,6 +20,7 @@ from pippin.scheduler.pacing.pace import (
     STEP_STRETCH,
     STEPS_BETWEEN_RESTS,
     Pace,
+    Timed,
 )
 from pippin.types import GRID
 

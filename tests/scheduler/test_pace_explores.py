@@ -11,8 +11,7 @@ from functools import partial
 from statistics import median
 
 from builders import FixedPace, make_client, make_prompt
-from pippin.scheduler.pacing.costs import CostModel, Fit, Timed, _guess
-from pippin.scheduler.pacing.pace import SMALLEST_CHUNK, Pace
+from pippin.scheduler.pace import SMALLEST_CHUNK, CostModel, Fit, Pace, Timed, _guess
 
 NUM_DEVICES = 1000
 MIXED_STEPS = 50

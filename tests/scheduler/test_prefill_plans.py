@@ -7,7 +7,7 @@ import pytest
 from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
 from cases import cases
 from pippin.backends.fake import FakeBackend
-from pippin.scheduler.planning.inflight_prefixes import REPLY_TOKENS
+from pippin.scheduler.admission import REPLY_TOKENS
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE

@@ -16,7 +16,7 @@ from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.tree.components import STATE
 from pippin.errors import DeviceFailed
 from pippin.scheduler.loop import MAX_FAILED_STEPS
-from pippin.scheduler.memory.claims import GROWTH_TOKENS
+from pippin.scheduler.memory import GROWTH_TOKENS
 from pippin.types import GRID, Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE

@@ -9,7 +9,7 @@ import pytest
 from builders import make_loop, make_prompt
 from cases import cases
 from pippin.messages import Submit, pack_tokens
-from pippin.scheduler.running_slot import NEXT_STAGES, Quality, RunningSlot, Stage
+from pippin.scheduler.request import NEXT_STAGES, Quality, RunningSlot, Stage
 from pippin.types import SamplingParams
 
 

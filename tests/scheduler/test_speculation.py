@@ -15,10 +15,14 @@ from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.policy import MAX_STRIDE
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.depth import Candidate, DepthPolicy
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import BY_DEVICE, Speculation
+from pippin.scheduler.speculation import (
+    BY_DEVICE,
+    Candidate,
+    DepthPolicy,
+    DeviceDrafter,
+    OracleDrafter,
+    Speculation,
+)
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE

@@ -140,7 +140,7 @@ def test_flushing_keeps_what_a_prompt_is_being_restored_from() -> None:
 
 def test_a_flush_frees_a_bounded_number_of_nodes_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams advance meanwhile, and what is still there is cached for no request."""
-    monkeypatch.setattr("pippin.scheduler.traffic.traffic.MAX_FLUSHED", 3)
+    monkeypatch.setattr("pippin.scheduler.traffic.MAX_FLUSHED", 3)
     client = make_client()
     for number in range(12):
         client.ask([*make_prompt(40), number, *make_prompt(60, number)])

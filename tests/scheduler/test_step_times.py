@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pippin.metrics import StepRecord
-from pippin.scheduler.pacing.costs import Timed
-from pippin.scheduler.pacing.step_times import StepTimes
+from pippin.scheduler.pace import StepTimes, Timed
 from pippin.types import StepForwards
 
 BLANK = StepRecord(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)

@@ -14,13 +14,16 @@ from builders import Client, check_idle, make_loop, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
 from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.shared_texts import MAX_SALTS, MAX_TOKENS, SharedTexts
-from pippin.scheduler.speculation.suffix import SLICE, SuffixDrafter
-from pippin.scheduler.speculation.text_index import (
+from pippin.scheduler.suffix import (
     MAX_CANDIDATES,
     MAX_MATCH,
+    MAX_SALTS,
+    MAX_TOKENS,
     MIN_MATCH,
     SEPARATOR,
+    SLICE,
+    SharedTexts,
+    SuffixDrafter,
     TextIndex,
 )
 from pippin.types import SamplingParams

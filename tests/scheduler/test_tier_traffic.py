@@ -16,7 +16,7 @@ from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.entries.entry import Key, Loaded
 from pippin.cache.entries.entry_store import Destination
-from pippin.scheduler.traffic import spills
+from pippin.scheduler import spills
 from pippin.types import Component
 from simulator import Workers
 
@@ -388,7 +388,7 @@ def test_what_is_flushed_and_computed_again_meanwhile_is_written_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tier forgets the old entry of a key before it gets the new one."""
-    monkeypatch.setattr("pippin.scheduler.traffic.traffic.MAX_FLUSHED", 1)
+    monkeypatch.setattr("pippin.scheduler.traffic.MAX_FLUSHED", 1)
     store = make_store()
     prompt, _ = known(store)
     client = start(store)

@@ -11,7 +11,7 @@ from memory_store import MemoryStore
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.tiers.tier_io import PIECES_AHEAD, TierIO
-from pippin.scheduler.traffic.warm_up_tiers import TierWarmUp
+from pippin.scheduler.traffic import TierWarmUp
 
 
 class Failing(FakeBackend):

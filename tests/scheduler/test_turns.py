@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pippin.scheduler.planning.turns import Turn, beside_short, share
+from pippin.scheduler.prompts import Turn, beside_short, share
 
 
 def test_the_one_that_has_waited_longest_for_what_it_needs_goes_first() -> None:

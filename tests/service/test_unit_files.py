@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from cases import cases
-from pippin.service.definition import Definition
-from pippin.service.launchd import Launchd
-from pippin.service.systemd import Systemd, quote
+from pippin.service.service import Definition, Launchd, Systemd, quote
 
 ODD_WORDS = (
     "with a space",

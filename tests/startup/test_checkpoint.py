@@ -23,7 +23,7 @@ from pippin.backends.mlx.load import load
 from pippin.backends.torch.config import read_config
 from pippin.config import Config, ModelConfig
 from pippin.errors import LoadError
-from pippin.hub.download import HUB_FILES, HUB_FOLDERS
+from pippin.hub.pull import HUB_FILES, HUB_FOLDERS
 from pippin.startup.describe_checkpoint import describe_checkpoint, log_unserved
 from pippin.startup.find_checkpoint import checkpoint_names, find_checkpoint
 from pippin.startup.resolve import resolve

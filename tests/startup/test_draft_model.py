@@ -14,7 +14,7 @@ from bundled import BUNDLED_PATH
 from pippin import LLM
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ConfigError, LoadError
-from pippin.startup.drafts.draft_model import resolve_draft_model
+from pippin.startup.resolve import resolve_draft_model
 
 Change = Callable[[dict[str, Any]], None]
 

@@ -16,16 +16,16 @@ import pytest
 from bundled import BUNDLED_PATH
 from pippin import LLM
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.startup.drafts import measured_gain
-from pippin.startup.drafts.measured_gain import (
+from pippin.startup import resolve as measured_gain
+from pippin.startup.resolve import (
     MOST_KEPT,
     Gain,
     Served,
     gains_path,
     keep_gain,
+    resolve,
     served_by,
 )
-from pippin.startup.resolve import resolve
 
 CONFIG = Config(ModelConfig(backend="fake"))
 

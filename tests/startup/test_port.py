@@ -9,7 +9,7 @@ import pytest
 
 from pippin.config import ServerConfig
 from pippin.errors import LoadError
-from pippin.startup.port import listen
+from pippin.startup.launch import listen
 
 
 def refusal(**options: object) -> str:
@@ -42,7 +42,7 @@ def test_ports_that_are_taken_too_are_not_suggested() -> None:
 
 
 def test_no_port_is_suggested_where_none_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pippin.startup.port.NEXT_PORTS", 0)
+    monkeypatch.setattr("pippin.startup.launch.NEXT_PORTS", 0)
     with listen(ServerConfig(port=0)) as taken:
         message = refusal(port=taken.getsockname()[1])
     assert message.endswith("stop the program that uses this port")

@@ -11,8 +11,8 @@ from pippin.backends.host import THREAD_LIMITS, num_threads
 from pippin.config import Config, EngineConfig, PeersConfig, ServerConfig
 from pippin.engine.build_loop import _remedy, budget_bytes
 from pippin.errors import ConfigError
-from pippin.startup.devices import check_devices
-from pippin.startup.replica_plans import CUDA_DEVICES, plan_replicas
+from pippin.startup.launch import check_devices
+from pippin.startup.replicas import CUDA_DEVICES, plan_replicas
 
 GB = 10**9
 
@@ -127,7 +127,7 @@ def test_replicas_that_do_not_fit_are_told_how_much_all_need() -> None:
 def test_devices_that_are_not_there_are_refused(
     devices: str, found: list[str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.startup.devices.gpu_ids", lambda: found)
+    monkeypatch.setattr("pippin.startup.launch.gpu_ids", lambda: found)
     with pytest.raises(ConfigError, match=named):
         check_devices(ServerConfig(devices=devices))
 
@@ -139,7 +139,7 @@ def test_devices_that_are_not_there_are_refused(
 def test_devices_that_exist_or_that_cannot_be_looked_up_are_accepted(
     devices: str | None, found: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.startup.devices.gpu_ids", lambda: found)
+    monkeypatch.setattr("pippin.startup.launch.gpu_ids", lambda: found)
     check_devices(ServerConfig(devices=devices))
 
 

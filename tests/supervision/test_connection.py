@@ -19,7 +19,7 @@ from pippin.messages import (
     TokenDelta,
     pack_tokens,
 )
-from pippin.supervision.connection import Connection
+from pippin.supervision.supervisor import Connection
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS
 

@@ -27,8 +27,8 @@ from pippin.messages import (
 )
 from pippin.startup.resolve import resolve
 from pippin.supervision import engine_process
-from pippin.supervision.connection import Connection
 from pippin.supervision.engine_process import EngineProcess, describe_exit
+from pippin.supervision.supervisor import Connection
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS, environment, wait_until_gone
 

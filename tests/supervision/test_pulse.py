@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pippin.supervision.pulse import Pulse
+from pippin.supervision.supervisor import Pulse
 
 
 def make_pulse() -> Pulse:

@@ -13,11 +13,11 @@ import pytest
 
 import pippin.supervision.supervisor as supervisor_module
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
-from pippin.engine.clients.engine_pool import EnginePool
+from pippin.engine.engine_pool import EnginePool
 from pippin.errors import EngineDead
 from pippin.messages import Submit, TokenDelta, pack_tokens
+from pippin.startup.replicas import SupervisedEngine
 from pippin.startup.resolve import resolve
-from pippin.startup.supervised_engine import SupervisedEngine
 from pippin.supervision.engine_process import EngineProcess
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS, environment

@@ -10,8 +10,7 @@ import pytest
 
 from cli.commands import error_of
 from pippin.startup.server_file import announced
-from pippin.terminal.find_server import DEFAULT_URL, connect
-from pippin.terminal.server_client import ServerError
+from pippin.terminal.server_client import DEFAULT_URL, ServerError, connect
 
 Answer = Callable[[httpx.Request], httpx.Response]
 

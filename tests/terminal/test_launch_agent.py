@@ -43,7 +43,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("pippin.terminal.find_server.DEFAULT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("pippin.terminal.server_client.DEFAULT_URL", "http://127.0.0.1:9")
     for name in ("PIPPIN_API_KEY", "PIPPIN_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
     return folder

@@ -5,8 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from pippin.terminal.server_client import ServerClient, ServerError
-from pippin.terminal.server_status import flush_cache, show_status
+from pippin.terminal.server_client import ServerClient, ServerError, flush_cache, show_status
 
 
 @pytest.mark.parametrize("body", ["<html>It works</html>", "", "[1]"])

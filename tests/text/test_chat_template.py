@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from bundled import BUNDLED_PATH
 from cases import cases
 from pippin.errors import LoadError, RequestError
+from pippin.text import chat_template
 from pippin.text.bundle import TextBundle
-from pippin.text.templates import template_sandbox
-from pippin.text.templates.chat_template import ChatTemplate
+from pippin.text.chat_template import ChatTemplate
 from qwen35 import FIXTURE, load_qwen35, unpack
 
 SYSTEM = {"role": "system", "content": "You tell stories. <b>&amp;</b>"}
@@ -148,7 +148,7 @@ def test_a_template_cannot_reach_into_python() -> None:
 def test_a_template_that_goes_on_and_on_is_stopped(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_CPU_SECONDS", 0.05)
+    monkeypatch.setattr(chat_template, "MAX_CPU_SECONDS", 0.05)
     with pytest.raises(RequestError, match=r"ran for more than 0\.05 s"):
         ChatTemplate(source).render([USER])
 
@@ -222,7 +222,7 @@ SHARED = (
 def test_a_template_that_makes_too_much_is_stopped(
     monkeypatch: pytest.MonkeyPatch, source: str, match: str
 ) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_CHARS", 10_000)
+    monkeypatch.setattr(chat_template, "MAX_CHARS", 10_000)
     with pytest.raises(RequestError, match=match):
         ChatTemplate(source).render([USER], variables={"big": "a" * 4_000})
 

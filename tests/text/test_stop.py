@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pippin.text.stop import StopMatcher
+from pippin.text.detokenizer import StopMatcher
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
 

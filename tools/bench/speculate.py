@@ -14,7 +14,7 @@ from pippin.cli.bench import Count, Numbers
 from pippin.config import Config
 from pippin.offline.offline_requests import Completion
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.oracle import OracleDrafter
+from pippin.scheduler.speculation import OracleDrafter
 from shared import Compared, Names, Pairs, in_turn, pairs_table, run
 from steps import prompts_for
 

@@ -93,7 +93,7 @@ def loaded_loop(
 
 def propose_at_random(speculation: Any, vocab_size: int) -> None:
     """Drafts of every depth, nearly all of which are wrong: what a step launches does not depend on that."""
-    from pippin.scheduler.speculation.drafter import Guess
+    from pippin.scheduler.speculation import Guess
 
     rng, depth = np.random.default_rng(0), speculation.max_depth
     speculation.policy = None  # which would soon have no drafts

@@ -9,34 +9,66 @@ from starlette.applications import Starlette
 from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.batches.batch_metrics import BatchMetrics
-from pippin.api.batches.batches import Batches
-from pippin.api.dialects.messages.message_reply import messages_error
-from pippin.api.dialects.ollama.ollama_reply import ollama_error
-from pippin.api.dialects.responses.response_store import ResponseStores
+from pippin.api.batches.routes import BatchRoutes, FileRoutes, create_batches
+from pippin.api.batches.runner import Batches, BatchMetrics
+from pippin.api.dialects.messages import messages_error
+from pippin.api.dialects.ollama import ollama_error
+from pippin.api.dialects.response_store import ResponseStores
 from pippin.api.endpoints.app_state import AppState
-from pippin.api.endpoints.batches.assemble import create_batches
-from pippin.api.endpoints.batches.batch_routes import BatchRoutes
-from pippin.api.endpoints.batches.file_routes import FileRoutes
 from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.generation import Generation
-from pippin.api.endpoints.local_pages import is_local_path
-from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint
-from pippin.api.endpoints.model_metrics import ModelMetrics
-from pippin.api.endpoints.ollama.ollama_downloads import OllamaDownloads
-from pippin.api.endpoints.ollama.ollama_models import OllamaModels
-from pippin.api.endpoints.ollama.ollama_replies import OllamaReplies
+from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint, ModelMetrics
+from pippin.api.endpoints.ollama import OllamaDownloads, OllamaModels, OllamaReplies
 from pippin.api.endpoints.server_info import ServerInfo
-from pippin.api.http.access_control import access_checks
+from pippin.api.http.access_control import access_checks, known_keys
 from pippin.api.http.http_errors import ERROR_HANDLERS, ErrorShapes, error_response
-from pippin.api.http.keys import known_keys
 from pippin.api.http.request_log import RequestLog
-from pippin.api.http.unversioned_paths import UnversionedPaths
 from pippin.api.metered_engine import MeteredEngine
 from pippin.api.page.routes import page_paths, page_routes
 from pippin.api.served_models import ServedModels
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady, PippinError
+
+LOCAL_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/infill"),
+        *("/v1/responses", "/v1/responses/input_tokens"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+        *("/tokenize", "/detokenize"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+        *("/api/show", "/api/tags", "/api/ps", "/api/version"),
+        *("/v1/models", "/health", "/ready"),
+    }
+)
+_ONE_MODEL = "/v1/models/"
+
+
+def is_local_path(path: str) -> bool:
+    return path in LOCAL_PATHS or path.startswith(_ONE_MODEL)
+
+
+FIRST_PARTS = frozenset(
+    {
+        *("chat", "completions", "responses", "messages", "embeddings", "models"),
+        *("files", "batches"),
+    }
+)
+
+
+class UnversionedPaths:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _first_part(scope["path"]) in FIRST_PARTS:
+            scope = {**scope, "path": f"/v1{scope['path']}"}
+        await self._app(scope, receive, send)
+
+
+def _first_part(path: str) -> str:
+    return path.removeprefix("/").partition("/")[0]
+
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,57 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from time import perf_counter
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from pippin.api.wrapped_engine import WrappedEngine
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import Engine, WatchEvent
 from pippin.messages import Submit, TokenDelta
 from pippin.types import FinishReason
+
+
+class WrappedEngine:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def healthy(self) -> bool:
+        return self._engine.healthy
+
+    @property
+    def reason(self) -> str | None:
+        return self._engine.reason
+
+    def check_ready(self) -> None:
+        self._engine.check_ready()
+
+    def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
+        return self._engine.generate(submit)
+
+    def abort(self, id: str) -> None:
+        self._engine.abort(id)
+
+    def finish(self, id: str) -> None:
+        self._engine.finish(id)
+
+    async def status(self) -> dict[str, Any]:
+        return await self._engine.status()
+
+    async def counters(self) -> dict[str, Any]:
+        return await self._engine.counters()
+
+    async def flush_cache(self) -> dict[str, Any]:
+        return await self._engine.flush_cache()
+
+    def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
+        return self._engine.watch(replica)
+
+    async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
+        return await self._engine.node(node, replica)
+
+    def restart(self) -> None:
+        self._engine.restart()
+
 
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 5)

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pippin.api.http.http_errors import ModelNotFound
-from pippin.api.requests.body import Body, shown
-from pippin.api.requests.bounds import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES
-from pippin.api.requests.leniency import Leniency
-from pippin.api.requests.normalisation.snapshot_history import SnapshotHistory
+from pippin.api.requests.body import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES, Body, Leniency, shown
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
+
+MAX_QUESTIONS = 1_024  # that are known, of all conversations
+MAX_CHARS = 8_192  # of the snapshots of one conversation: then the last one alone is shown
+_MAX_SAME = 2  # conversations that begin alike, such as with one word
+
+Shown = tuple[tuple[int, str], ...]  # a question's number, and the snapshot behind it; in order
+
+
+class SnapshotHistory:
+    """Threads may share it."""
+
+    def __init__(self, max_questions: int = MAX_QUESTIONS) -> None:
+        self._max_questions = max_questions
+        self._shown: OrderedDict[bytes, tuple[Shown, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._shown)
+
+    def place(self, questions: Sequence[bytes], snapshot: str) -> Shown:
+        """All snapshots of the conversation with these questions, of which this is the last."""
+        with self._lock:
+            seen = self._find(questions, snapshot)
+            if sum(len(text) for _, text in seen) > MAX_CHARS:
+                seen = ((len(questions) - 1, snapshot),)
+            if len(snapshot) <= MAX_CHARS:
+                self._keep(questions[-1], seen)
+            return seen
+
+    def _find(self, questions: Sequence[bytes], snapshot: str) -> Shown:
+        last = len(questions) - 1
+        for number in range(last, -1, -1):
+            known = self._shown.get(questions[number], ())
+            for seen in known:
+                if seen[-1][1] == snapshot:
+                    return seen
+            if known and number < last:
+                if len(known) > 1:
+                    break
+                return (*known[0], (last, snapshot))
+        return ((0, snapshot),)
+
+    def _keep(self, question: bytes, seen: Shown) -> None:
+        others = (each for each in self._shown.pop(question, ()) if each != seen)
+        self._shown[question] = (seen, *others)[:_MAX_SAME]
+        while len(self._shown) > self._max_questions:
+            self._shown.popitem(last=False)
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,90 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import numpy.typing as npt
 
 from pippin.cache.policy import CheckpointPolicy, Placement
-from pippin.cache.report import counters, recent_paths
-from pippin.cache.results import InsertResult, Lock, Match
 from pippin.cache.tree.canary import Canary
-from pippin.cache.tree.components import INDEX, Rules
-from pippin.cache.tree.condemned import condemn, drop_damaged, sound_reach
-from pippin.cache.tree.incoming import Incoming
+from pippin.cache.tree.components import INDEX, STATE, Rules
 from pippin.cache.tree.integrity import check_integrity
-from pippin.cache.tree.payload_tree import PayloadTree
+from pippin.cache.tree.payload_tree import Incoming, PayloadTree, condemn, drop_damaged, sound_reach
 from pippin.cache.tree.radix import Node, TokenArray, as_tokens
 from pippin.types import Component, Payload
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest prefix of a prompt that every component can restore.
+
+    `payloads` are borrowed and good until the next call that changes the tree; a request that was
+    locked asks `PrefixCache.payloads` again when its plan is made.
+    """
+
+    length: int
+    branch: int  # prompt tokens in the tree at all (>= length): where the prompt leaves it
+    prompt_len: int
+    node: Node = field(repr=False)  # ends at `length`
+    payloads: Mapping[Component, tuple[Payload, ...]] = field(repr=False)  # in token order
+
+
+@dataclass(frozen=True, eq=False)
+class Lock:
+    """Keeps a path, its window segment and its state until `PrefixCache.unlock`."""
+
+    length: int
+    node: Node = field(repr=False)
+    floor: int = field(repr=False)  # where the locked window segment starts
+
+
+@dataclass(frozen=True)
+class InsertResult:
+    length: int  # tokens of the sequence that the tree holds now, this insert's path included
+    gap: int  # tokens before `start` that were missing; if any, nothing was inserted
+    node: Node = field(repr=False)  # ends at `length`; `lock` takes it
+
+    @property
+    def inserted(self) -> bool:
+        return self.gap == 0
+
+
+NUM_SHOWN_TOKENS = 8
+
+
+def counters(tree: PayloadTree) -> dict[str, object]:
+    """Sizes, and what `CacheStats` counts."""
+    stats = asdict(tree.stats)
+    evictions, placements = stats.pop("evictions"), stats.pop("placements")
+    return {
+        "nodes": tree.radix.num_nodes,
+        "tokens": tree.radix.num_tokens,
+        "nbytes": tree.nbytes,
+        "evictable_bytes": tree.evictable_bytes,
+        "component_bytes": {kind.value: n for kind, n in tree.component_bytes.items()},
+        **stats,
+        "hit_rate": tree.stats.hit_rate,
+        "evictions": {kind.value: n for kind, n in evictions.items()},
+        "checkpoints": {kind.value: made for kind, made in placements.items()},
+    }
+
+
+def recent_paths(tree: PayloadTree) -> list[dict[str, object]]:
+    """The most recently used ones."""
+    return [_describe(end) for end in tree.recent if end.attached]
+
+
+def _describe(end: Node) -> dict[str, object]:
+    path = list(end.ancestors())
+    return {
+        "tokens": end.end,
+        "nodes": len(path),
+        "nbytes": sum(node.nbytes for node in path),
+        "checkpoints": sum(node.payloads[STATE] is not None for node in path),
+        "first_tokens": path[-1].token_ids[:NUM_SHOWN_TOKENS].tolist(),
+        "last_tokens": end.token_ids[-NUM_SHOWN_TOKENS:].tolist(),
+        "locked": end.path_locks > 0,
+    }
 
 
 class PrefixCache:

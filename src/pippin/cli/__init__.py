@@ -12,15 +12,10 @@ from collections.abc import Sequence
 from cyclopts import App
 
 from pippin import __version__
-from pippin.cli.cache_commands import cache, status
-from pippin.cli.client_commands import launch, run
-from pippin.cli.completion_commands import add_completion
-from pippin.cli.hub_commands import list_models, pull, rm
-from pippin.cli.model_commands import chat, doctor, serve
-from pippin.cli.option_groups import HELP_ALL, HelpPage
-from pippin.cli.options import option_name
-from pippin.cli.settings import SETTINGS
-from pippin.cli.settings_commands import config
+from pippin.cli.client_commands import add_completion, cache, launch, run, status
+from pippin.cli.model_commands import chat, doctor, list_models, pull, rm, serve
+from pippin.cli.options import HELP_ALL, HelpPage, option_name
+from pippin.cli.settings import SETTINGS, config
 from pippin.errors import ConfigError, PippinError
 
 help_page = HelpPage()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
-from pippin.cli.cache_commands import Url
 from pippin.cli.model_commands import CLIENT
 from pippin.cli.options import option_name, takes_config
 from pippin.cli.settings import OPTION, SETTINGS
@@ -69,7 +70,7 @@ def launch(
     arguments
         Arguments of the agent, after `--`.
     """
-    from pippin.terminal.launch_agent import launch_agent
+    from pippin.terminal.coding_agents import launch_agent
 
     launch_agent(agent, arguments, url)
 
@@ -90,3 +91,108 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     return [f"--{name}={value}"]
+
+
+cache = App(name="cache", help="Flush a server's prefix cache; show, verify or empty one on disk.")
+
+CacheDir = Annotated[
+    Path,
+    Parameter(
+        env_var="PIPPIN_CACHE_DIR", help="Directory of prefix caches, as in serve --cache-dir."
+    ),
+]
+Url = Annotated[
+    str | None,
+    Parameter(
+        help="Address of the server. Default: http://127.0.0.1:8000 if a server is ready there, "
+        "otherwise the server that you started last."
+    ),
+]
+
+
+def status(*, url: Url = None) -> None:
+    """Print the state of a running server: its engine, requests, memory and prefix cache."""
+    from pippin.terminal.server_client import show_status
+
+    show_status(url)
+
+
+@cache.default
+def of_server(*, url: Url = None, flush: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Print the state of a running server (old spelling of `pippin status`).
+
+    Parameters
+    ----------
+    flush
+        Flush the prefix cache first (old spelling of `pippin cache flush`).
+    """
+    from pippin.terminal.server_client import flush_cache, show_status
+
+    old, new = ("cache --flush", "cache flush") if flush else ("cache", "status")
+    print(
+        f"pippin: `pippin {old}` is now `pippin {new}`; the next release removes the old spelling",
+        file=sys.stderr,
+    )
+    if flush:
+        flush_cache(url)
+    show_status(url)
+
+
+@cache.command
+def flush(*, url: Url = None) -> None:
+    """Delete everything from a running server's prefix cache that no running request uses."""
+    from pippin.terminal.server_client import flush_cache
+
+    flush_cache(url)
+
+
+@cache.command
+def show(*, cache_dir: CacheDir) -> None:
+    """Print the size and the entries of a cache directory, by model. Its server may be running."""
+    from pippin.terminal.hub_cache import show_directory
+
+    show_directory(cache_dir)
+
+
+@cache.command
+def verify(*, cache_dir: CacheDir) -> None:
+    """Read a cache directory and verify its checksums. Exit status 1 if an entry is damaged.
+
+    Its server may be running. Nothing is changed: a server deletes damaged entries itself.
+    """
+    from pippin.terminal.hub_cache import verify_directory
+
+    raise SystemExit(verify_directory(cache_dir))
+
+
+@cache.command
+def empty(*, cache_dir: CacheDir) -> None:
+    """Delete everything from a cache directory that no running server uses.
+
+    For the cache of a running server use `pippin cache flush`.
+    """
+    from pippin.terminal.hub_cache import empty_directory
+
+    empty_directory(cache_dir)
+
+
+def add_completion(app: App) -> None:
+    """Give an app `completion`, which prints a script, and --install-completion."""
+
+    @app.command
+    def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
+        """Print a shell script that completes commands and options.
+
+        `pippin --install-completion` installs it for your shell.
+
+        Parameters
+        ----------
+        shell
+            Shell to write the script for. In ~/.bashrc, for example: `source <(pippin completion
+            bash)`.
+        """
+        print(app.generate_completion(shell=shell), end="")
+
+    app.register_install_completion_command(
+        help="Install completion of commands and options in your shell, from its next start on."
+    )

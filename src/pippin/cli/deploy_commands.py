@@ -12,10 +12,9 @@ import msgspec
 from cyclopts import App, Parameter
 from cyclopts.config import Dict
 
-from pippin.cli.config_file import MODELS, SECRETS, Setting, read_config_file
 from pippin.cli.model_commands import serve
 from pippin.cli.options import SECTIONS, option_name, without_headings
-from pippin.cli.settings import KEYS
+from pippin.cli.settings import KEYS, MODELS, SECRETS, Setting, read_config_file
 from pippin.config import Config
 from pippin.deploy.plan import Plan, PrefillConfig, RayConfig
 from pippin.deploy.run_on_ray import run_on_ray

@@ -8,15 +8,13 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from pippin.cli.config_file import SECRETS
 from pippin.cli.model_commands import serve
 from pippin.cli.options import SECTIONS
-from pippin.cli.settings import OPTION, PREFIX, SETTINGS
+from pippin.cli.settings import OPTION, PREFIX, SECRETS, SETTINGS
 from pippin.config import Config
 from pippin.errors import ConfigError
-from pippin.hub.download import HUB_ID
-from pippin.service.definition import define
-from pippin.service.manager import Manager, manager_of
+from pippin.hub.pull import HUB_ID
+from pippin.service.service import Manager, define, manager_of
 from pippin.startup.find_checkpoint import find_checkpoint
 
 service = App(

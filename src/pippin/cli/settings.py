@@ -11,17 +11,135 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
+import re
+import stat
 import sys
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cyclopts import App, Argument, ArgumentCollection, Token
 from cyclopts.config import Dict, Env
+from platformdirs import user_config_path
 
-from pippin.cli.config_file import MODELS, Setting, find_config_file, read_config_file
-from pippin.cli.option_groups import ALIASES
-from pippin.cli.options import CONFIG_FILE, SECTIONS, SERVED_MODEL_NAME, option_name
+from pippin.cli.options import (
+    ALIASES,
+    CONFIG_FILE,
+    SECTIONS,
+    SERVED_MODEL_NAME,
+    option_name,
+    takes_config,
+)
+from pippin.config import Config
 from pippin.errors import ConfigError
+
+NAME = "pippin.toml"
+MODELS = "models"  # the only table: see `model_table.py`
+SECRETS = {"api-key", "admin-key"}  # never printed, nor read from a file that other users can read
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str  # as the option is spelt, without its dashes
+    value: Any
+    place: str  # file:line
+    places: Mapping[tuple[str, str], str] = field(default_factory=dict)  # of a models table's keys
+
+
+def default_paths() -> list[Path]:
+    """Candidate files in order; only the first one that exists is read."""
+    return [Path(NAME), user_config_path("pippin") / NAME]
+
+
+def find_config_file(named: str | None) -> Path | None:
+    """The file that was named, which must exist, or the first of the default ones that does."""
+    if named is None:
+        return next((path for path in default_paths() if path.is_file()), None)
+    path = Path(named).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"--config {path} is a directory: give a file such as {path / NAME}")
+    return path
+
+
+def read_config_file(
+    path: Path, known: Mapping[str, str], sections: Collection[str] = ()
+) -> list[Setting]:
+    """Its settings in order; `known` has the option that each key sets, `sections`
+    are tables beside [models].
+
+    A key or a line that cannot be read is an error that names its place.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read()
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        table = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    settings: dict[str, Setting] = {}
+    for key, value in table.items():
+        spelt = key.replace("_", "-")
+        place = f"{path}:{_line_of(key, text)}"
+        if spelt == MODELS and isinstance(value, dict):
+            settings[MODELS] = Setting(MODELS, value, place, dict(_places(path, value, text)))
+            continue
+        if spelt in sections:
+            settings[spelt] = Setting(spelt, value, place)
+            continue
+        if spelt not in known or isinstance(value, dict):
+            raise ConfigError(f"{place}: {_unknown(spelt, value, known, sections)}")
+        name = known[spelt]
+        if name in settings:
+            raise ConfigError(
+                f"{place}: {name} is already set at {settings[name].place}: remove one of them"
+            )
+        if name in SECRETS and mode & 0o077:
+            raise ConfigError(
+                f"{place}: other users can read the value of {name} in this file (mode {mode:o}): "
+                f"run `chmod 600 {path}`, or put the keys into a separate file and set {name}-file"
+            )
+        settings[name] = Setting(name, value, place)
+    return list(settings.values())
+
+
+def _unknown(name: str, value: Any, known: Iterable[str], sections: Collection[str]) -> str:
+    if isinstance(value, dict) and sections:
+        there = " and ".join(f"[{section}]" for section in sections)
+        return f"section [{name}] is not known: there are {there}"
+    if isinstance(value, dict) and difflib.get_close_matches(name, [MODELS]):
+        return f"section [{name}] is not known: a model's table is [{MODELS}.NAME]"
+    if isinstance(value, dict):
+        return f"section [{name}] is not supported: write options at the top level: port = 8000"
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    meant = f"did you mean {near[0]}?" if near else "`pippin serve --help-all` lists the options"
+    return f"{name} is not an option of `pippin serve`; {meant}"
+
+
+def _places(
+    path: Path, models: Mapping[str, Any], text: str
+) -> Iterator[tuple[tuple[str, str], str]]:
+    for name, table in models.items():
+        header = rf"""^[ \t]*\[[ \t]*{MODELS}[ \t]*\.[ \t]*["']?{re.escape(name)}["']?[ \t]*\]"""
+        found = re.search(header, text, re.MULTILINE)
+        start = found.start() if found else 0
+        before = text.count("\n", 0, start)
+        for key in ("", *table) if isinstance(table, dict) else ("",):
+            line = _line_of(key, text[start:]) if key else 1
+            yield (name, key), f"{path}:{before + line}"
+
+
+def _line_of(key: str, text: str) -> int:
+    """The line that sets a key first: the parser does not report it."""
+    spelt = rf"""(?:{re.escape(key)}|"{re.escape(key)}"|'{re.escape(key)}')"""
+    found = re.search(rf"^[ \t]*(?:\[+[ \t]*)?{spelt}[ \t]*[=.\]]", text, re.MULTILINE)
+    return text.count("\n", 0, found.start()) + 1 if found else 1
+
 
 PREFIX = "PIPPIN_"
 OPTION = "option"
@@ -32,7 +150,10 @@ IS_NEAR = 0.85  # of a variable's name, which begins like all others
 # The keys of pippin.toml, and which option each sets.
 KEYS = {
     **{name: name for name in FIELDS},
-    **{alias.removeprefix("--"): option_name(field) for field, alias in ALIASES.items()},
+    **{
+        alias.removeprefix("--"): option_name(section_field)
+        for section_field, alias in ALIASES.items()
+    },
     SERVED_MODEL_NAME.removeprefix("--"): "served-name",
 }
 
@@ -103,15 +224,15 @@ def _named_file(arguments: ArgumentCollection) -> str | None:
 
 def _refuse_empty_variables(fields: ArgumentCollection) -> None:
     """An empty variable has no value; for a key it would mean that none is required."""
-    for field in fields:
-        variable = _variable(field.name.removeprefix("--"))
+    for section_field in fields:
+        variable = _variable(section_field.name.removeprefix("--"))
         if os.environ.get(variable) == "":
             raise ConfigError(f"{variable} is set and empty: set a value, or unset the variable")
 
 
 def _note_misspelt_variables() -> None:
     """No error: other programs may set variables, as Kubernetes does for a service `pippin`."""
-    known = {_variable(field) for field in FIELDS} | OTHER_VARIABLES
+    known = {_variable(section_field) for section_field in FIELDS} | OTHER_VARIABLES
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known:
             for near in difflib.get_close_matches(name, sorted(known), 1, IS_NEAR):
@@ -124,7 +245,7 @@ def _variable(option: str) -> str:
 
 def _add(setting: Setting, app: App, commands: tuple[str, ...], fields: ArgumentCollection) -> None:
     """A setting that this command does not have is ignored: one file serves all commands."""
-    if f"--{setting.name}" in (name for field in fields for name in field.names):
+    if f"--{setting.name}" in (name for section_field in fields for name in section_field.names):
         source = Dict(
             {setting.name: setting.value}, source=setting.place, use_commands_as_keys=False
         )
@@ -138,3 +259,55 @@ def _origin(token: Token) -> str:
 
 
 SETTINGS = Settings()
+
+
+@takes_config("model", "engine", "server", "limits", "peers")
+def config(config: Config) -> None:
+    """Print the values that `pippin serve` would use, in the format of pippin.toml.
+
+    After each value it prints where the value was set: an option, an environment variable, or a
+    line of a file. Defaults are commented out. API keys are counted, not printed.
+    """
+    print("\n".join(describe(config)), flush=True)
+
+
+def describe(config: Config) -> Iterator[str]:
+    yield f"# {_file_in_force()}"
+    for section in dataclasses.fields(config):
+        yield ""
+        yield f"# {section.name}"
+        values = getattr(config, section.name)
+        for section_field in dataclasses.fields(values):
+            yield _line(option_name(section_field.name), getattr(values, section_field.name))
+    yield from _model_tables()
+
+
+def _model_tables() -> Iterator[str]:
+    """Of several models, as the file has them."""
+    if (tables := SETTINGS.models) is None:
+        return
+    for name, table in tables.value.items():
+        yield ""
+        yield f"[models.{_toml(name)}]  # {tables.place}"
+        for key, value in table.items() if isinstance(table, dict) else ():
+            yield f"{key} = {_toml(value)}"
+
+
+def _file_in_force() -> str:
+    if SETTINGS.file is not None:
+        return f"read from {SETTINGS.file}"
+    return f"no file was found at {' or '.join(map(str, default_paths()))}"
+
+
+def _line(name: str, value: Any) -> str:
+    origin = SETTINGS.origins.get(name)
+    if name in SECRETS and value:
+        return f"# {name} = ({len(value)} set, not printed)  # {origin}"
+    if origin is None:
+        return f"# {name} =" if value in (None, ()) else f"# {name} = {_toml(value)}"
+    return f"{name} = {_toml(value)}  # {origin}"
+
+
+def _toml(value: Any) -> str:
+    """Strings, numbers, booleans and lists of strings are in TOML what they are in JSON."""
+    return json.dumps(value, ensure_ascii=False)

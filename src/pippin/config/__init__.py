@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pippin.config.engine import EngineConfig, Speculate
-from pippin.config.limits import LimitsConfig
-from pippin.config.model import BackendName, ModelConfig
+from pippin.config.engine import BackendName, EngineConfig, LimitsConfig, ModelConfig, Speculate
 from pippin.config.peers import PeersConfig
 from pippin.config.server import ServerConfig
 

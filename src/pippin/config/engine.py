@@ -2,12 +2,118 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
 
 from pippin.amounts import parse_bytes, parse_memory, split_amount
-from pippin.config.checks import check_at_least
 from pippin.errors import ConfigError
+
+
+def check_at_least(section: Any, **minimums: int) -> None:
+    for name, minimum in minimums.items():
+        value = getattr(section, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"{name} must be at least {minimum}, got {value}")
+
+
+MAX_FAKE_STEP = 60.0
+BackendName = Literal["mlx", "torch", "fake"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = "stories-hybrid-20m"
+    """Model: a local directory, a Hugging Face id such as Qwen/Qwen3.5-0.8B, or the name of the
+    demo model that pippin[demo] installs."""
+
+    _: KW_ONLY
+
+    backend: Literal["auto", "mlx", "torch", "fake"] = "auto"
+    """Library that runs the model. `auto`: torch on an NVIDIA GPU if its kernels support the model;
+    otherwise mlx if it is installed; otherwise torch. `fake` needs no model and returns meaningless
+    text quickly, to test clients."""
+
+    fake_step: float = 0.0
+    """Seconds that each step of `--backend fake` takes at least, to stream at the pace of a real
+    model: 0.02 for 50 tokens per second and stream."""
+
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Data type of weights and activations. `auto`: float32 on CPUs, otherwise the data type of the
+    checkpoint."""
+
+    revision: str | None = None
+    """Branch, tag or commit to download of a Hugging Face id. Default: the main branch."""
+
+    max_len: int | None = None
+    """Maximum length of a prompt and its reply together, in tokens. Default: the context length in
+    the checkpoint; more only as far as its config.json scales positions."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, max_len=1)
+        if not 0.0 <= self.fake_step <= MAX_FAKE_STEP:
+            raise ConfigError(
+                f"fake_step must be from 0 to {MAX_FAKE_STEP:g} seconds, got {self.fake_step}"
+            )
+        if self.fake_step and self.backend != "fake":
+            raise ConfigError(
+                f"fake_step requires the fake backend, and backend is {self.backend}: remove "
+                "--fake-step or add --backend fake"
+            )
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """Limits for one client. A request above one is refused with a 4xx error that names it."""
+
+    max_body_bytes: int = 32_000_000
+    """Maximum size of a request body, in bytes."""
+
+    max_choices: int = 512
+    """Maximum number of replies to one request: its number of prompts times `n`."""
+
+    max_tokens: int | None = None
+    """Maximum length of one reply, in tokens. Default: the model's context length minus the
+    prompt."""
+
+    max_stops: int = 16
+    """Maximum number of stop strings in one request."""
+
+    max_logit_bias: int = 1024
+    """Maximum number of tokens in the `logit_bias` of one request."""
+
+    max_schema_bytes: int = 262_144
+    """Maximum size of a JSON Schema, regular expression or grammar in a request, in bytes."""
+
+    max_connections: int = 1024
+    """Maximum number of open connections. At the limit, an idle connection is closed to accept a
+    new one, or the oldest without a request of an address that has more than an eighth of all; if
+    there is none, the new one gets HTTP 429."""
+
+    header_timeout: float = 10.0
+    """Seconds within which the headers of a request must arrive."""
+
+    body_timeout: float = 60.0
+    """Seconds within which the body of a request must arrive."""
+
+    idle_timeout: int = 75
+    """Seconds after which a connection without requests is closed."""
+
+    send_timeout: float = 60.0
+    """Seconds after which a client that reads nothing of its response is disconnected."""
+
+    request_timeout: float | None = None
+    """Maximum duration of one request in seconds, including its time in the queue; a request can
+    set a lower value with its `timeout` field. Default: no limit."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, max_body_bytes=1, max_choices=1, max_tokens=1, max_stops=0)
+        check_at_least(self, max_logit_bias=0, max_schema_bytes=1, max_connections=1)
+        check_at_least(self, idle_timeout=1)
+        for name in ("header_timeout", "body_timeout", "send_timeout", "request_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0.0:
+                raise ConfigError(f"{name} must be more than 0 seconds, got {seconds}")
+
 
 DEFAULT_ROWS = 64  # of benchmarks, which measure steps of a given size
 Speculate = Literal["auto", "off", "suffix", "mtp", "draft"]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pippin.config.checks import check_at_least
+from pippin.config.engine import check_at_least
 from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Turns what a request asks for into a grammar over a model's tokens. Knows no threads, no cache.
+"""Turns what a request asks for into a grammar over a model's tokens, and remembers it.
 
 Everything that was asked for is enforced: what llguidance cannot enforce, or would only warn of, is
 an error that names it.
@@ -7,25 +7,113 @@ an error that names it.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import llguidance
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from pippin.decode.closed_objects import closed
-from pippin.decode.expressions import check_part, in_one_line, regex_terminal
-from pippin.decode.json_schema import ONE_LINE, check_schema
-from pippin.decode.size.check_size import check_size
-from pippin.decode.vocabulary import Vocabulary
+from pippin.decode.json_schema import (
+    ONE_LINE,
+    check_part,
+    check_schema,
+    closed,
+    in_one_line,
+    regex_terminal,
+)
+from pippin.decode.prover import STACK_BYTES, Proves, Verdict
+from pippin.decode.size import check_size
 from pippin.errors import RequestError
 from pippin.types import GrammarPart, GrammarSpec
 
 if TYPE_CHECKING:
     import numpy as np  # processes that are forked do without its threads
+
+
+class Grammar(Protocol):
+    """Follows one reply. The host must know the last token before the next mask can be made.
+
+    Any of these may raise: then the reply ends with that error, and no other does.
+    """
+
+    @property
+    def finished(self) -> bool:
+        """The reply is whole: nothing can follow but its end."""
+        ...
+
+    @property
+    def slow(self) -> bool:
+        """The next call may take long: a thread makes it, and no step waits. It stays so."""
+        ...
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """Write which tokens are allowed next into `mask`, packed int32 [words]: 1 if allowed.
+
+        An end token is allowed where the reply may end.
+        """
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, as far as they are known already; often none."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Append these tokens to the reply."""
+        ...
+
+
+SEPARATOR = "\n"  # that tokenizers neither change nor join with a word behind it
+
+
+class Vocabulary:
+    def __init__(
+        self,
+        tokens: Sequence[bytes],  # by id; empty where nothing is spelled
+        *,
+        eos_ids: Sequence[int],
+        marks: Collection[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        """Takes two seconds for 248k tokens, and in half of that no other thread runs."""
+        assert eos_ids, "without an end token no reply could end"
+        # The attributes that llguidance reads from a tokenizer of another library:
+        self.tokens = list(tokens)
+        self.special_token_ids = sorted({*marks, *eos_ids})
+        self.eos_token_id = eos_ids[0]
+        self.bos_token_id = None
+        self.is_tokenizer_wrapper = True
+        self._encode = encode
+        self._marks = frozenset(self.special_token_ids)
+        self.tokenizer = llguidance.LLTokenizer(self, eos_token=list(eos_ids))  # type: ignore[arg-type]
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text that a grammar forces, as the model would choose them, no marks."""
+        spelled = self._encode(text)
+        if self._spells(spelled, text):
+            return spelled
+        # SentencePiece adds a space before the first word of a text; this text continues another.
+        spelled = self._encode(SEPARATOR + text)
+        for number, token in enumerate(spelled):
+            if token < len(self.tokens) and self.tokens[token].endswith(SEPARATOR.encode()):
+                if self._spells(rest := spelled[number + 1 :], text):
+                    return rest
+                break
+        return self.tokenizer.greedy_tokenize(text)
+
+    def _spells(self, tokens: Sequence[int], text: str) -> bool:
+        if not self._marks.isdisjoint(tokens) or max(tokens, default=0) >= len(self.tokens):
+            return False
+        return b"".join(self.tokens[token] for token in tokens) == text.encode()
+
 
 SILENT = 0
 NO_GRAMMAR = "("  # a matcher of it has failed, and follows nothing
@@ -176,3 +264,95 @@ def _as_lark(text: str) -> str:
         return any_to_lark(text)
     except Exception as error:  # it raises bare ones for what a user wrote
         raise RequestError(f"ebnf: {error}", param="ebnf") from error
+
+
+T = TypeVar("T")
+REMEMBERED_GRAMMARS = 64
+REMEMBERED_GROWTH = 0.5  # CPU seconds that built lexer states of grammars: some 100 MB
+REMEMBERED_REFUSALS = 1024
+NUM_THREADS = 2  # a large grammar does not hold up a small one
+
+
+class GrammarCompiler:
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary], prover: Proves) -> None:
+        """`load_vocabulary` is called once, when the first grammar is compiled or by `load`."""
+        self._load_vocabulary = load_vocabulary
+        self._prover = prover
+        self._vocabulary: Future[Vocabulary] | None = None
+        self._compiled: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
+        self._compiling: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+        self._refused: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest of the grammar
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+
+    def start_loading(self) -> None:
+        """Build the vocabulary, in a thread. `compile` reports a failure."""
+        self._loading()
+
+    def load(self) -> None:
+        """Return when the vocabulary is built."""
+        wait([self._loading()])
+
+    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """The grammar before a reply's first token, to be copied; or the error."""
+        self.trim()
+        if (known := self._compiled.get(spec)) is not None:
+            self._compiled.move_to_end(spec)
+            return known
+        if (known := self._compiling.get(spec)) is None:
+            loading = self._loading()
+            known = self._compiling[spec] = self._submit(lambda: self._compile(spec, loading))
+        return known
+
+    def trim(self) -> None:
+        """Move what has been compiled since to `_compiled`; errors evict no grammar. Evict the
+        least recently used, by number, and by what their lexers have grown to in replies."""
+        for spec, future in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[spec]
+                if future.exception() is None:
+                    self._compiled[spec] = future
+        growth = sum(future.result().growth.seconds for future in self._compiled.values())
+        while len(self._compiled) > REMEMBERED_GRAMMARS or growth > REMEMBERED_GROWTH:
+            _, evicted = self._compiled.popitem(last=False)
+            growth -= evicted.result().growth.seconds
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._prover.close()
+
+    def _compile(self, spec: GrammarSpec, loading: Future[Vocabulary]) -> CompiledGrammar:
+        vocabulary, digest = loading.result(), _digest(spec)
+        verdict = self._refused.get(digest) or self._prover.prove(spec)
+        if verdict.error is not None and verdict.is_final:
+            self._refused[digest] = verdict
+            if len(self._refused) > REMEMBERED_REFUSALS:
+                self._refused.popitem(last=False)
+        verdict.raise_error()
+        return compile_grammar(spec, vocabulary)
+
+    def _loading(self) -> Future[Vocabulary]:
+        if self._vocabulary is None:
+            self._prover.load()  # builds one of its own at the same time
+            self._vocabulary = self._submit(self._load_vocabulary)
+        return self._vocabulary
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        with large_stacks():  # of a thread that this may start
+            return self._threads.submit(work)
+
+
+@contextmanager
+def large_stacks() -> Iterator[None]:
+    """What a child compiled on its stack cannot overflow one of twice the size."""
+    before = threading.stack_size(2 * STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def _digest(spec: GrammarSpec) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for text in (spec.kind, spec.text, *(t for p in spec.parts for t in (p.syntax, p.text))):
+        digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
+    return digest.digest()

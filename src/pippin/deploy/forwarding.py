@@ -15,9 +15,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pippin.api.http.access_control import separates_owners
+from pippin.api.http.access_control import key_in, known_keys, network_of, separates_owners
 from pippin.api.http.http_errors import error_response
-from pippin.api.http.keys import key_in, known_keys, network_of
 from pippin.api.http.read_body import BodyBudget, read_bytes
 from pippin.api.http.request_log import RequestLog
 from pippin.api.http.workers import Workers

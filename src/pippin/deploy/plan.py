@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pippin.config import Config, PeersConfig
-from pippin.config.checks import check_at_least
+from pippin.config.engine import check_at_least
 from pippin.errors import ConfigError
 
 # A replica's own: a second one on the machine could not use it.

@@ -13,9 +13,8 @@ from pippin.config import Config
 from pippin.deploy.forwarding import ForwardedRequest, respond
 from pippin.errors import EngineDead, LoadError
 from pippin.startup.launch import Drainable, load_app
-from pippin.startup.memory_remedy import with_remedy
+from pippin.startup.replicas import SupervisedEngine, with_remedy
 from pippin.startup.resolve import resolve
-from pippin.startup.supervised_engine import SupervisedEngine
 
 log = logging.getLogger(__name__)
 

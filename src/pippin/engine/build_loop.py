@@ -3,37 +3,300 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pippin.amounts import option_bytes, parse_memory, show_bytes, split_amount
+from pippin.amounts import option_bytes, parse_bytes, parse_memory, show_bytes, split_amount
 from pippin.backends.base import Backend, DeviceInfo
+from pippin.backends.host import host_memory_bytes
+from pippin.cache.disk.disk_store import DiskStore, open_store
+from pippin.cache.disk.fingerprint import model_fingerprint
+from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.host_store import HostStore
+from pippin.cache.peer_store import PeerStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.tier_io import TierIO, plain_memory
+from pippin.cache.tiers.tier_tree import DISK, HOST, PEER, TierKind
 from pippin.cache.tree.canary import Canary
 from pippin.config import Config, EngineConfig
-from pippin.decode.compiler import GrammarCompiler
-from pippin.decode.proving.prover import Prover
-from pippin.engine.build_peers import PeerBuilder
-from pippin.engine.build_tiers import (
-    BATCHES_IN_FLIGHT,
-    build_tiers,
-    tier_batch_bytes,
-    tier_kinds,
-)
-from pippin.engine.model_vocabulary import load_vocabulary
-from pippin.engine.running_rows import RunningRows, rows_that_fit, rows_to_load
+from pippin.decode.compile import GrammarCompiler
+from pippin.decode.prover import Prover
+from pippin.engine.engine_spec import STOP_GRACE_SECONDS
+from pippin.engine.grammar_zygote import load_vocabulary
+from pippin.engine.peers.connection import facts_fingerprint, peer_facts
+from pippin.engine.peers.peer_links import PeerLinks
+from pippin.engine.peers.peer_listener import Deliver, PeerListener
+from pippin.engine.peers.wire_frames import read_keys
 from pippin.errors import ConfigError, LoadError
 from pippin.scheduler.loop import Loop
+from pippin.scheduler.request import Limits
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.scheduler_limits import Limits
-from pippin.scheduler.speculation.depth import DepthPolicy
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.speculation import Speculation
-from pippin.scheduler.speculation.suffix import SuffixDrafter
-from pippin.types import ModelSpec
+from pippin.scheduler.speculation import DepthPolicy, DeviceDrafter, Speculation
+from pippin.scheduler.spills import Pushes
+from pippin.scheduler.suffix import SuffixDrafter
+from pippin.types import GRID, Component, ModelSpec
+from pippin.version import __version__
+
+# Steps of more rows generate more tokens in all up to about these.
+MOST_ON_CUDA, MOST_ELSEWHERE = 256, 64
+MOST_WITH_DRAFT_MODEL = 32  # each row has keys of that model too, and drafts pay where rows are few
+LEAST = 8
+MULTIPLE = 8
+BUDGET_BYTES_PER_ROW = 64 << 20
+TYPICAL_TOKENS = 1024  # of a request: longer ones are preempted where too many are
+
+
+@dataclass(frozen=True)
+class RunningRows:
+    number: int
+    reason: str
+
+
+def rows_to_load(config: EngineConfig, kind: str, budget_bytes: int) -> RunningRows:
+    """What a backend on a device of this kind has room for in its buffers."""
+    if config.max_running != "auto":
+        return RunningRows(config.max_running, "--max-running")
+    if config.draft_model is not None:
+        return RunningRows(MOST_WITH_DRAFT_MODEL, "auto: the most with a draft model")
+    if kind != "cuda":
+        return RunningRows(MOST_ELSEWHERE, f"auto: the most for {kind}")
+    within = _rounded(budget_bytes // BUDGET_BYTES_PER_ROW)
+    if within >= MOST_ON_CUDA:
+        return RunningRows(MOST_ON_CUDA, "auto: the most for cuda")
+    per_row = show_bytes(BUDGET_BYTES_PER_ROW)
+    return RunningRows(within, f"auto: {per_row} a row of a budget of {show_bytes(budget_bytes)}")
+
+
+def rows_that_fit(
+    config: EngineConfig, loaded: RunningRows, capacity_bytes: int, row_bytes: Callable[[int], int]
+) -> RunningRows:
+    """`capacity_bytes`: for requests; `row_bytes`: of one with so many tokens."""
+    fit = _rounded(capacity_bytes // max(1, row_bytes(TYPICAL_TOKENS)))
+    if config.max_running != "auto" or fit >= loaded.number:
+        return loaded
+    return RunningRows(
+        fit,
+        f"auto: {show_bytes(capacity_bytes)} for requests hold {fit} of {TYPICAL_TOKENS:,} tokens",
+    )
+
+
+def _rounded(rows: int) -> int:
+    return max(LEAST, rows // MULTIPLE * MULTIPLE)
+
+
+@dataclass(frozen=True)
+class PeerBuilder:
+    config: Config
+    backend: Backend
+    cache: PrefixCache
+    batch_bytes: int
+
+    def tier(self, level: int) -> tuple[CacheTier, TierIO]:
+        """Of a decode engine, which connects from now on. Raises ConfigError."""
+        peers, backend = self.config.peers, self.backend
+        keys = read_keys(peers)
+        facts = peer_facts(self.config, backend)
+        links = PeerLinks(
+            peers.addresses,
+            keys.client,
+            keys.secret,
+            facts,
+            backend.payload_arrays,
+            self.batch_bytes,
+        )
+        try:
+            store = PeerStore(
+                parse_bytes("peer_memory", peers.peer_memory),
+                plain_memory,
+                self.batch_bytes,
+                facts_fingerprint(facts),
+                links,
+            )
+        except ValueError as error:
+            links.close()
+            raise ConfigError(f"peer_memory: {error}") from error
+        engine = self.config.engine
+        tier = CacheTier(
+            self.cache,
+            store,
+            backend.spec,
+            backend.payload_arrays,
+            canary=Canary("log" if engine.canary == "off" else engine.canary),
+            batch_bytes=self.batch_bytes,
+            kind=PEER,
+            level=level,
+            on_grid=engine.deterministic,
+        )
+        links.start(store)
+        return tier, TierIO(store, allocate=backend.host_memory)
+
+    def pushes(self) -> Pushes:
+        """Of a prefill engine."""
+        fingerprint = facts_fingerprint(peer_facts(self.config, self.backend))
+        return Pushes(
+            self.cache,
+            self.backend,
+            self.backend.payload_arrays,
+            fingerprint=fingerprint,
+            batch_bytes=self.batch_bytes,
+        )
+
+
+def listen(config: Config, loop: Loop, deliver: Deliver) -> PeerListener | None:
+    """Accept decode engines from now on; None if this engine has no pushes."""
+    pushes = loop.scheduler.pushes
+    if pushes is None:
+        return None
+    (address,) = config.peers.listen_addresses
+    keys = read_keys(config.peers)
+    facts = peer_facts(config, loop.backend)
+    tls = keys.server if address.is_tls else None
+    spec = loop.backend.spec
+    return PeerListener(address, tls, keys.secret, facts, spec, pushes, deliver)
+
+
+MOST_BATCH_BYTES = 32 << 20  # a step copies so much, and streams wait for it
+BATCH_SHARE = 1 / 64  # of the budget
+BATCHES_IN_FLIGHT = 2  # of each tier, one written and one loaded: beside rows and tree
+
+
+def tier_batch_bytes(backend: Backend, capacity_bytes: int) -> int:
+    """Of one write, and of one piece that is loaded: what is on its way at a time."""
+    spec = backend.spec
+    least = max(
+        spec.state_bytes,
+        GRID * spec.kv_bytes_per_token,
+        spec.window * spec.window_bytes_per_token,
+        spec.hidden_bytes,
+    )
+    return max(least, min(MOST_BATCH_BYTES, int(capacity_bytes * BATCH_SHARE)))
+
+
+def tier_kinds(config: Config, device: DeviceInfo) -> list[TierKind]:
+    """Below memory, the fastest first. Raises ConfigError for one that this device cannot have."""
+    kinds: list[TierKind] = []
+    if config.engine.host_cache is not None:
+        _check_host_cache(config, device)
+        kinds.append(HOST)
+    if config.engine.cache_dir is not None:
+        kinds.append(DISK)
+    return kinds
+
+
+def _check_host_cache(config: Config, device: DeviceInfo) -> None:
+    if device.unified:
+        raise ConfigError(
+            f"host_cache requires a GPU with its own memory; {device.name} uses the host's memory: "
+            "remove --host-cache, and raise --memory if there is more"
+        )
+    if config.model.backend == "mlx":
+        raise ConfigError(
+            "host_cache requires pinned memory, which mlx does not have: use --backend torch, or "
+            "remove --host-cache"
+        )
+    wanted = _host_bytes(config)
+    if wanted > (there := host_memory_bytes()):
+        raise ConfigError(
+            f"host_cache is {show_bytes(wanted)}, and this machine has {show_bytes(there)} of "
+            f"memory: use --host-cache {option_bytes(there // 2)}, for example"
+        )
+
+
+def build_tiers(
+    kinds: Sequence[TierKind],
+    config: Config,
+    backend: Backend,
+    cache: PrefixCache,
+    batch_bytes: int,
+    progress: Callable[[str], None],
+) -> list[tuple[CacheTier, TierIO]]:
+    """What is in the directory is in the tree on disk when this returns.
+
+    Raises DiskCacheError if the directory cannot be used, and LoadError if there is not enough
+    memory.
+    """
+    found: list[tuple[CacheTier, TierIO]] = []
+    engine = config.engine
+    for level, kind in enumerate(kinds):
+        if kind is HOST:
+            progress("pinning memory")
+            store: EntryStore = _open_host(config, backend, batch_bytes)
+        else:
+            progress("the cache on disk")
+            store = _open_disk(config, backend)
+        canary = Canary("log" if engine.canary == "off" else engine.canary)
+        canary.self_test()
+        tiers = CacheTier(
+            cache,
+            store,
+            backend.spec,
+            backend.payload_arrays,
+            canary=canary,
+            batch_bytes=batch_bytes,
+            kind=kind,
+            level=level,
+            on_grid=engine.deterministic,
+        )
+        tier_io = TierIO(store, allocate=backend.host_memory, piece_bytes=batch_bytes)
+        found.append((tiers, tier_io))
+    return found
+
+
+def _open_host(config: Config, backend: Backend, batch_bytes: int) -> HostStore:
+    max_bytes = _host_bytes(config)
+    try:
+        return HostStore(max_bytes, backend.host_memory, batch_bytes)
+    except ValueError as error:
+        raise ConfigError(f"host_cache: {error}") from error
+    except (MemoryError, RuntimeError) as error:  # as numpy and torch say it
+        raise LoadError(
+            f"host_cache: {show_bytes(max_bytes)} of pinned memory could not be allocated "
+            f"({error}): use less, such as --host-cache {option_bytes(max_bytes // 2)}"
+        ) from error
+
+
+def _open_disk(config: Config, backend: Backend) -> DiskStore:
+    engine = config.engine
+    assert engine.cache_dir is not None
+    assert engine.disk is not None
+    return open_store(
+        Path(engine.cache_dir).expanduser(),
+        fingerprint(config, backend),
+        parse_bytes("disk", engine.disk),
+        patience_s=STOP_GRACE_SECONDS,  # an engine whose server was killed may still be writing
+    )
+
+
+def _host_bytes(config: Config) -> int:
+    assert config.engine.host_cache is not None
+    return parse_bytes("host_cache", config.engine.host_cache)
+
+
+def fingerprint(config: Config, backend: Backend) -> bytes:
+    """Of the weights and of what is computed from them.
+
+    Entries are read by the backend that wrote them alone, with the same libraries: what an error
+    that was fixed in either has computed must not be read again. Deterministic runs share entries
+    with no other device or version either, which may round differently. With --safe nothing is read
+    that an operation or a kernel of ours may have written.
+    """
+    kept = [component for component in Component if component in backend.spec.components]
+    facts = {c.value: repr(backend.payload_arrays(c, 1)) for c in kept}
+    facts["arithmetic"] = backend.arithmetic
+    if config.engine.deterministic:
+        facts["deterministic"] = f"{backend.device.kind} {__version__}"
+    if config.engine.safe:
+        facts["safe"] = "plain operations"
+    if config.model.backend == "fake":
+        return hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=32).digest()
+    return model_fingerprint(Path(config.model.model), facts)
+
 
 SEQUENCES_TO_HOLD = 4  # the states of one long prompt may not fill the tree alone
 FAKE_MAX_LEN = 8192

@@ -10,14 +10,26 @@ engine, unless it may be what this one died of (`clients/suspects.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Protocol
+import hashlib
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
-from pippin.engine.clients.questions import Questions
-from pippin.engine.clients.replica_number import check_replica
-from pippin.engine.clients.suspects import OpenRequest, Suspects, to_resubmit
-from pippin.engine.clients.watchers import Watchers, WatchEvent
-from pippin.errors import DeviceFailed, EngineDead, NotReady, RequestError
+import msgspec
+
+from pippin.engine.events.schema import EngineLost
+from pippin.errors import (
+    DeviceFailed,
+    EngineDead,
+    NotReady,
+    Overloaded,
+    PippinError,
+    PoisonRequest,
+    RequestError,
+)
 from pippin.messages import (
     Abort,
     Answer,
@@ -35,7 +47,262 @@ from pippin.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    Unwatch,
+    Watch,
 )
+
+
+def check_replica(number: int, count: int) -> None:
+    if not 0 <= number < count:
+        numbers = "0" if count == 1 else f"0 to {count - 1}"
+        raise RequestError(f"replica is {number}: use {numbers}", param="replica")
+
+
+FAILED = ("error", "abort")
+
+
+class DeltaQueue:
+    """Written by the event loop's own calls, read by one task."""
+
+    def __init__(self) -> None:
+        self._waiting: list[TokenDelta] = []
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, delta: TokenDelta) -> None:
+        self._waiting.append(delta)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> TokenDelta:
+        """All that has arrived. What failed is a delta by itself: tokens before it are shown."""
+        if not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        waiting = self._waiting
+        if len(waiting) == 1:
+            self._waiting = []
+            return waiting[0]
+        num_joined = len(waiting) - (waiting[-1].finish in FAILED)
+        self._waiting = waiting[num_joined:]
+        return joined_deltas(waiting[:num_joined])
+
+
+def joined_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """One delta of the same tokens. The first says what the cache saved, the last how it ended."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return msgspec.structs.replace(
+        last,
+        tokens=list(chain.from_iterable(delta.tokens for delta in deltas)),
+        logprobs=list(chain.from_iterable(logprobs)) if logprobs else None,
+        prompt_logprobs=first.prompt_logprobs,
+        cached_tokens=first.cached_tokens,
+        host_tokens=first.host_tokens,
+        disk_tokens=first.disk_tokens,
+        peer_tokens=first.peer_tokens,
+        queued_s=first.queued_s,
+    )
+
+
+MAX_ENGINES = 2  # that one request is submitted to
+MAX_DEATHS = 2  # at which one request was in flight; then it is refused
+REMEMBERED_SUSPECTS = 4096
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    submit: Submit
+    deltas: DeltaQueue = field(default_factory=DeltaQueue)
+    started: bool = False  # an engine reported it, or sent some of the reply
+    compiled: bool = False  # likewise; a request without a grammar has nothing to compile
+    num_engines: int = 0  # it was sent to
+    sent: bool = False  # to the present engine, which ran then
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        return self.submit.params.grammar is not None and not (self.compiled or self.started)
+
+    def returned(self) -> None:
+        """No engine has it now."""
+        self.sent = self.compiled = False
+
+
+def to_resubmit(requests: Iterable[OpenRequest], *, knows_all: bool) -> list[OpenRequest]:
+    """Those that cannot be what a lost engine died of, in their order.
+
+    `knows_all`: the engine stopped by itself, and everything that it sent has arrived.
+    """
+    requests = list(requests)
+    # Beside a request that was running, another one was not alone in its step.
+    others_ran = any(request.started for request in requests)
+    return [
+        request
+        for request in requests
+        if not request.sent
+        or (
+            not request.started
+            and request.num_engines < MAX_ENGINES
+            and (knows_all or (others_ran and not request.waits_for_grammar))
+        )
+    ]
+
+
+class Suspects:
+    """Requests that were in flight when an engine was lost, by a digest of what they ask for."""
+
+    def __init__(self) -> None:
+        self._deaths: OrderedDict[bytes, int] = OrderedDict()
+
+    def check(self, submit: Submit) -> None:
+        """Raises if it is not to be served."""
+        if self._deaths and self._deaths.get(_digest(submit), 0) >= MAX_DEATHS:
+            raise PoisonRequest(
+                f"the engine was lost {MAX_DEATHS} times while this same request was in flight; it "
+                "is refused until the server is restarted"
+            )
+
+    def engine_lost(self, in_flight: Iterable[Submit]) -> None:
+        for digest in {_digest(submit) for submit in in_flight}:
+            self._deaths[digest] = self._deaths.get(digest, 0) + 1
+            self._deaths.move_to_end(digest)
+            if len(self._deaths) > REMEMBERED_SUSPECTS:
+                self._deaths.popitem(last=False)
+
+    def finished(self, submit: Submit) -> None:
+        """It was served in between: then it is not what the engine dies of."""
+        if self._deaths:
+            self._deaths.pop(_digest(submit), None)
+
+
+def _digest(submit: Submit) -> bytes:
+    """Of all but the id and the salt, which change nothing that an engine computes."""
+    body = msgspec.structs.replace(submit, id="", salt=b"")
+    return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=16).digest()
+
+
+class Questions:
+    def __init__(self, send: Callable[[Question], None]) -> None:
+        self._send = send
+        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._ids = (f"call-{n}" for n in itertools.count())
+
+    async def ask(self, question: Callable[[str], Question]) -> dict[str, Any]:
+        """The answer to the question that `question` makes of an id."""
+        id = next(self._ids)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[id] = future
+        self._send(question(id))
+        try:
+            return await future
+        finally:
+            del self._answers[id]
+
+    def answered(self, id: str, data: dict[str, Any], error: str | None) -> None:
+        future = self._answers.get(id)
+        if future is None or future.done():  # the client has disconnected
+            return
+        if error is None:
+            future.set_result(data)
+        else:
+            future.set_exception(PippinError(error))
+
+    def end(self, reason: str) -> None:
+        """There will be no answers."""
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+
+
+MAX_WATCHERS = 32
+MAX_UNREAD = 20  # messages: two seconds
+
+
+class WatchEvent(NamedTuple):
+    name: str  # "snapshot", "frame" or "engine"
+    json: bytes
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.unread: deque[WatchEvent] = deque()
+        self.in_step = False  # it has a snapshot, and every frame since
+        self.waits = False  # for a snapshot that was asked for
+        self.is_lost = False  # the engine's event sender has failed
+        self.wakes = asyncio.Event()
+
+    def put(self, event: WatchEvent) -> None:
+        self.unread.append(event)
+        self.wakes.set()
+
+
+class Watchers:
+    def __init__(self, send: Callable[[ToEngine], None]) -> None:
+        self._send = send
+        self._watchers: set[_Watcher] = set()
+        self._closed = False
+
+    async def watch(self) -> AsyncGenerator[WatchEvent, None]:
+        """Overloaded if there are too many clients, PippinError if the event sender failed."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} clients watch already, which is the limit")
+        watcher = _Watcher()
+        self._watchers.add(watcher)
+        try:
+            while not self._closed:
+                while watcher.unread:
+                    yield watcher.unread.popleft()
+                if watcher.is_lost:
+                    raise PippinError(
+                        "the event sender of the engine failed; requests are served as before"
+                    )
+                if not (watcher.in_step or watcher.waits):  # it is new, or fell behind
+                    watcher.waits = True
+                    self._send(Watch())
+                await watcher.wakes.wait()
+                watcher.wakes.clear()
+        finally:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                self._send(Unwatch())
+
+    def deliver(self, message: FeedMessage) -> None:
+        """To all, without waiting for any."""
+        if message.kind == "lost":
+            for watcher in self._watchers:
+                watcher.is_lost = True
+                watcher.wakes.set()
+            return
+        event = WatchEvent(message.kind, message.json)
+        for watcher in self._watchers:
+            if message.kind == "snapshot":
+                if not watcher.in_step:
+                    watcher.in_step, watcher.waits = True, False
+                    watcher.put(event)
+            elif watcher.in_step and len(watcher.unread) < MAX_UNREAD:
+                watcher.put(event)
+            else:
+                watcher.in_step = False
+
+    def engine_ready(self) -> None:
+        if self._watchers:
+            self._send(Watch())
+
+    def engine_lost(self, reason: str) -> None:
+        event = WatchEvent("engine", msgspec.json.encode(EngineLost(reason)))
+        for watcher in self._watchers:
+            watcher.in_step = watcher.waits = False
+            watcher.put(event)
+
+    def close(self) -> None:
+        """There will be no engine any more: streams end once they have been read."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.wakes.set()
 
 
 class Engine(Protocol):

@@ -6,7 +6,9 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from pippin.cache.disk.segment_log import MAX_SEGMENT_BYTES
 from pippin.config import Config
+from pippin.scheduler.request import FLUSH_SECONDS
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,11 @@ class EngineSpec:
             (directory / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the server was first
             directory.rmdir()
+
+
+LAST_STEP_SECONDS = 2.0
+SLOWEST_DISK = 128e6  # bytes a second
+# What is not synced yet: a segment that the last batch fills, and the one that follows it.
+CLOSE_SECONDS = 2 * MAX_SEGMENT_BYTES / SLOWEST_DISK
+EXIT_GRACE_SECONDS = LAST_STEP_SECONDS + FLUSH_SECONDS + CLOSE_SECONDS
+STOP_GRACE_SECONDS = EXIT_GRACE_SECONDS + 1.0

@@ -15,25 +15,69 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from pippin.engine.build_kv_events import announce, report_prefixes
-from pippin.engine.build_loop import build_loop
-from pippin.engine.build_peers import listen
-from pippin.engine.engine_spec import EngineSpec
+from pippin.config import ServerConfig
+from pippin.engine.build_loop import build_loop, listen
+from pippin.engine.engine_spec import EXIT_GRACE_SECONDS, EngineSpec
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.trace import TraceFile, TraceWriter
-from pippin.engine.exit_times import EXIT_GRACE_SECONDS
+from pippin.engine.kv_events.announcer import Announcer, EventForm, EventPublisher, PrefixReports
 from pippin.engine.message_pump import MessagePump
-from pippin.errors import PippinError
+from pippin.errors import ConfigError, PippinError
 from pippin.logs import configure_logging
-from pippin.messages import Alive, Failed, FromEngine, Loading, Ready, Shutdown, ToEngine
+from pippin.messages import (
+    Alive,
+    Failed,
+    FromEngine,
+    Loading,
+    Ready,
+    RestorablePrefixes,
+    Shutdown,
+    ToEngine,
+)
 from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
+from pippin.scheduler.scheduler import Scheduler
+
+
+def announce(config: ServerConfig, scheduler: Scheduler, replica: int = 0) -> Announcer | None:
+    """To subscribers from now on, in a thread; None where it is off. Raises ConfigError."""
+    if config.kv_events is None:
+        return None
+    if scheduler.cache is None:
+        raise ConfigError(
+            "kv_events requires the prefix cache, which is off: remove --kv-events or "
+            "--no-prefix-cache"
+        )
+    publisher = EventPublisher(config.kv_events, config.kv_events_replay)
+    form = EventForm(config.kv_events_form, scheduler.cache.tree.rules, replica)
+    return _start(Announcer(form, publisher), scheduler)
+
+
+def report_prefixes(
+    scheduler: Scheduler, send: Callable[[RestorablePrefixes], None]
+) -> Announcer | None:
+    """To the server, which routes requests by it; None without a prefix cache."""
+    if scheduler.cache is None:
+        return None
+    reports = PrefixReports(scheduler.cache.tree.rules, send)
+    return _start(Announcer(reports, reports), scheduler)
+
+
+def _start(announcer: Announcer, scheduler: Scheduler) -> Announcer:
+    assert scheduler.cache is not None
+    announcer.observe("memory", scheduler.cache.tree)
+    for tier, _ in scheduler.tiers:
+        if tier.kind.name != "peer":  # what prefill engines sent is on its way into memory
+            announcer.observe(tier.kind.name, tier.below.cache.tree, salted=False)
+    announcer.start()
+    return announcer
+
 
 STDIN = 0
 OWN_INBOX = "inproc://inbox"  # the same, for threads of this process

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pippin.errors import LoadError, NotFound
-from pippin.hub.download import WEIGHTS
+from pippin.hub.pull import WEIGHTS
 from pippin.startup.server_file import RunningServer, running_servers
 
 if TYPE_CHECKING:

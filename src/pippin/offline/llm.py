@@ -33,8 +33,8 @@ from pippin.offline.offline_requests import (
     RequestOptions,
     offline_config,
     only_one,
+    progress_bar,
 )
-from pippin.offline.progress import progress_bar
 from pippin.offline.router import Router
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve

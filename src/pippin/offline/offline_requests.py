@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from pippin.api.requests.salts import check_salt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pippin.api.requests.body import are_token_ids, check_salt, token_ids_in_words
 from pippin.api.requests.sampling_fields import check_priority, check_sampling
-from pippin.api.requests.token_ids import are_token_ids, token_ids_in_words
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.embedding import embedding_submit
 from pippin.errors import RequestError
@@ -22,6 +25,34 @@ from pippin.sequences import GeneratedSequence, SequencePiece, open_sequences, r
 from pippin.text.bundle import TextBundle
 from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
 from pippin.types import FinishReason, ModelSpec, SamplingParams, TokenLogprobs
+
+Advance = Callable[[int, bool], None]  # of new tokens, and whether they end a sequence
+
+
+@contextmanager
+def progress_bar(total: int, *, shown: bool, console: Console | None = None) -> Iterator[Advance]:
+    """On standard error; where that is no terminal, one line at the end."""
+    if not shown:
+        yield lambda num_tokens, ended: None
+        return
+    num_generated = 0
+    with Progress(
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeRemainingColumn(),
+        console=console or Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("prompts", total=total, tokens=0)
+
+        def advance(num_tokens: int, ended: bool) -> None:
+            nonlocal num_generated
+            num_generated += num_tokens
+            bar.update(task, advance=int(ended), tokens=num_generated)
+
+        yield advance
+
 
 T = TypeVar("T")
 PromptInput = str | Sequence[int]

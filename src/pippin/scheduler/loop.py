@@ -16,19 +16,68 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
-from pippin.backends.base import Backend, PendingStep, StepPlan
+from pippin.backends.base import Backend, PendingStep, StepPlan, StepResult
 from pippin.backends.warm_up import WarmUp
-from pippin.decode.grammar import Grammar
+from pippin.decode.compile import Grammar
 from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
-from pippin.scheduler.launched import Launched
-from pippin.scheduler.pacing.step_times import StepTimes
+from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
+from pippin.scheduler.pace import StepTimes
+from pippin.scheduler.request import FLUSH_SECONDS
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.scheduler_limits import FLUSH_SECONDS
+
+
+@dataclass(frozen=True)
+class Launched:
+    plan: StepPlan
+    pending: PendingStep
+    planned_at: float
+    launched_at: float
+    after_pause: bool  # the engine had nothing to do before it
+
+    def record(
+        self,
+        result: StepResult,
+        *,
+        waited: float,
+        resumed: float,
+        committed: float,
+        ghosts: int,
+    ) -> StepRecord:
+        # A host that did not wait was late: the device may have been done as early as the end of
+        # the launch. So idle time is never counted too small.
+        done = resumed if waited > NOTICEABLE_SECONDS else self.launched_at
+        return StepRecord(
+            step=self.plan.step,
+            planned=self.planned_at,
+            dispatched=result.dispatched,
+            launched=self.launched_at,
+            device_done=done,
+            resumed=resumed,
+            committed=committed,
+            waited=waited,
+            prefill_tokens=self.plan.num_prefill_tokens,
+            decode_rows=len(self.plan.decode),
+            ghosts=ghosts,
+            device=result.device,
+            forwards=result.forwards,
+            after_pause=self.after_pause,
+            drafts=self.plan.num_drafts,
+            accepted=result.num_accepted,
+            own_drafts=sum([row.depth for row in self.plan.decode if row.drafted]),
+            drafts_left=self.plan.num_drafts_left,
+            verified=tuple(
+                (row.slot, row.depth, len(result.tokens[row.slot]) - 1)
+                for row in self.plan.decode
+                if row.depth
+            ),
+        )
+
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this, if none is sent on,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from pippin.backends.base import Admit, StepResult
-from pippin.metrics import EngineMetrics
-from pippin.scheduler.outbox import Outbox
-from pippin.scheduler.planning.admission import Admission
-from pippin.scheduler.planning.constraints import (
+import numpy as np
+
+from pippin.backends.base import Admit, StepPlan, StepResult
+from pippin.errors import OutOfMemory, PippinError
+from pippin.messages import TokenDelta
+from pippin.metrics import EngineMetrics, StepRecord
+from pippin.scheduler.admission import Admission
+from pippin.scheduler.memory import Claims
+from pippin.scheduler.replies import (
     Compiling,
     Followed,
     Following,
@@ -16,11 +21,117 @@ from pippin.scheduler.planning.constraints import (
     append_tokens,
     client_error,
 )
-from pippin.scheduler.request import Request
-from pippin.scheduler.running_slot import Quality, RunningSlot, Stage
-from pippin.scheduler.step_observer import Observer
-from pippin.scheduler.traffic.traffic import Traffic
-from pippin.types import FinishReason, GrammarSpec
+from pippin.scheduler.request import Quality, Request, RunningSlot, Stage
+from pippin.scheduler.traffic import Traffic
+from pippin.types import GRID, FinishReason, GrammarSpec
+
+
+class Observer(Protocol):
+    """Called from the loop's thread, while the device works where that can be so. Never raises."""
+
+    def request_changed(self, request: Request) -> None:
+        """It arrived, or is in another phase."""
+        ...
+
+    def step_launched(self, plan: StepPlan, running_slots: Mapping[int, RunningSlot]) -> None:
+        """`running_slots`: by slot, as of now."""
+        ...
+
+    def step_committed(self, plan: StepPlan, record: StepRecord) -> None: ...
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._deltas: list[TokenDelta] = []
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def take(self) -> list[TokenDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def tokens(
+        self,
+        request: Request,
+        slot: int,
+        tokens: list[int],
+        result: StepResult,
+        finish: FinishReason | None,
+    ) -> None:
+        """Sampled tokens, and those that a grammar forces after them.
+
+        The reply's first also says what the cache saved and scores the prompt.
+        """
+        scored = result.logprobs.get(slot)
+        logprobs = None if scored is None else list(scored)
+        if len(request.output) > len(tokens):
+            self._deltas.append(
+                TokenDelta(
+                    request.id,
+                    tokens,
+                    logprobs,
+                    accepted_drafts=request.accepted_drafts,
+                    rejected_drafts=request.rejected_drafts,
+                    finish=finish,
+                )
+            )
+            return
+        scores = result.prompt_logprobs.get(slot)
+        prompt_logprobs = None if scores is None else list(scores)
+        self._first(
+            request,
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
+        )
+
+    def embedding(self, request: Request, vector: np.ndarray) -> None:
+        """The reply to a request that embeds. `vector`: float32 [hidden]."""
+        self._first(request, embedding=vector.tobytes(), finish="stop")
+
+    def _first(self, request: Request, **fields: Any) -> None:
+        self._deltas.append(
+            TokenDelta(
+                id=request.id,
+                cached_tokens=request.cached_len,
+                host_tokens=request.host_len,
+                disk_tokens=request.disk_len,
+                peer_tokens=request.peer_len,
+                queued_s=request.queued_s,
+                **fields,
+            )
+        )
+
+    def end(
+        self, request: Request, finish: FinishReason | None, tokens: Sequence[int] = ()
+    ) -> None:
+        """Its last tokens, which no step has sampled; without `finish` more follow."""
+        self._deltas.append(
+            TokenDelta(
+                request.id,
+                list(tokens),
+                accepted_drafts=request.accepted_drafts,
+                rejected_drafts=request.rejected_drafts,
+                finish=finish,
+            )
+        )
+
+    def error(self, request_id: str, error: Exception) -> None:
+        code, status, param = "internal_error", 500, None
+        if isinstance(error, PippinError):
+            code, status, param = error.code, error.status, error.param
+        self._deltas.append(
+            TokenDelta(
+                id=request_id,
+                finish="error",
+                error=str(error) or repr(error),
+                error_code=code,
+                error_status=status,
+                error_param=param,
+            )
+        )
 
 
 class Registry:
@@ -205,3 +316,81 @@ class Registry:
         del self.requests[request.id]
         self.on_end(request)
         self.notify(request)
+
+
+class Preemption:
+    def __init__(self, claims: Claims, traffic: Traffic, registry: Registry) -> None:
+        self._costs = claims.costs
+        self._budget = claims.budget
+        self._claims = claims
+        self._traffic = traffic
+        self._registry = registry
+
+    def make_room(self, starved: Sequence[RunningSlot], *, in_flight: bool) -> None:
+        """Give up checkpoints, loads and hand-overs, then preempt requests.
+
+        Those starved go on in a later plan. Where nothing can be given up and no step is
+        `in_flight` that releases bytes, one request is larger than the budget.
+        """
+        running_slots = self._registry.running_slots
+        shortage = self._claims.shortage(starved, running_slots.values())
+        if shortage > 0 and self._traffic.give_up_loads():
+            shortage = self._claims.shortage(starved, running_slots.values())
+        if shortage > 0 and self._traffic.give_up_handovers(shortage):
+            shortage = self._claims.shortage(starved, running_slots.values())
+        if shortage <= 0:
+            return
+        for running in requests_to_preempt(self._registry.running, shortage):
+            self._registry.preempt(running)
+        if len(running_slots) == 1 and not in_flight:
+            self._start_over(starved[0])
+
+    def fail_hopeless(self, request: Request) -> None:
+        """Nothing runs, and yet it cannot start: it had outgrown the whole budget."""
+        self._fail(request, request.num_tokens, self._costs.row_bytes(request.num_tokens + 1))
+
+    def _start_over(self, running: RunningSlot) -> None:
+        """Alone, and out of bytes. What it borrowed from the tree comes with a state and more that
+        a row of its own does without: then it is preempted; or else it is too large."""
+        fits = self._costs.row_bytes(running.row_len + 1) <= self._budget.capacity
+        if running.lock is None or not fits:
+            need = self._claims.row_bytes(running, running.row_len + 1)
+            self._fail(running.request, running.row_len, need)
+        elif not running.preempting:
+            self._registry.preempt(running)
+
+    def _fail(self, request: Request, num_tokens: int, need: int) -> None:
+        message = (
+            f"the request reached {num_tokens:,} tokens and needs {need:,} bytes, "
+            f"the budget holds {self._budget.capacity:,}"
+        )
+        self._registry.fail(request, OutOfMemory(message))
+
+
+def requests_to_preempt(candidates: Sequence[RunningSlot], nbytes: int) -> list[RunningSlot]:
+    """The least that gives `nbytes` back, cheapest first; all but the senior one if that is less.
+
+    Those that are being preempted already count, and are not named again.
+    """
+    if not candidates:
+        return []
+    senior = min(candidates, key=lambda running: running.request.rank)
+    chosen: list[RunningSlot] = []
+    freed = sum(_freed(running) for running in candidates if running.preempting)
+    for running in sorted(candidates, key=_cost):
+        if freed >= nbytes:
+            break
+        if running is not senior and not running.preempting:
+            chosen.append(running)
+            freed += _freed(running)
+    return chosen
+
+
+def _cost(running: RunningSlot) -> tuple[int, int, int]:
+    """Low priority first; then the fewest blocks to run again; then the youngest."""
+    request = running.request
+    return running.priority, (running.row_len - running.in_tree) // GRID, -request.arrival
+
+
+def _freed(running: RunningSlot) -> int:
+    return running.nbytes + running.checkpoint_bytes

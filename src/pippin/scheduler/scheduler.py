@@ -20,31 +20,72 @@ from pippin.backends.base import Costs, Damage, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import TierIO
-from pippin.decode.compiler import GrammarCompiler
-from pippin.decode.grammar import Grammar
+from pippin.decode.compile import Grammar, GrammarCompiler
 from pippin.errors import NotANumber, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
-from pippin.scheduler.inflight_steps import InflightStep, InflightSteps
-from pippin.scheduler.memory.byte_budget import ByteBudget
-from pippin.scheduler.memory.claims import Claims
-from pippin.scheduler.memory.insert_captures import take_captures
-from pippin.scheduler.memory.preemption import Preemption
-from pippin.scheduler.pacing.costs import Timed
-from pippin.scheduler.pacing.pace import SMALLEST_CHUNK, Pace
-from pippin.scheduler.planning.admission import Admission
-from pippin.scheduler.planning.chunks import Chunker
-from pippin.scheduler.planning.constraints import Compiling, Following, make_masks
-from pippin.scheduler.planning.prompt_planner import PromptPlanner
-from pippin.scheduler.planning.reply_planner import ReplyPlanner
-from pippin.scheduler.registry import Registry
-from pippin.scheduler.request import Request
-from pippin.scheduler.running_slot import Quality, RunningSlot
-from pippin.scheduler.scheduler_limits import Limits
-from pippin.scheduler.slot_pool import SlotPool
-from pippin.scheduler.speculation.speculation import Speculation
-from pippin.scheduler.traffic.pushes import Pushes
-from pippin.scheduler.traffic.traffic import Traffic
+from pippin.scheduler.admission import Admission
+from pippin.scheduler.memory import Claims, take_captures
+from pippin.scheduler.pace import SMALLEST_CHUNK, Pace, Timed
+from pippin.scheduler.prompts import Chunker, PromptPlanner
+from pippin.scheduler.registry import Preemption, Registry
+from pippin.scheduler.replies import Compiling, Following, ReplyPlanner, make_masks
+from pippin.scheduler.request import ByteBudget, Limits, Quality, Request, RunningSlot, SlotPool
+from pippin.scheduler.speculation import Speculation
+from pippin.scheduler.spills import Pushes
+from pippin.scheduler.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class InflightStep:
+    """A plan and who had which slot then; slots may change hands before its commit."""
+
+    plan: StepPlan
+    owners: dict[int, RunningSlot]
+    retired: dict[int, RunningSlot]
+    transient_bytes: int  # claimed for its captures
+
+    def unlock_prompts(self, cache: PrefixCache | None, *, by_reference: bool) -> None:
+        """A row whose prompt is computed depends on the tree only if it reads the tree's own."""
+        for row in self.plan.prefill:
+            running = self.owners[row.slot]
+            if row.samples and not running.released:
+                running.unlock_tip(cache)
+                if not by_reference:
+                    running.unlock(cache)
+
+
+class InflightSteps:
+    def __init__(self) -> None:
+        self._steps: dict[int, InflightStep] = {}
+        self.next_step = 0
+        self.committed = -1
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, step: int) -> InflightStep:
+        return self._steps[step]
+
+    @property
+    def transient_bytes(self) -> int:
+        return sum(inflight.transient_bytes for inflight in self._steps.values())
+
+    def fences(self, running: RunningSlot) -> bool:
+        """Whether a step with a row of it is still to be committed."""
+        return running.last_step > self.committed
+
+    def add(self, inflight: InflightStep) -> None:
+        assert inflight.plan.step == self.next_step, "steps are planned in order"
+        self._steps[self.next_step] = inflight
+        self.next_step += 1
+
+    def pop(self, step: int) -> InflightStep:
+        """It has been committed, or has failed."""
+        inflight = self._steps.pop(step)
+        assert step == self.committed + 1, "steps are committed in order"
+        self.committed = step
+        return inflight
 
 
 @dataclass

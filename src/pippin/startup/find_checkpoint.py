@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pippin.config import ModelConfig
 from pippin.errors import LoadError
-from pippin.hub.download import HUB_ID, download
+from pippin.hub.pull import HUB_ID, download
 from pippin.text.tokenizer import read_json
 
 CHECKOUT_MODELS = Path(__file__).parents[1] / "models"  # in no wheel: 40 MB

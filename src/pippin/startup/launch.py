@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import signal
 import socket
@@ -23,32 +24,113 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.app import Application, create_app, create_waiting_app
 from pippin.api.http.access_control import warn_if_open
-from pippin.api.http.freed_memory import return_freed_memory
 from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
+from pippin.api.http.workers import return_freed_memory
 from pippin.api.model_info import ModelInfo
 from pippin.api.served_models import ServedModels
+from pippin.backends.nvidia import gpu_ids
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine.events.trace import TraceFile
-from pippin.errors import LoadError
+from pippin.errors import ConfigError, LoadError
 from pippin.logs import configure_logging
 from pippin.messages import Ready
 from pippin.startup.describe_checkpoint import describe_checkpoint, log_unserved
-from pippin.startup.devices import check_devices
 from pippin.startup.find_checkpoint import checkpoint_names
-from pippin.startup.memory_remedy import with_remedy
 from pippin.startup.on_demand_models import (
     BATCH_RUNNING,
     OnDemandModels,
     check_several,
     is_on_demand,
 )
-from pippin.startup.port import listen
-from pippin.startup.replica_plans import plan_replicas
+from pippin.startup.replicas import SupervisedEngine, plan_replicas, with_remedy
 from pippin.startup.resolve import resolve
 from pippin.startup.server_file import announced
-from pippin.startup.supervised_engine import SupervisedEngine
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.formats import ReplyFormats
+
+NEXT_PORTS = 100  # tried in order for a free one
+FIRST_UNPRIVILEGED = 1024
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Before a model is downloaded or loaded: a port in use is an error at once."""
+    listener = _new_socket(config.host)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen()  # a client that reads the banner may connect at once
+    except OSError as error:
+        listener.close()
+        reason = f"cannot listen on {config.host}:{config.port}: {error.strerror}"
+        raise LoadError(f"{reason}{_remedy(config, error)}") from error
+    return listener
+
+
+def _new_socket(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # By name, since asyncio sends small pieces at once (TCP_NODELAY) only where it sees this.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return listener
+
+
+def _remedy(config: ServerConfig, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            stop = "stop the program that uses this port"
+            free = _free_port(config.host, config.port)
+            return f": {stop}, or use a free one: --port {free}" if free else f": {stop}"
+        case errno.EACCES if config.port < FIRST_UNPRIVILEGED:
+            return f": ports below {FIRST_UNPRIVILEGED} need root: use --port 8000, for example"
+        case errno.EADDRNOTAVAIL:
+            return (
+                ": this machine does not have that address: use --host 127.0.0.1 for local clients "
+                "only, or --host 0.0.0.0 for all"
+            )
+    return ": check --host and --port"
+
+
+def _free_port(host: str, taken: int) -> int | None:
+    """The next one that can be bound now."""
+    for port in range(taken + 1, min(taken + 1 + NEXT_PORTS, 65536)):
+        with _new_socket(host) as probe:
+            try:
+                probe.bind((host, port))
+                probe.listen()
+            except OSError:
+                continue
+            return port
+    return None
+
+
+UUID = "GPU-"  # what may be cut short; MIG-... names a part of a GPU, which is not looked up
+
+
+def check_devices(server: ServerConfig) -> None:
+    """Raises ConfigError."""
+    if server.devices is None or (found := gpu_ids()) is None:
+        return
+    if not found:
+        remedy = f"--replicas {server.num_replicas} starts engines on one device"
+        if server.num_replicas == 1:
+            remedy = "without it the engine uses the device that there is"
+        raise ConfigError(
+            f"devices is {server.devices!r}, and this machine has no NVIDIA GPU that its driver "
+            f"shows: remove --devices; {remedy}"
+        )
+    for name in server.device_names:
+        if not _exists(name, found):
+            numbers = "0" if len(found) == 1 else f"0 to {len(found) - 1}"
+            ids = f" ({', '.join(found)})" if any(found) else ""
+            raise ConfigError(
+                f"devices names GPU {name}, and this machine has {len(found)}: use {numbers}, or a "
+                f"UUID{ids}"
+            )
+
+
+def _exists(name: str, found: Sequence[str]) -> bool:
+    if name.isdigit():
+        return int(name) < len(found)
+    return not name.startswith(UUID) or any(each.startswith(name) for each in found)
 
 
 def run_server(config: Config, models: Sequence[Config] = ()) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from pippin.amounts import parse_bytes
 from pippin.api.model_info import ModelInfo
-from pippin.api.served_models import ServedModels
-from pippin.api.switched_model import SwitchedModel, TextCache
+from pippin.api.served_models import ServedModels, SwitchedModel, TextCache
 from pippin.config import Config, PeersConfig
 from pippin.durations import FOR_EVER, parse_duration
 from pippin.errors import ConfigError, LoadError
@@ -26,9 +25,14 @@ from pippin.startup.describe_checkpoint import (
     vocabulary_size,
 )
 from pippin.startup.find_checkpoint import checkpoint_names
-from pippin.startup.memory_remedy import with_remedy
-from pippin.startup.memory_shares import budget_bytes, check_fit, divide, least_bytes
-from pippin.startup.supervised_engine import SupervisedEngine
+from pippin.startup.replicas import (
+    SupervisedEngine,
+    budget_bytes,
+    check_fit,
+    divide,
+    least_bytes,
+    with_remedy,
+)
 from pippin.switching.model_engines import ModelEngines
 from pippin.switching.turns import ModelTurn, Turns
 from pippin.text.bundle import TextBundle

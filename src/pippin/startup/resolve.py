@@ -3,27 +3,202 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.metadata
 import logging
+import os
+import platform
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
-from platformdirs import user_state_path
+import msgspec
+from platformdirs import user_cache_path, user_state_path
 
-from pippin.api.http.keys import read_key_file
-from pippin.backends.nvidia import compute_capability
-from pippin.backends.torch.config import read_config, read_shape, suit_kernels
-from pippin.config import BackendName, Config, EngineConfig, ModelConfig, ServerConfig
-from pippin.errors import ConfigError, LoadError
+from pippin.api.http.access_control import read_key_file
+from pippin.backends.host import cpu_name, num_threads
+from pippin.backends.nvidia import compute_capability, gpu_name
+from pippin.backends.torch.config import FAMILIES, read_config, read_shape, suit_kernels
+from pippin.config import BackendName, Config, EngineConfig, ModelConfig, ServerConfig, Speculate
+from pippin.errors import ConfigError, LoadError, UnsupportedLayout
 from pippin.startup.describe_checkpoint import most_context
-from pippin.startup.drafts.by_default import resolve_speculate
-from pippin.startup.drafts.draft_model import resolve_draft_model
-from pippin.startup.find_checkpoint import find_checkpoint, model_name
+from pippin.startup.find_checkpoint import check_checkpoint, find_checkpoint, model_name
+from pippin.text.tokenizer import Tokenizer, read_json
+from pippin.version import __version__
+
+LEAST_GAIN = 1.05  # times as fast: less may be chance
+MOST_KEPT = 64  # gains in the file; the oldest are dropped
+SCHEMA = 1
+LIBRARIES = {"mlx": ("mlx", "mlx-lm"), "torch": ("torch", "triton")}
+
+logger = logging.getLogger(__name__)
+
+
+class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a gain is of."""
+
+    model: str  # a directory
+    files: str  # a digest of their names, sizes and times
+    backend: str
+    dtype: str
+    device: str
+    versions: str
+
+
+class Gain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    served: Served
+    ratio: float  # of one greedy reply: how many times as fast
+    same_reply: bool  # where rounding leaves no choice
+    day: str
+
+    @property
+    def pays(self) -> bool:
+        return self.same_reply and self.ratio >= LEAST_GAIN
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: int
+    gains: tuple[Gain, ...]
+
+
+def gains_path() -> Path:
+    return user_cache_path("pippin") / "draft_gains.json"
+
+
+def served_by(model: ModelConfig) -> Served:
+    """Of a resolved config."""
+    folder = Path(model.model).resolve()
+    return Served(
+        model=str(folder),
+        files=_digest(folder),
+        backend=model.backend,
+        dtype=model.dtype,
+        device=_device(),
+        versions=_versions(model.backend),
+    )
+
+
+def measured_gain(model: ModelConfig) -> Gain | None:
+    """The last one of this model on this machine; None if there is none."""
+    gains = _read()
+    if not gains:
+        return None
+    served = served_by(model)
+    return next((gain for gain in gains if gain.served == served), None)
+
+
+def keep_gain(gain: Gain) -> None:
+    """In place of an earlier one of the same. Raises OSError if the file cannot be written."""
+    others = [each for each in _read() if each.served != gain.served]
+    found = _File(SCHEMA, (*others[-MOST_KEPT + 1 :], gain))
+    path = gains_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    new.replace(path)
+
+
+def _read() -> tuple[Gain, ...]:
+    path = gains_path()
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=_File)
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.warning("%s is not read, and says nothing of drafts: %s", path, error)
+        return ()
+    if found.schema != SCHEMA:
+        logger.warning("%s is not read: its schema is %d, not %d", path, found.schema, SCHEMA)
+        return ()
+    return found.gains
+
+
+def _digest(folder: Path) -> str:
+    """Weights that were replaced in place have other times."""
+    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    states = [(path.name, (facts := path.stat()).st_size, facts.st_mtime_ns) for path in paths]
+    return hashlib.blake2b(repr(states).encode(), digest_size=16).hexdigest()
+
+
+def _device() -> str:
+    """A GPU's speed counts, and so does the host's, which launches."""
+    chosen = os.environ.get("MLX_DEFAULT_DEVICE")
+    parts = [gpu_name(), cpu_name(), f"{num_threads()} threads", chosen]
+    return ", ".join(part for part in parts if part)
+
+
+def _versions(backend: str) -> str:
+    names = LIBRARIES.get(backend, ())
+    found = [f"{name} {version}" for name in names if (version := _version(name)) is not None]
+    return ", ".join([f"pippin {__version__}", f"Python {platform.python_version()}", *found])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def resolve_draft_model(engine: EngineConfig, model: Path) -> EngineConfig:
+    """With the draft model as a directory, and drafts on unless they were turned off."""
+    if (name := engine.draft_model) is None:
+        if engine.speculate == "draft":
+            raise LoadError("speculate is draft, and no draft model is given: add --draft-model")
+        return engine
+    if engine.speculate == "off":
+        return replace(engine, draft_model=None)
+    if engine.speculate in ("suffix", "mtp"):
+        raise LoadError(
+            f"draft_model is {name}, and speculate is {engine.speculate}, which does not use it: "
+            "use --speculate draft or auto, or remove --draft-model"
+        )
+    path = find_checkpoint(ModelConfig(model=name))
+    _check_tokens(Tokenizer.load(path).vocabulary, Tokenizer.load(model).vocabulary, name)
+    return replace(engine, draft_model=str(path), speculate=engine.speculate or "draft")
+
+
+def _check_tokens(draft: dict[int, str], own: dict[int, str], name: str) -> None:
+    differing = [id for id in draft.keys() | own.keys() if draft.get(id) != own.get(id)]
+    if differing:
+        first = min(differing)
+        raise LoadError(
+            f"draft_model: {name} has another tokenizer than the model: token {first:,} is "
+            f"{_shown(draft.get(first))} there and {_shown(own.get(first))} in the model, and "
+            f"{len(differing):,} tokens differ in all; use a draft model of the same family"
+        )
+
+
+def _shown(token: str | None) -> str:
+    return "missing" if token is None else repr(token[:40])
+
+
+def resolve_speculate(engine: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """`model` is resolved. What was given stays."""
+    if engine.speculate is not None:
+        return engine
+    return replace(engine, speculate=_by_default(engine, model))
+
+
+def _by_default(engine: EngineConfig, model: ModelConfig) -> Speculate:
+    if engine.deterministic or engine.safe:  # which have no drafts
+        return "off"
+    gain = measured_gain(model)
+    if gain is None or not gain.pays:
+        return "off"
+    logger.info(
+        "speculate: auto: pippin doctor measured %.2f times as fast here on %s, for %s",
+        gain.ratio,
+        gain.day,
+        gain.served.model,
+    )
+    return "auto"
+
 
 LEAST_CAPABILITY = (8, 0)
 NO_OPTIONS = EngineConfig()
-
-logger = logging.getLogger(__name__)
 
 
 def resolve(config: Config) -> Config:
@@ -121,3 +296,42 @@ def _has_library(package: str, pattern: str) -> bool:
     found = find_spec(package)
     folders = found.submodule_search_locations if found is not None else None
     return any(any(Path(folder, "lib").glob(pattern)) for folder in folders or ())
+
+
+Servable = Literal["yes", "no", "unknown"]
+
+
+def is_servable(path: Path) -> tuple[Servable, str]:
+    """With the reason, where it is not. `unknown`: only loading it shows whether it is."""
+    try:
+        check_checkpoint(path)
+        config = read_json(path / "config.json")
+        family = str(config.get("model_type"))
+        if has_mlx():
+            _check_family(family)
+            if _has_file_in_mlx_lm(family):
+                return "yes", ""
+        if family in FAMILIES and find_spec("torch") is not None:
+            read_shape(config)  # it refuses what torch lacks of a family
+            return "yes", ""
+    except LoadError as error:
+        return "no", error.message
+    return "unknown", ""
+
+
+def _check_family(family: str) -> None:
+    from pippin.backends.mlx.families.refusals import check  # prepares mlx's import
+
+    try:
+        check(family)
+    except UnsupportedLayout:
+        if family not in FAMILIES:
+            raise
+
+
+def _has_file_in_mlx_lm(family: str) -> bool:
+    found = find_spec("mlx_lm")
+    folders = found.submodule_search_locations if found is not None else None
+    return family.isidentifier() and any(
+        Path(folder, "models", f"{family}.py").is_file() for folder in folders or ()
+    )

@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pippin.config import Config
-from pippin.engine.engine_spec import EngineSpec
-from pippin.engine.exit_times import STOP_GRACE_SECONDS
+from pippin.engine.engine_spec import STOP_GRACE_SECONDS, EngineSpec
 
 SOCKET_PATH_MAX = 100  # sockaddr_un holds 104 bytes on macOS, 108 on Linux
 WATCH_SECONDS = 0.1

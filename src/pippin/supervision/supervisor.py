@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import msgspec
+import zmq
+import zmq.asyncio
 from zmq import ZMQError
 
 from pippin.config import Config
@@ -27,16 +30,93 @@ from pippin.messages import (
     Compiled,
     Failed,
     FeedMessage,
+    FromEngine,
     GetStatus,
     Loading,
     Ready,
     RestorablePrefixes,
     Started,
+    ToEngine,
     TokenBatch,
 )
-from pippin.supervision.connection import Connection
 from pippin.supervision.engine_process import EngineProcess
-from pippin.supervision.pulse import Pulse
+
+
+class Pulse:
+    def __init__(self, *, silence_limit: float, step_limit: float) -> None:
+        self._silence_limit = silence_limit
+        self._step_limit = step_limit
+        self._turn: float | None = None  # seconds; None before the first one: loading may take long
+        self._silence = 0.0  # seconds
+
+    def beat(self, turn_seconds: float) -> None:
+        """A heartbeat arrived."""
+        self._turn = turn_seconds
+        self._silence = 0.0
+
+    def pass_time(self, seconds: float) -> None:
+        """Time in which a heartbeat would have been received.
+
+        A server that was suspended itself must not count that time: heartbeats wait in its socket.
+        """
+        if self._turn is not None:
+            self._silence += seconds
+
+    @property
+    def complaint(self) -> str | None:
+        """Why the engine counts as hung; None while it does not."""
+        if self._silence >= self._silence_limit:
+            return (
+                f"the engine hangs: no heartbeat for {self._silence:.0f} s (limit: "
+                f"--heartbeat-timeout {self._silence_limit:g})"
+            )
+        if self._turn is not None and self._turn >= self._step_limit:
+            return (
+                f"the engine hangs: one step has taken {self._turn:.0f} s so far (limit: "
+                f"--engine-timeout {self._step_limit:g})"
+            )
+        return None
+
+
+LINGER_MS = 200
+
+
+class Connection:
+    def __init__(
+        self, inbox: str, outbox: str, is_running: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`is_running`: whether there is a process that reads the inbox."""
+        self._is_running = is_running
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._pull = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        for socket in (self._push, self._pull):
+            socket.set_hwm(0)  # sending never blocks, so it can be a plain call
+            socket.linger = LINGER_MS
+        self._push.connect(inbox)
+        self._pull.connect(outbox)
+
+    @property
+    def alive(self) -> bool:
+        return self._is_running()
+
+    def send(self, message: ToEngine) -> None:
+        self._push.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> FromEngine:
+        frame = await self._pull.recv()
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.DecodeError as error:
+            raise EngineDead(
+                f"the engine sent a message that cannot be decoded: {error}"
+            ) from error
+
+    def close(self) -> None:
+        self._push.close()
+        self._pull.close()
+
 
 TICK_SECONDS = 0.25
 FIRST_DELAY_SECONDS = 0.5

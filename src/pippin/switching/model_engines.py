@@ -29,7 +29,7 @@ class HostedEngine(Engine, Protocol):
 
 
 class EngineHost(Protocol):
-    """An engine, and what keeps it running; see `startup/supervised_engine.py`."""
+    """An engine, and what keeps it running; see `startup/replicas.py`."""
 
     @property
     def engine(self) -> HostedEngine: ...

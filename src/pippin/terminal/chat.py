@@ -17,8 +17,7 @@ from rich.console import Console
 from pippin import LLM, SamplingParams
 from pippin.config import Config
 from pippin.errors import PippinError
-from pippin.terminal.find_server import NoServer, connect
-from pippin.terminal.server_client import ServerClient, api_key_of_environment
+from pippin.terminal.server_client import NoServer, ServerClient, api_key_of_environment, connect
 
 PROMPT = "› "
 HELP = "/reset starts a new conversation, /exit ends it, Ctrl-C stops a reply"

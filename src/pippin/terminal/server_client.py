@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 
 from pippin.errors import PippinError
+from pippin.startup.server_file import running_servers
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)  # a busy server may queue a request for long
 
@@ -96,3 +98,75 @@ def admin_key_of_environment() -> str | None:
     """The same for admin routes; a server's only API key is its admin key."""
     admins = os.environ.get("PIPPIN_ADMIN_KEY", "").split()
     return next(iter(admins), None) or api_key_of_environment()
+
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+PROBE_SECONDS = 2.0
+
+
+class NoServer(ServerError):
+    """There is none to talk to."""
+
+
+def connect(url: str | None, key: str | None) -> ServerClient:
+    """A client of the server at `url`, or of the one that is found."""
+    if url is not None:
+        return ServerClient(url, key)
+    started = running_servers()
+    own = next((server for server in started if server.url == DEFAULT_URL), None)
+    if own is None and _is_ready(DEFAULT_URL):
+        if key is not None:
+            _note(f"no key is sent to {DEFAULT_URL}, which you did not start: --url sends it")
+        return ServerClient(DEFAULT_URL)
+    if own is None and started:
+        own = started[0]
+    if own is None:
+        raise NoServer(
+            f"no running server was found at {DEFAULT_URL} or among those that you started: start "
+            "one with `pippin serve MODEL`, or name one with --url"
+        )
+    if own.url != DEFAULT_URL or len(started) > 1:
+        _note(f"using {own.model} at {own.url}; --url chooses another server")
+    return ServerClient(own.url, key)
+
+
+def _is_ready(url: str) -> bool:
+    """Whether a server of Pippin is there. One that still loads its model is an error."""
+    try:
+        response = httpx.get(f"{url}/ready", timeout=PROBE_SECONDS)
+        answer = response.json()
+    except (httpx.TransportError, ValueError):  # none, or of something else
+        return False
+    if not isinstance(answer, dict):
+        return False
+    error = answer.get("error")
+    if isinstance(error, dict) and error.get("code") == "not_ready":
+        raise ServerError(f"the server at {url} is not ready: {error.get('message')}; try again")
+    return answer.get("status") == "ready"
+
+
+def _note(text: str) -> None:
+    print(f"pippin: {text}", file=sys.stderr)
+
+
+def show_status(url: str | None) -> None:
+    """A line for each value, which is never cut: lines are searched for names."""
+    with connect(url, admin_key_of_environment()) as client:
+        values = dict(_flatten({"url": client.url, **client.get("/status")}))
+    width = max(map(len, values))
+    for name, value in values.items():
+        print(f"{name:{width}}  {value:,}" if type(value) is int else f"{name:{width}}  {value}")
+
+
+def flush_cache(url: str | None) -> None:
+    with connect(url, admin_key_of_environment()) as client:
+        freed = client.post("/flush_cache")
+    print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))

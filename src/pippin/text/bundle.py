@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pippin.errors import LoadError
+from pippin.text.chat_template import ChatTemplate
 from pippin.text.fill_in_middle import FillInMiddle
 from pippin.text.parsers.formats import AUTO, ReplyFormats
 from pippin.text.reranker import Reranker
-from pippin.text.templates.chat_template import ChatTemplate
 from pippin.text.tokenizer import Tokenizer, read_json
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from pippin.errors import ContextOverflow, RequestError
 from pippin.text.bundle import TextBundle
+from pippin.text.chat_template import Message, Tools
 from pippin.text.detokenizer import Detokenizer
-from pippin.text.templates.message_shape import Message, Tools
-from pippin.text.token_spans import TokenSpan
+from pippin.text.tokenizer import TokenSpan
 
 NUM_ENDING_CHARS = 64
 

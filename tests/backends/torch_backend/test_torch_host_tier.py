@@ -23,12 +23,11 @@ from memory_store import MemoryStore
 from near_ties import assert_same
 from pippin.backends.base import Backend, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.cache.host.host_store import HostStore
+from pippin.cache.host_store import HostStore
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build_loop import build_loop
-from pippin.engine.build_tiers import tier_batch_bytes
+from pippin.engine.build_loop import build_loop, tier_batch_bytes
 from pippin.errors import ConfigError, LoadError
-from pippin.scheduler.traffic import warm_up_tiers
+from pippin.scheduler import traffic
 from pippin.types import GRID, Component
 from reference import BUNDLED
 from serving import (
@@ -164,7 +163,7 @@ def test_what_moves_to_and_from_the_host_is_warmed_up_at_load(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies of every size in which memory is pinned, and prompts that are restored."""
-    monkeypatch.setattr(warm_up_tiers, "LEAST_BYTES", 1 << 14)
+    monkeypatch.setattr(traffic, "LEAST_BYTES", 1 << 14)
     backend = discrete(make_torch_backend(name, num_slots=4))
     loop = host_section.make_loop(backend, "1GB", "256MB")
     plans: list[StepPlan] = []

@@ -18,11 +18,9 @@ from builders import Client, Reply
 from near_ties import TOLERANCE, assert_best
 from pippin.backends.torch.config import FAMILIES, read_shape
 from pippin.errors import LoadError
-from pippin.scheduler.memory import claims
-from pippin.scheduler.planning import admission
+from pippin.scheduler import admission, memory
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import OracleDrafter, Speculation
 from serving import TORCH, check_idle, make_client, make_prompt, spec_of
 from transformers_families import STATE_CONFIGS, WRITTEN_CONFIGS, score
 
@@ -43,7 +41,7 @@ def test_cold_joined_warm_and_preempted_replies_are_what_transformers_says(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{TORCH}{family}"
-    for module in (admission, claims):
+    for module in (admission, memory):
         monkeypatch.setattr(module, "GROWTH_TOKENS", 4)
     client = make_client(name, chunk=64, num_slots=4)
     short, long = make_prompt(name, 30, seed=0), make_prompt(name, 150, seed=1)

@@ -23,8 +23,7 @@ from pippin.backends.torch.drafts import model_drafter
 from pippin.backends.torch.drafts.entries import Entries
 from pippin.backends.torch.load import load
 from pippin.errors import LoadError
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from serving import DRAFTED_BY, TORCH, make_client
 from test_contract import Steps, admit, make_tokens, restore
 from test_draft_contract import MAX_DEPTH, NUM_SLOTS, OWN_DRAFTS, Reply

@@ -10,8 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 from test_speculated_replies import MAX_DEPTH, prompts_of, replies_of
 
-from pippin.scheduler.speculation.drafter import DeviceDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from serving import TORCH, make_client
 
 

@@ -21,8 +21,7 @@ from pippin.backends.torch.step.verify.words import VerifySize
 from pippin.backends.torch.verifies import Verifies
 from pippin.backends.warm_up import WarmUp
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.drafter import DeviceDrafter, Drafter, Guess, KeepsNothing
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Drafter, Guess, KeepsNothing, Speculation
 from serving import DRAFTED_BY, TORCH, make_client, make_prompt
 from torch_serving import load_torch
 

@@ -11,9 +11,8 @@ from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, stat
 
 from cases import cases
 from pippin.cache.disk.disk_store import open_store
-from pippin.cache.disk.segments.format import HEADER
-from pippin.cache.disk.segments.segment import Segment, Slot
-from pippin.cache.entries import blocks
+from pippin.cache.disk.segment import HEADER, Segment, Slot
+from pippin.cache.entries import entry as blocks
 from pippin.cache.entries.entry import Entry
 
 MB = 1 << 20

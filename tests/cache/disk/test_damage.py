@@ -12,10 +12,8 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_bytes, state_entry
 
 from pippin.cache.disk.disk_store import DiskStore, open_store
-from pippin.cache.disk.segments.format import HEADER, payload_digest
-from pippin.cache.entries.blocks import divided
-from pippin.cache.entries.chain import Chain
-from pippin.cache.entries.entry import Entry
+from pippin.cache.disk.segment import HEADER, payload_digest
+from pippin.cache.entries.entry import Chain, Entry, divided
 from pippin.types import Component
 
 CEILING = 100_000

@@ -22,10 +22,9 @@ from disk_builders import (
     state_entry,
 )
 
+from pippin.cache.disk.directory import Files
 from pippin.cache.disk.disk_store import PAUSE_S, RECENCY_S, DiskStore, open_store
-from pippin.cache.disk.files import Files
-from pippin.cache.entries.chain import Chain
-from pippin.cache.entries.entry import Bytes, Entry
+from pippin.cache.entries.entry import Bytes, Chain, Entry
 from pippin.errors import DiskCacheError
 
 MB = 1 << 20
@@ -362,7 +361,7 @@ def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyP
         def fail(*_: object) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
-        patch.setattr("pippin.cache.disk.segments.segment.read_into", fail)
+        patch.setattr("pippin.cache.disk.segment.read_into", fail)
         assert store.read([first.key]) == [None]
     assert store.take_lost() == [first.key]
     assert store.counters().read_errors == 1

@@ -8,8 +8,8 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, state_entry
 
 from pippin.cache.disk.disk_store import DiskStore, open_store
-from pippin.cache.disk.segments.format import HEADER
-from pippin.cache.entries.chain import Chain
+from pippin.cache.disk.segment import HEADER
+from pippin.cache.entries.entry import Chain
 from pippin.cli import main
 
 

@@ -7,9 +7,8 @@ import random
 import numpy as np
 from disk_builders import FINGERPRINT, ROOT, kv_entry, state_entry, tokens
 
-from pippin.cache.entries.chain import Chain
-from pippin.cache.entries.entry import Entry
-from pippin.cache.entries.rebuild import rebuild
+from pippin.cache.entries.entry import Chain, Entry
+from pippin.cache.entries.entry_store import rebuild
 
 
 def paths(entries: list[Entry]) -> dict[bytes, tuple[int, ...]]:

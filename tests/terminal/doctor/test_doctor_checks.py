@@ -18,14 +18,14 @@ from pippin.backends.mlx import environment
 from pippin.backends.mlx.cpu.operations.library import OperationsReport
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.offline.offline_requests import Completion
-from pippin.startup.drafts import measured_gain
-from pippin.startup.drafts.measured_gain import Gain
-from pippin.startup.resolve import resolve
-from pippin.terminal.doctor import drafts, replies
+from pippin.startup import resolve as measured_gain
+from pippin.startup.resolve import Gain, resolve
+from pippin.terminal.doctor import engine as drafts
+from pippin.terminal.doctor import engine as replies
+from pippin.terminal.doctor import on_mlx
 from pippin.terminal.doctor.engine import Engine
-from pippin.terminal.doctor.findings import TimeLimit
-from pippin.terminal.doctor.on_mlx import kernels as mlx_kernels
-from pippin.terminal.doctor.on_mlx.choices import decode_steps, products
+from pippin.terminal.doctor.on_mlx import decode_steps, products
+from pippin.terminal.doctor.report import TimeLimit
 from pippin.types import TokenLogprobs
 
 
@@ -36,25 +36,25 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_recurrences_that_drift_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [found.level for found in mlx_kernels.recurrence()] == ["ok", "ok"]
-    right = mlx_kernels.gated_delta_step
+    assert [found.level for found in on_mlx.recurrence()] == ["ok", "ok"]
+    right = on_mlx.gated_delta_step
 
     def drifting(*args: mx.array) -> tuple[mx.array, mx.array]:
         y, state = right(*args)
         return y + 1e-3, state
 
-    monkeypatch.setattr(mlx_kernels, "gated_delta_step", drifting)
-    assert [found.level for found in mlx_kernels.recurrence()] == ["ok", "wrong"]
+    monkeypatch.setattr(on_mlx, "gated_delta_step", drifting)
+    assert [found.level for found in on_mlx.recurrence()] == ["ok", "wrong"]
 
 
 @pytest.mark.parametrize(("error", "with_tf32", "level"), [(1e-3, True, "ok"), (1e-3, 0, "wrong")])
 def test_what_tf32_rounds_is_no_failure_where_serve_rounds_it(
     error: float, with_tf32: bool, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlx_kernels, "on_cpu", lambda: False)
+    monkeypatch.setattr(on_mlx, "on_cpu", lambda: False)
     monkeypatch.setenv(environment.TF32, "1" if with_tf32 else "0")
-    monkeypatch.setattr(mlx_kernels, "relative_error", lambda *_: error)
-    assert {found.level for found in mlx_kernels.recurrence()} == {level}
+    monkeypatch.setattr(on_mlx, "relative_error", lambda *_: error)
+    assert {found.level for found in on_mlx.recurrence()} == {level}
 
 
 LIBRARY = OperationsReport(Path("x.so"), left_out={"choose": "it crashed (SIGILL)"})
@@ -70,8 +70,8 @@ LIBRARY = OperationsReport(Path("x.so"), left_out={"choose": "it crashed (SIGILL
 def test_operations_are_tried_again_and_those_that_differ_are_named(
     now: dict[str, str], level: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlx_kernels, "try_operations", lambda _: now)
-    found = list(mlx_kernels.operations(LIBRARY))
+    monkeypatch.setattr(on_mlx, "try_operations", lambda _: now)
+    found = list(on_mlx.operations(LIBRARY))
     assert {finding.name: finding.level for finding in found} == level
     assert "8 of 9" in found[0].value
     assert next(iter(now.values())) in found[1].value
@@ -94,9 +94,9 @@ def test_without_operations_the_report_says_why(
     remedy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mlx_kernels.platform, "system", lambda: system)
-    monkeypatch.setattr(mlx_kernels.shutil, "which", lambda _: compiler)
-    (found,) = mlx_kernels.operations(OperationsReport(reason="no g++ on PATH"))
+    monkeypatch.setattr(on_mlx.platform, "system", lambda: system)
+    monkeypatch.setattr(on_mlx.shutil, "which", lambda _: compiler)
+    (found,) = on_mlx.operations(OperationsReport(reason="no g++ on PATH"))
     assert (found.value, found.level) == ("mlx's own: no g++ on PATH", level)
     assert remedy in str(found.remedy)
 
@@ -184,7 +184,7 @@ def test_each_kernel_of_torch_is_held_against_plain_operations(
 ) -> None:
     pytest.importorskip("torch")
     from pippin.backends.torch.backend import TorchBackend
-    from pippin.terminal.doctor.on_torch.choices import choices
+    from pippin.terminal.doctor.on_torch import choices
 
     class OnAGpu(TorchBackend):
         has_kernels, dtype = True, "bfloat16"

@@ -14,10 +14,9 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import BlasReport
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import load_backend
-from pippin.terminal.doctor import machine
-from pippin.terminal.doctor.findings import Finding, TimeLimit
-from pippin.terminal.doctor.on_mlx import device as mlx_device
-from pippin.terminal.doctor.sections import sections
+from pippin.terminal.doctor import machine, on_mlx
+from pippin.terminal.doctor.report import Finding, TimeLimit
+from pippin.terminal.doctor.run import sections
 
 GIB = 1 << 30
 MAC = {
@@ -52,13 +51,13 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr(mx, "device_info", lambda *_: MAC)
-    for module in (devices, mlx_device):
+    for module in (devices, on_mlx):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
         monkeypatch.setattr(module, "on_metal", lambda: True)
 
 
 def found() -> dict[str, Finding]:
-    return {finding.name: finding for finding in mlx_device.device()}
+    return {finding.name: finding for finding in on_mlx.device()}
 
 
 @pytest.mark.usefixtures("on_a_mac")
@@ -95,7 +94,7 @@ def test_limits_that_mlx_does_not_tell_are_left_out(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("on_a_mac")
 def test_a_mac_without_metal_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (devices, mlx_device):
+    for module in (devices, on_mlx):
         monkeypatch.setattr(module, "on_cpu", lambda: True)
         monkeypatch.setattr(module, "on_metal", lambda: False)
     device = found()["device"]
@@ -117,8 +116,8 @@ def test_a_python_for_intel_is_wrong_on_a_mac(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_slow_blas_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = BlasReport("bundled with mlx", reason="scipy-openblas32 is not installed")
-    monkeypatch.setattr(mlx_device, "load_fast_blas", lambda: slow)
-    finding = mlx_device._blas()
+    monkeypatch.setattr(on_mlx, "load_fast_blas", lambda: slow)
+    finding = on_mlx._blas()
     assert finding.level == "warning"
     assert "pippin[cpu]" in str(finding.remedy)
 
@@ -171,7 +170,7 @@ def test_checks_run_with_the_environment_of_serve(
 
 
 def test_launches_are_timed_and_products_checked() -> None:
-    findings = {finding.name: finding for finding in mlx_device.launches()}
+    findings = {finding.name: finding for finding in on_mlx.launches()}
     assert findings["round trip"].numbers["seconds"] > 0.0
     assert findings["launches"].numbers["per_second"] > 0.0
     assert findings["product = numpy's"].level == "ok"
@@ -179,11 +178,11 @@ def test_launches_are_timed_and_products_checked() -> None:
 
 def test_torch_on_a_cpu_beside_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    from pippin.terminal.doctor.on_torch import device as torch_device
+    from pippin.terminal.doctor import on_torch
 
-    monkeypatch.setattr(torch_device, "find_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(on_torch, "find_device", lambda: torch.device("cpu"))
     for capability, level in ((None, "info"), ((9, 0), "warning")):
-        monkeypatch.setattr(torch_device, "compute_capability", lambda found=capability: found)
-        assert next(torch_device.device()).level == level
-    findings = {finding.name: finding for finding in torch_device.launches()}
+        monkeypatch.setattr(on_torch, "compute_capability", lambda found=capability: found)
+        assert next(on_torch.device()).level == level
+    findings = {finding.name: finding for finding in on_torch.launches()}
     assert findings["product = numpy's"].level == "ok"

@@ -15,8 +15,18 @@ import pytest
 from pippin.config import Config
 from pippin.errors import ConfigError, LoadError
 from pippin.terminal.doctor import run
-from pippin.terminal.doctor.findings import Examined, Finding, Section, TimeLimit, checked
-from pippin.terminal.doctor.report import SCHEMA, SCHEMA_VERSION, as_document, as_page, private
+from pippin.terminal.doctor.report import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    Examined,
+    Finding,
+    Section,
+    TimeLimit,
+    as_document,
+    as_page,
+    checked,
+    private,
+)
 from processes import environment
 
 INFO = Finding("memory", "8 GB", numbers={"memory_bytes": 8e9})

@@ -13,8 +13,8 @@ from test_doctor_report import validate
 
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.config import BackendName, Config, EngineConfig, ModelConfig
-from pippin.terminal.doctor import replies, run
-from pippin.terminal.doctor.on_mlx import kernels as mlx_kernels
+from pippin.terminal.doctor import engine as replies
+from pippin.terminal.doctor import on_mlx, run
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "REPLY_TOKENS", 6)
     monkeypatch.setattr(replies, "PARAMS", dataclasses.replace(replies.PARAMS, max_tokens=6))
     monkeypatch.setattr(run, "LIMIT_SECONDS", 0.0)
-    monkeypatch.setattr(mlx_kernels, "try_operations", lambda _: {})
+    monkeypatch.setattr(on_mlx, "try_operations", lambda _: {})
 
 
 def report(

@@ -7,24 +7,65 @@ different owners side by side; together they have a limited number of lines in f
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hmac
 import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
 from pippin.api.batches.batch import Batch, LineError, Status
-from pippin.api.batches.batch_metrics import BatchMetrics
-from pippin.api.batches.batch_store import BatchStore
-from pippin.api.batches.durable import new_id
-from pippin.api.batches.file_store import FileNotFound, FileStore, StorageFull
-from pippin.api.batches.input_lines import InputLine, LineRules, WaitingLines, check_lines
-from pippin.api.batches.line_client import LineClient
-from pippin.api.batches.results import ERRORS, OUTPUT, Results
+from pippin.api.batches.lines import (
+    ERRORS,
+    OUTPUT,
+    InputLine,
+    LineClient,
+    LineRules,
+    Results,
+    WaitingLines,
+    check_lines,
+)
+from pippin.api.batches.store import (
+    BatchStore,
+    FileNotFound,
+    FileStore,
+    StorageFailed,
+    StorageFull,
+    new_id,
+)
+from pippin.api.http.access_control import owner_state
+from pippin.errors import NotFound, NotReady, RequestError
 from pippin.tasks import all_or_none
+
+RESULTS = {"output": "completed", "errors": "failed"}
+
+
+class BatchMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.running = Gauge(
+            "pippin_batches_unfinished",
+            "Number of batches of /v1/batches that are being checked, wait or run.",
+            registry=registry,
+        )
+        self._requests = Counter(
+            "pippin_batch_requests",
+            "Number of requests in batches that have a result, by result.",
+            labelnames=["result"],
+            registry=registry,
+        )
+        for result in RESULTS.values():
+            self._requests.labels(result)
+
+    def count(self, kind: str) -> None:
+        self._requests.labels(RESULTS[kind]).inc()
+
 
 log = logging.getLogger(__name__)
 
@@ -227,3 +268,120 @@ def _reason(error: Exception) -> tuple[str, str]:
         case OSError():
             return "storage_failed", f"a result could not be stored: {error.strerror or error}"
     raise error
+
+
+@dataclass(frozen=True)
+class Storage:
+    directory: Path | None  # None: there are no files and no batches
+    owners: tuple[bytes, ...]
+    separates: bool  # the prefixes of its owners
+    max_bytes: int
+    max_file_bytes: int
+
+
+class Batches:
+    def __init__(self, storage: Storage, runner: BatchRunner) -> None:
+        self._storage = storage
+        self._runner = runner
+        self._owners: dict[bytes, BatchOwner] = {}
+        self._lock: int | None = None
+
+    def resume(self) -> None:
+        """Go on with what an earlier server left, if it left anything."""
+        directory = self._storage.directory
+        if directory is not None and directory.exists():
+            self._open(directory)
+
+    def of(self, owner: bytes) -> BatchOwner:
+        if self._storage.directory is None:
+            raise NotFound(
+                "this server stores no files and runs no batches: start it with --batch-bytes "
+                "above 0"
+            )
+        if self._lock is None:
+            self._open(self._storage.directory)
+        return self._owners[owner]
+
+    async def create(self, owner: BatchOwner, batch: Batch) -> None:
+        try:
+            await asyncio.to_thread(owner.batches.add, batch)
+        except OSError as error:
+            raise storage_failed(error) from error
+        self._runner.start(owner, batch)
+
+    async def cancel(self, owner: BatchOwner, batch: Batch) -> dict[str, Any]:
+        """The batch as it was then: it may be cancelled before its record is written."""
+        if batch.status == "cancelling":
+            return batch.wire()
+        if batch.status not in ("validating", "in_progress"):
+            raise RequestError(f"Cannot cancel a batch with status '{batch.status}'.")
+        self._runner.cancel(batch)
+        shown = batch.wire()
+        try:
+            await asyncio.to_thread(owner.batches.save, batch)
+        except OSError as error:
+            raise storage_failed(error) from error
+        return shown
+
+    async def close(self) -> None:
+        await self._runner.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+            self._owners.clear()
+
+    def _open(self, directory: Path) -> None:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = _locked(directory)
+            try:
+                self._owners = {owner: self._load(directory, owner) for owner in self._known()}
+            except BaseException:
+                os.close(lock)
+                raise
+        except OSError as error:
+            raise storage_failed(error) from error
+        self._lock = lock
+        for owner in self._owners.values():
+            for batch in owner.batches.batches():
+                if not batch.is_finished:
+                    self._runner.start(owner, batch)
+
+    def _known(self) -> Iterable[bytes]:
+        return self._storage.owners or (b"",)
+
+    def _load(self, directory: Path, owner: bytes) -> BatchOwner:
+        storage, folder = self._storage, directory / _folder_name(owner)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        files = FileStore(
+            folder,
+            max_bytes=storage.max_bytes // max(1, len(storage.owners)),
+            max_file_bytes=storage.max_file_bytes,
+        )
+        state = owner_state(owner, separates=storage.separates) if owner else {}
+        return BatchOwner(state, files, BatchStore(folder))
+
+
+def storage_failed(error: OSError) -> StorageFailed:
+    return StorageFailed(
+        f"the directory of files (--batch-dir) cannot be used: {error.strerror or error}"
+    )
+
+
+def _folder_name(owner: bytes) -> str:
+    return (
+        hmac.digest(owner, b"pippin files of an API key", "sha256").hex()[:32] if owner else "all"
+    )
+
+
+def _locked(directory: Path) -> int:
+    file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(file)
+        raise NotReady(
+            "another server uses the directory of files and batches: start this one with a "
+            "--batch-dir of its own"
+        ) from error
+    return file

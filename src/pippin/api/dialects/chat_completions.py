@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pippin.api.dialects.dialect import CompletionStream, logprobs_entry
-from pippin.api.dialects.event_template import HOLE, EventTemplate
-from pippin.api.dialects.openai_tools import read_chat_tools
-from pippin.api.dialects.shared_options import (
-    check_choices,
-    continues_final_message,
-    read_options,
-    template_variables,
-)
+from pippin.api.dialects.dialect import HOLE, CompletionStream, EventTemplate, logprobs_entry
 from pippin.api.fields.openai import CHAT
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
-from pippin.api.requests.content.chat_messages import parse_messages
-from pippin.api.requests.content.prediction import read_prediction
-from pippin.api.requests.custom_tools import InputReader, input_of
-from pippin.api.requests.extensions import effort_of, with_our_names
+from pippin.api.requests.messages import normalise, parse_messages, read_prediction
 from pippin.api.requests.neutral_request import ChatRequest
-from pippin.api.requests.normalisation.prompt_normalisation import normalise
+from pippin.api.requests.sampling_fields import (
+    check_choices,
+    continues_final_message,
+    effort_of,
+    read_options,
+    template_variables,
+    with_our_names,
+)
+from pippin.api.requests.tools import InputReader, input_of, read_chat_tools
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
 from pippin.text.tokenizer import Tokenizer

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pippin.api.dialects.dialect import LEAST_LOGPROB, CompletionStream
-from pippin.api.dialects.event_template import HOLE, EventTemplate
-from pippin.api.dialects.shared_options import check_choices, read_options
+from pippin.api.dialects.dialect import HOLE, LEAST_LOGPROB, CompletionStream, EventTemplate
 from pippin.api.fields.openai import COMPLETION
-from pippin.api.fields.value_kinds import rows_of
+from pippin.api.fields.table import rows_of
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.extensions import with_our_names
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
+from pippin.api.requests.sampling_fields import check_choices, read_options, with_our_names
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import TokenLogprobs

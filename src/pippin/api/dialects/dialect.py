@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
 
-from pippin.api.dialects.event_template import EventTemplate
 from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice, run_sequences
 from pippin.engine.engine_client import Engine
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
+from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
 from pippin.text.tokenizer import Tokenizer
+
+# Encoded where a value will be. No client can know it: nothing that it sends is mistaken for it.
+_MARK = secrets.token_hex(16).encode()
+HOLE: Any = msgspec.Raw(_MARK)
+
+
+class EventTemplate:
+    def __init__(self, event: bytes) -> None:
+        """`event`: written with HOLE in place of each value that changes."""
+        self._head, *self._tails = event.split(_MARK)
+
+    def fill(self, *values: Any) -> bytes:
+        event = self._head
+        for value, tail in zip(values, self._tails, strict=True):
+            event += msgspec.json.encode(value) + tail
+        return event
+
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
 DONE = b"data: [DONE]\n\n"
@@ -145,3 +163,52 @@ async def reply_events(job: Job, dialect: Dialect, engine: Engine) -> AsyncGener
             if events:
                 yield events
     yield dialect.close()
+
+
+class BlockStream:
+    """A dialect names its kinds of blocks, and writes their events: begin, delta, end."""
+
+    TEXT, REASONING = "", ""
+    _finish: str | None = None
+    _open_kind: str | None = None  # of the open block
+
+    def _begin(self, kind: str) -> bytes:
+        raise NotImplementedError
+
+    def _begin_call(self, id: str, name: str) -> bytes:
+        raise NotImplementedError
+
+    def _delta(self, text: str) -> bytes:
+        raise NotImplementedError
+
+    def _end(self, *, complete: bool = True) -> bytes:
+        raise NotImplementedError
+
+    def _end_call(self) -> bytes:
+        return self._end()
+
+    def events(self, piece: SequencePiece) -> bytes:
+        self._finish = piece.finish
+        return b"".join(map(self._part, piece.pieces))
+
+    def _part(self, part: TextPiece) -> bytes:
+        match part:
+            case Content(text):
+                return self._write(self.TEXT, text)
+            case Reasoning(text):
+                return self._write(self.REASONING, text)
+            case CallBegin(_, id, name):
+                return self._end() + self._begin_call(id, name)
+            case CallArguments(_, text):
+                return self._delta(text)
+            case CallEnd(_, unparsed):
+                if unparsed is None:
+                    return self._end_call()
+                ended = self._end(complete=False)
+                if self._finish == "length":  # markup of a call that was cut is no text
+                    return ended
+                return ended + self._write(self.TEXT, unparsed)
+
+    def _write(self, kind: str, text: str) -> bytes:
+        started = b"" if self._open_kind == kind else self._end() + self._begin(kind)
+        return started + self._delta(text)

@@ -11,15 +11,89 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippin.api.dialects.dialect import data_event
-from pippin.api.dialects.shared_options import check_choices, read_options
-from pippin.api.fields.infill import INFILL
+from pippin.api.fields import openai, table
+from pippin.api.fields.table import FieldTable, ValueKind, ignored_field, refused_field
 from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
+from pippin.api.requests.body import MAX_LABEL_CHARS, MAX_LABELS, MAX_MESSAGES
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
+from pippin.api.requests.sampling_fields import check_choices, read_options
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece
+
+MAX_INDENT = 1_024
+_NO_DEADLINE = "timeout ends a reply, in seconds"
+_NAMES = {"type": "string", "maxLength": MAX_LABEL_CHARS}
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_MESSAGES and all(map(_is_file, value))
+
+
+def _is_file(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        return False
+    return isinstance(value.get("filename", ""), str)
+
+
+def _are_names(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_LABELS
+        and all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARS for name in value)
+    )
+
+
+INFILL = FieldTable(
+    {
+        **table.MODEL,
+        "input_prefix": table.STRING,
+        "input_suffix": table.STRING,
+        "input_extra": ValueKind(
+            f"a list of at most {MAX_MESSAGES:,} objects with a text, and perhaps a filename",
+            {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"text": {"type": "string"}, "filename": {"type": "string"}},
+                    "required": ["text"],
+                },
+                "maxItems": MAX_MESSAGES,
+            },
+            _are_files,
+        ),
+        "prompt": table.STRING,
+        "n_predict": table.integer_from(-1),
+        "n_indent": table.integer_from(0, MAX_INDENT),
+        "n_cmpl": table.integer_from(1, table.MAX_CHOICES),
+        "return_tokens": table.BOOLEAN,
+        "response_fields": ValueKind(
+            f"a list of at most {MAX_LABELS} strings of at most {MAX_LABEL_CHARS:,} characters",
+            {"type": "array", "items": _NAMES, "maxItems": MAX_LABELS},
+            _are_names,
+        ),
+        **table.pick(
+            table.SAMPLING,
+            *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+            *("logit_bias", "seed", "stop", "ignore_eos", "speculate", "json_schema"),
+        ),
+        "repeat_penalty": table.SAMPLING["repetition_penalty"],
+        "grammar": table.SAMPLING["ebnf"],
+        **table.STREAM,
+        **table.SERVING,
+        **openai.HINTS,
+        **openai.SAMPLERS,
+        "t_max_predict_ms": ignored_field(_NO_DEADLINE),
+        "sse_ping_interval": ignored_field("the server sets it"),
+        "n_probs": refused_field("use /v1/completions for log probabilities", 0),
+        "post_sampling_probs": refused_field("use /v1/completions for log probabilities", False),
+        "lora": refused_field("this server loads no adapters", []),
+    },
+    required=("input_prefix", "input_suffix"),
+)
+
 
 DEFAULT_NAME = "tmp"  # of a file
 _RENAMED = {"n_cmpl": "n", "repeat_penalty": "repetition_penalty", "grammar": "ebnf"}

@@ -8,14 +8,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from pippin.api.http.access_control import owner_salt_of
-from pippin.api.http.keys import Admins, client_of
+from pippin.api.http.access_control import Admins, client_of, owner_salt_of
 from pippin.api.http.read_body import BodyBudget, decode_body, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import in_time, unless_disconnected
 from pippin.api.http.workers import SMALL_BYTES, Workers
 from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.leniency import Leniency
+from pippin.api.requests.body import Leniency
 from pippin.api.served_models import ModelLease, ServedModel, ServedModels, ServedText
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.engine_client import Engine

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from pippin.api.dialects.shared_options import read_timeout
 from pippin.api.fields.openai import EMBEDDINGS
-from pippin.api.fields.value_kinds import rows_of
+from pippin.api.fields.table import rows_of
 from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import Body
-from pippin.api.requests.leniency import Leniency
-from pippin.api.requests.salts import read_salt, under_owner
+from pippin.api.requests.body import Body, Leniency, read_salt, under_owner
+from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_of, embedding_submit, unit
 from pippin.engine.engine_client import Engine
 from pippin.errors import EngineDead, RequestError

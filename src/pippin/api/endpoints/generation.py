@@ -11,22 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pippin.api.dialects import responses
 from pippin.api.dialects.chat_completions import ChatDialect, parse_chat
 from pippin.api.dialects.completions import CompletionsDialect, parse_completion
 from pippin.api.dialects.dialect import Dialect, reply_events, whole_reply
 from pippin.api.dialects.infill import InfillDialect, InfillRequest, parse_infill
-from pippin.api.dialects.messages.message_reply import MessagesDialect
-from pippin.api.dialects.messages.message_request import parse_message_request
-from pippin.api.dialects.responses import response_request
-from pippin.api.dialects.responses.response_reply import ResponsesDialect
-from pippin.api.dialects.responses.response_store import ResponseStores, StoredTurn
+from pippin.api.dialects.messages import MessagesDialect, parse_message_request
+from pippin.api.dialects.response_store import ResponseStores, StoredTurn
+from pippin.api.dialects.responses import ResponsesDialect
 from pippin.api.endpoints.app_state import AppState, Prepared, Runnable
 from pippin.api.endpoints.embeddings import parse_embeddings, whole_embeddings
 from pippin.api.endpoints.scoring import parse_rerank, parse_score, whole_rerank, whole_score
 from pippin.api.endpoints.stored_responses import StoredResponses
 from pippin.api.endpoints.tokenize import detokenize, tokenize
+from pippin.api.http.access_control import owner_of
 from pippin.api.http.http_errors import JSONResponse
-from pippin.api.http.keys import owner_of
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import EVENTS, HEARTBEAT, StreamResponse, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
@@ -93,10 +92,10 @@ class Generation:
 
     async def _responses(self, request: Request) -> Response:
         stored = self._stored.of(owner_of(request.scope))
-        read: list[response_request.ResponsesRequest] = []
+        read: list[responses.ResponsesRequest] = []
 
         def parse(fields: Any, rules: RequestRules) -> ChatRequest:
-            read.append(response_request.parse_responses_request(fields, rules, stored))
+            read.append(responses.parse_responses_request(fields, rules, stored))
             return read[-1].chat
 
         def keep(response: dict[str, Any]) -> bool:
@@ -117,7 +116,7 @@ class Generation:
         stored = self._stored.of(owner_of(request.scope))
 
         def parse(fields: Any, rules: RequestRules) -> ChatRequest:
-            return response_request.parse_counted_request(fields, rules, stored)
+            return responses.parse_counted_request(fields, rules, stored)
 
         counted = await self._count(request, parse)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})

@@ -7,22 +7,355 @@ waits a limited time for the engine, and then gets its latest numbers, with thei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from time import monotonic, process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pippin.api.endpoints.deprecated_metrics import WithOldNames
-from pippin.api.endpoints.model_metrics import ModelMetrics
-from pippin.api.engine_families import engine_families, replica_families
+from pippin.api.metered_engine import ReplyTimes
 from pippin.api.served_models import ServedModel, ServedModels
 from pippin.errors import PippinError
+
+REPLICA = "replica"
+TIERS = ("host", "disk", "peer")  # of the prefix cache, below the device's memory
+
+
+# Each metric, its path in `Engine.counters`, and its help. A path with {tier} or {drafter} has a
+# value for each of them; a mapping has one for each component, and a list one for each position.
+GAUGES = """\
+pippin_num_requests_running = running
+    Number of requests that have a slot in the running batch.
+pippin_num_requests_waiting = waiting
+    Number of requests that wait: in the queue, for a grammar or for a load.
+pippin_slots = slots
+    Number of requests that can run at the same time.
+pippin_device_idle_ratio = metrics.device_idle_share
+    Share of time in which the device had no work, over the last 512 steps.
+pippin_host_hidden_ratio = metrics.host_hidden_share
+    Share of the host's work that overlapped with the device's, over the last 512 steps.
+pippin_device_bytes = memory.device_bytes
+    Bytes allocated on the device, including the weights.
+pippin_budget_bytes = memory.budget_bytes
+    Bytes of the memory budget that running requests and the prefix cache share.
+pippin_claimed_bytes = memory.claimed_bytes
+    Bytes of the memory budget that running requests have claimed.
+pippin_prefix_cache_bytes = cache.component_bytes
+    Bytes in the prefix cache in device memory, by component.
+pippin_prefix_cache_capacity_bytes = cache.capacity_bytes
+    Bytes that the prefix cache in device memory may use now.
+pippin_prefix_cache_evictable_bytes = cache.evictable_bytes
+    Bytes in the prefix cache that no request uses, so that they can be evicted.
+pippin_prefix_cache_tokens = cache.tokens
+    Number of tokens in the prefix cache in device memory.
+pippin_kv_offload_used_bytes = {tier}.nbytes
+    Bytes of cached prefixes in a lower tier, by tier.
+pippin_kv_offload_tokens = {tier}.tokens
+    Number of tokens of cached prefixes in a lower tier, by tier.
+pippin_kv_offload_requests_loading = {tier}.loading
+    Number of requests that wait for a load from a lower tier, by tier.
+pippin_handover_peers = peer.num_connected
+    Number of prefill engines that this decode engine is connected to.
+"""
+COUNTERS = """\
+pippin_engine_cpu_seconds = cpu_seconds
+    CPU seconds of the engine process, all threads.
+pippin_steps = metrics.steps
+    Number of steps that the engine ran.
+pippin_prompt_tokens = metrics.prompt_tokens
+    Number of prompt tokens in requests that the engine accepted.
+pippin_prompt_tokens_cached = metrics.cached_tokens
+    Number of prompt tokens that were restored from any tier of the prefix cache.
+pippin_prompt_tokens_loaded = metrics.{tier}_tokens
+    Number of prompt tokens that were restored from a lower tier, by tier.
+pippin_computed_tokens = metrics.computed_tokens
+    Number of tokens that prefill computed, including replies of preempted requests.
+pippin_generation_tokens = metrics.generated_tokens
+    Number of generated tokens.
+pippin_forced_tokens = metrics.forced_tokens
+    Number of generated tokens that a grammar determined without sampling.
+pippin_spec_decode_num_drafts = metrics.drafters.{drafter}.rows
+    Number of times that a request had drafts in a step, by drafter.
+pippin_spec_decode_num_draft_tokens = metrics.drafters.{drafter}.drafted
+    Number of drafts that steps verified, by drafter.
+pippin_spec_decode_num_accepted_tokens = metrics.drafters.{drafter}.accepted
+    Number of drafts that were accepted as tokens of replies, by drafter.
+pippin_spec_decode_num_accepted_tokens_per_pos = metrics.drafters.{drafter}.accepted_at
+    Number of drafts that were accepted, by drafter and position; 0 is the first draft of a step.
+pippin_num_preemptions = metrics.preemptions
+    Number of times that a running request was preempted and returned to the queue.
+pippin_watch_failures = metrics.watch_failures
+    Number of failures of the event feed or a trace, which the engine survived.
+pippin_prefix_cache_queries = cache.tokens_looked_up
+    Number of prompt tokens that were looked up in the prefix cache.
+pippin_prefix_cache_hits = cache.tokens_matched
+    Number of prompt tokens that were found in the prefix cache.
+pippin_prefix_cache_lookup_requests = cache.lookups
+    Number of requests whose prompt was looked up in the prefix cache.
+pippin_prefix_cache_hit_requests = cache.hits
+    Number of requests of whose prompt the prefix cache had at least one token.
+pippin_prefix_cache_inserted_tokens = cache.tokens_inserted
+    Number of tokens that were inserted into the prefix cache.
+pippin_prefix_cache_evictions = cache.evictions
+    Number of payloads that were evicted from the prefix cache, by component.
+pippin_prefix_cache_evicted_bytes = cache.bytes_evicted
+    Bytes that were evicted from the prefix cache.
+pippin_prefix_cache_damaged_payloads = cache.damaged
+    Number of payloads in the prefix cache whose fingerprint had changed.
+pippin_kv_offload_loads = {tier}.loads
+    Number of loads that were started from a lower tier, by tier.
+pippin_kv_offload_load_bytes = {tier}.loaded_bytes
+    Bytes that were loaded from a lower tier, by tier.
+pippin_kv_offload_late_loads = {tier}.late_loads
+    Number of loads from a lower tier that were cancelled because computing was faster.
+pippin_kv_offload_failed_loads = {tier}.failed_loads
+    Number of loads from a lower tier that failed, by tier.
+pippin_kv_offload_store_bytes = {tier}.spilled_bytes
+    Bytes that were written to a lower tier, by tier.
+pippin_kv_offload_unreadable_entries = {tier}.unreadable_entries
+    Number of entries in a lower tier that did not verify when they were read, by tier.
+pippin_handover_asked = peer.handovers.asked
+    Number of prompts that this decode engine asked prefill engines for.
+pippin_handover_arrived = peer.handovers.arrived
+    Number of prompts of which prefill engines sent everything that was missing.
+pippin_handover_partial = peer.handovers.partial
+    Number of prompts that prefill engines refused, or disconnected before they had sent all.
+pippin_handover_late = peer.handovers.late
+    Number of prompts that were computed here because prefill engines were late.
+pippin_handover_wait_seconds = peer.handovers.waited_seconds
+    Time for which prompts of prefill engines were waited for, in seconds and summed.
+pippin_handover_received_bytes = peer.handovers.arrived_bytes
+    Bytes of prompts that arrived from prefill engines.
+pippin_handover_pushes = pushes.asked
+    Number of prompts that decode engines asked this prefill engine for.
+pippin_handover_pushes_sent = pushes.sent
+    Number of prompts of which everything was sent to a decode engine.
+pippin_handover_pushes_failed = pushes.failed
+    Number of prompts that ended before everything was sent to a decode engine.
+pippin_handover_pushes_refused = pushes.refused
+    Number of prompts of decode engines that were refused, because the queue was full for example.
+pippin_handover_sent_bytes = pushes.sent_bytes
+    Bytes of prompts that were sent to decode engines.
+"""
+
+
+class _Number(NamedTuple):
+    name: str
+    path: list[str]
+    help: str
+
+
+def _numbers(table: str) -> list[_Number]:
+    lines = table.splitlines()
+    rows = zip(lines[::2], lines[1::2], strict=True)
+    named = [(*row.split(" = "), help.strip()) for row, help in rows]
+    return [_Number(name, path.split("."), help) for name, path, help in named]
+
+
+def replica_families(replicas: Sequence[dict[str, Any] | None]) -> Iterator[Metric]:
+    """The same of several engines, each sample with the number of its replica."""
+    up = GaugeMetricFamily(
+        "pippin_replica_up", "1 if the engine of this replica is running.", labels=[REPLICA]
+    )
+    families: dict[str, Metric] = {}
+    for number, counters in enumerate(replicas):
+        label = {REPLICA: str(number)}
+        up.add_metric([str(number)], counters is not None)
+        for family in engine_families(counters) if counters is not None else ():
+            merged = Metric(family.name, family.documentation, family.type)
+            families.setdefault(family.name, merged).samples += [
+                sample._replace(labels=label | sample.labels) for sample in family.samples
+            ]
+    yield up
+    yield from families.values()
+
+
+def engine_families(counters: dict[str, Any]) -> Iterator[Metric]:
+    memory = counters["memory"]
+    yield GaugeMetricFamily(
+        "pippin_kv_cache_usage_perc",
+        "Share of the memory budget that running requests use; 1 means 100 percent.",
+        value=1 - memory["available_bytes"] / max(1, memory["budget_bytes"]),
+    )
+    for number in _numbers(GAUGES):
+        yield from _family(GaugeMetricFamily, number, counters)
+    for number in _numbers(COUNTERS):
+        yield from _family(CounterMetricFamily, number, counters)
+
+
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    number: _Number,
+    counters: dict[str, Any],
+) -> Iterator[Metric]:
+    """One family; none without a prefix cache, a lower tier or a drafter."""
+    path = ".".join(number.path)
+    values: dict[tuple[str, ...], Any] = {}  # by the labels' values
+    labels: list[str] = []
+    if "{tier}" in path:
+        labels = ["tier"]
+        for tier in [tier for tier in TIERS if counters.get(tier) is not None]:
+            values[tier,] = _value(counters, number.path, tier=tier)
+    elif "{drafter}" in path:
+        labels = ["drafter"]
+        for drafter in counters["metrics"]["drafters"]:
+            values[drafter,] = _value(counters, number.path, drafter=drafter)
+    elif counters.get(number.path[0]) is None:
+        return
+    elif isinstance(value := _value(counters, number.path), dict):
+        labels, values = ["component"], {(part,): count for part, count in value.items()}
+    else:
+        values = {(): value}
+    if any(isinstance(value, list) for value in values.values()):
+        labels.append("position")
+        values = {
+            (*key, str(position)): value
+            for key, counts in values.items()
+            for position, value in enumerate(counts)
+        }
+    if values:
+        family = kind(number.name, number.help, labels=labels)
+        for label_values, value in values.items():
+            family.add_metric(label_values, value)
+        yield family
+
+
+def _value(counters: dict[str, Any], path: list[str], **names: str) -> Any:
+    return reduce(operator.getitem, [part.format(**names) for part in path], counters)
+
+
+OLD_NAMES = {  # by the new name; a label in braces was part of the old name
+    "pippin_num_requests_running": "pippin_requests_running",
+    "pippin_num_requests_waiting": "pippin_requests_waiting",
+    "pippin_requests": "pippin_sequences",
+    "pippin_request_queue_time_seconds": "pippin_queue_seconds",
+    "pippin_inter_token_latency_seconds": "pippin_token_gap_seconds",
+    "pippin_e2e_request_latency_seconds": "pippin_sequence_seconds",
+    "pippin_request_prompt_tokens": "pippin_sequence_prompt_tokens",
+    "pippin_request_generation_tokens": "pippin_sequence_reply_tokens",
+    "pippin_prompt_tokens_cached": "pippin_cached_tokens",
+    "pippin_prompt_tokens_loaded": "pippin_{tier}_tokens",
+    "pippin_generation_tokens": "pippin_generated_tokens",
+    "pippin_num_preemptions": "pippin_retractions",
+    "pippin_prefix_cache_queries": "pippin_cache_lookup_tokens",
+    "pippin_prefix_cache_hits": "pippin_cache_hit_tokens",
+    "pippin_prefix_cache_lookup_requests": "pippin_cache_lookups",
+    "pippin_prefix_cache_hit_requests": "pippin_cache_hits",
+    "pippin_prefix_cache_damaged_payloads": "pippin_cache_damaged",
+    "pippin_kv_offload_used_bytes": "pippin_{tier}_bytes",
+    "pippin_kv_offload_tokens": "pippin_{tier}_tree_tokens",
+    "pippin_kv_offload_requests_loading": "pippin_{tier}_loading",
+    "pippin_kv_offload_load_bytes": "pippin_{tier}_loaded_bytes",
+    "pippin_kv_offload_store_bytes": "pippin_{tier}_spilled_bytes",
+}
+PREFIXES = {"pippin_prefix_cache_": "pippin_cache_", "pippin_kv_offload_": "pippin_{tier}_"}
+
+
+class WithOldNames(Collector):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            yield family
+            old = _old_name(family.name)
+            old_families: dict[str, Metric] = {}
+            for sample in family.samples if old != family.name else ():
+                if sample.labels.get("tier") != "peer":  # it is newer than the old names
+                    _add(old_families, family, sample, old)
+            yield from old_families.values()
+
+
+def _old_name(new: str) -> str:
+    for prefix, old_prefix in PREFIXES.items():
+        if new not in OLD_NAMES and new.startswith(prefix):
+            return new.replace(prefix, old_prefix)
+    return OLD_NAMES.get(new, new)
+
+
+def _add(families: dict[str, Metric], family: Metric, sample: Sample, old: str) -> None:
+    name = old.format(**sample.labels).replace("pippin_disk_loading", "pippin_loading")
+    if name not in families:
+        new = family.name + ("_total" if family.type == "counter" else "")
+        text = f"Deprecated: use {new}. This old name is removed in the next release."
+        families[name] = Metric(name, text, family.type)
+    labels = {key: value for key, value in sample.labels.items() if key != "tier"}
+    if (reason := labels.pop("finished_reason", None)) is not None:
+        labels["finish"] = "cut" if reason == "abort" else reason
+    old_name = name + sample.name.removeprefix(family.name)
+    families[name].samples.append(sample._replace(name=old_name, labels=labels))
+
+
+LABEL = "model_name"  # vLLM's
+
+
+class ModelMetrics(Collector):
+    """A registry for each model; what they collect is exported as one."""
+
+    def __init__(self, models: ServedModels) -> None:
+        self._are_several = models.are_several
+        self._registries = {model.info.name: CollectorRegistry() for model in models}
+        self._times = {name: ReplyTimes(each) for name, each in self._registries.items()}
+        for model in models:
+            if model.info.on_demand:
+                self._registries[model.info.name].register(_Residency(model))
+
+    def times(self, name: str) -> ReplyTimes:
+        return self._times[name]
+
+    def add(self, name: str, collector: Collector) -> None:
+        self._registries[name].register(collector)
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._are_several:
+            for registry in self._registries.values():
+                yield from registry.collect()
+            return
+        families: dict[str, Metric] = {}
+        for name, registry in self._registries.items():
+            for family in registry.collect():
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                merged.samples += [
+                    sample._replace(labels={LABEL: name, **sample.labels})
+                    for sample in family.samples
+                ]
+        yield from families.values()
+
+
+class _Residency(Collector):
+    """Of a model that is loaded by requests."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        found = self._model.residency
+        yield GaugeMetricFamily(
+            "pippin_model_requests_waiting",
+            "Number of requests that wait for a model to be loaded.",
+            value=found.num_waiting,
+        )
+        yield GaugeMetricFamily(
+            "pippin_model_requests_open",
+            "Number of requests that use a loaded model: it is not unloaded before they end.",
+            value=found.num_open or 0,
+        )
+        yield CounterMetricFamily(
+            "pippin_model_loads",
+            "Number of times that a model was loaded.",
+            value=found.num_loads,
+        )
+
 
 PATIENCE_SECONDS = 1.0  # for the engine's answer; scrapes often time out after ten
 

@@ -13,14 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pippin.api.dialects.shared_options import read_timeout
 from pippin.api.endpoints.embeddings import SubmitsJob, text_tokens, vector_of
-from pippin.api.fields.scoring import PAIRS, RERANK, SCORE
-from pippin.api.fields.shared import MAX_LOGPROBS
-from pippin.api.fields.value_kinds import rows_of
+from pippin.api.fields import table
+from pippin.api.fields.table import (
+    MAX_LOGPROBS,
+    FieldTable,
+    ValueKind,
+    ignored_field,
+    refused_field,
+    rows_of,
+)
 from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import Body
-from pippin.api.requests.salts import read_salt
+from pippin.api.requests.body import MAX_MESSAGES, Body, read_salt
+from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_submit
 from pippin.engine.engine_client import Engine
 from pippin.errors import EngineDead
@@ -31,6 +36,58 @@ from pippin.text.bundle import TextBundle
 from pippin.text.prompt import Prompt, check_nbytes, nbytes_of
 from pippin.text.reranker import DEFAULT_INSTRUCTION, Reranker
 from pippin.types import SamplingParams, TokenLogprobs
+
+_WHOLE = "texts are not shortened"
+_DOCUMENT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    ]
+}
+
+
+# vLLM's names of the two texts of a pair, the newest first: those of one row are sent together.
+PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+def _are_documents(value: Any) -> bool:
+    if isinstance(value, list):
+        return 0 < len(value) <= MAX_MESSAGES and all(map(_is_document, value))
+    return isinstance(value, str)
+
+
+def _is_document(value: Any) -> bool:
+    return isinstance(value.get("text") if isinstance(value, dict) else value, str)
+
+
+_SHARED: table.Fields = {
+    **table.MODEL,
+    "instruction": table.STRING,
+    **table.USER,
+    **table.SERVING,
+    "max_tokens_per_query": table.integer_from(0),
+    "max_tokens_per_doc": table.integer_from(0),
+    "truncate_prompt_tokens": refused_field(_WHOLE),
+    "use_activation": refused_field("scores are probabilities or cosines", True),
+}
+RERANK = FieldTable(
+    {
+        "query": ValueKind("a string, or an object with a text", _DOCUMENT, _is_document),
+        "documents": ValueKind(
+            f"a string, or a list of 1 to {MAX_MESSAGES:,} strings or objects with a text",
+            {"anyOf": [{"type": "string"}, table.some(_DOCUMENT, MAX_MESSAGES)]},
+            _are_documents,
+        ),
+        "top_n": table.integer_from(0),
+        "return_documents": table.BOOLEAN,
+        **_SHARED,
+        "max_chunks_per_doc": ignored_field("a document is one text"),
+        "rank_fields": refused_field("documents have one text", ["text"]),
+    },
+    required=("query", "documents"),
+)
+SCORE = FieldTable({name: table.TextsOrIds(ids=False) for pair in PAIRS for name in pair} | _SHARED)
+
 
 Pair = tuple[str, str]
 _FORCED = 10_000.0  # added to a token's logit: no other is drawn. Its logprob is the model's own.

@@ -4,17 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.api.dialects.shared_options import continues_final_message, template_variables
-from pippin.api.fields.shared import TEMPLATE
-from pippin.api.fields.tokens import DETOKENIZE, TOKENIZE
-from pippin.api.fields.value_kinds import rows_of
+from pippin.api.fields.openai import ROLES
+from pippin.api.fields.table import (
+    BOOLEAN,
+    MODEL,
+    TEMPLATE,
+    FieldTable,
+    TextsOrIds,
+    conversation,
+    refused_field,
+    rows_of,
+)
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import Body
-from pippin.api.requests.bounds import MAX_MESSAGES, check_count
-from pippin.api.requests.content.chat_messages import parse_messages
+from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
+from pippin.api.requests.messages import parse_messages
+from pippin.api.requests.sampling_fields import continues_final_message, template_variables
 from pippin.errors import RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.prompt import chat_prompt, check_nbytes, nbytes_of
+
+TOKENIZE = FieldTable(
+    {
+        **MODEL,
+        "prompt": TextsOrIds(ids=False),
+        "messages": conversation(ROLES, {}, "role"),
+        "add_special_tokens": BOOLEAN,
+        **TEMPLATE,
+        "return_token_strs": BOOLEAN,
+        "chat_template": refused_field("the model's own template is used"),
+        "tools": refused_field("tools are not rendered here", []),
+    }
+)
+DETOKENIZE = FieldTable(
+    {**MODEL, "tokens": TextsOrIds(texts=False), "skip_special_tokens": BOOLEAN},
+    required=("tokens",),
+)
 
 
 def tokenize(fields: Any, text: TextBundle, rules: RequestRules) -> dict[str, Any]:

@@ -2,20 +2,243 @@
 
 from __future__ import annotations
 
-from pippin.api.fields import extensions, shared
-from pippin.api.fields import value_kinds as kinds
-from pippin.api.fields.table import FieldTable, Members, ignored_field, members, refused_field
-from pippin.api.fields.value_kinds import ValueKind
-from pippin.api.requests.bounds import MAX_MESSAGES
+from pippin.api.fields import table
+from pippin.api.fields.table import (
+    EFFORT,
+    SAMPLING,
+    Fields,
+    FieldTable,
+    Members,
+    ValueKind,
+    ignored_field,
+    members,
+    refused_field,
+)
+from pippin.api.requests.body import MAX_MESSAGES
+
+_ROUTING = "requests are not routed to other servers"
+_ONE_MODEL = "the model and its context length are set when the server starts"
+# Ollama's options, which Open WebUI sends to every server as they are set.
+_LOADING = (
+    *("keep_alive", "num_ctx", "num_gpu", "num_batch", "num_thread", "use_mmap", "use_mlock"),
+)
+_OPEN_WEBUI = (
+    *("background_tasks", "chat_id", "features", "files", "filter_ids", "id", "model_item"),
+    *("params", "parent_id", "tool_ids", "tool_servers", "variables"),
+)
+_SERVERS = (  # what tells vLLM's and SGLang's servers from one another
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"),
+    *("disagg_prefill_dp_rank", "ec_transfer_params", "kv_transfer_params", "routed_dp_rank"),
+    *("session_params", "vllm_xargs"),
+)
+_PICTURES = (
+    *("images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch"),
+    *("mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video"),
+)
+_DRAFTING = (  # llama.cpp's; `speculate` is ours
+    *("ngram_corpus_id", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
+    *("speculative.type", "speculative.ngram_size_n", "speculative.ngram_size_m"),
+    *("speculative.ngram_m_hits",),
+)
+_CHOICES = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}})
+
+RENAMED = {  # what means the same here
+    "repeat_penalty": "repetition_penalty",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "ebnf",
+    "grammar": "ebnf",
+    "n_predict": "max_tokens",
+    "n_cmpl": "n",
+}
+SAME: Fields = {
+    **{other: SAMPLING[ours] for other, ours in RENAMED.items() if ours in SAMPLING},
+    "n_predict": table.integer_from(-1),  # -1: as many as fit
+}
+STRUCTURED: Fields = {
+    "guided_choice": _CHOICES,
+    "structured_outputs": members(
+        json=SAMPLING["json_schema"],
+        regex=SAMPLING["regex"],
+        grammar=SAMPLING["ebnf"],
+        choice=_CHOICES,
+        json_object=table.BOOLEAN,
+        disable_any_whitespace=ignored_field("JSON is written on one line"),
+        disable_additional_properties=ignored_field("objects are closed"),
+        whitespace_pattern=ignored_field("JSON is written on one line"),
+        disable_fallback=ignored_field("there is one grammar engine"),
+    ),
+}
+REASONING: Fields = {
+    "enable_thinking": table.BOOLEAN,
+    "think": table.BOOLEAN,
+    "thinking": ValueKind(
+        "true, false, or an object with a `type` of enabled, disabled, adaptive or auto",
+        {"type": ["boolean", "object"]},
+        lambda value: isinstance(value, bool | dict),
+    ),
+    "reasoning": members(
+        effort=EFFORT,
+        enabled=table.BOOLEAN,
+        exclude=ignored_field("reasoning is always returned", False),
+        max_tokens=ignored_field("reasoning has no budget of its own"),
+        summary=ignored_field("reasoning is returned whole"),
+    ),
+    "include_reasoning": ignored_field("reasoning is always returned", True),
+    "separate_reasoning": ignored_field("reasoning is always returned apart", True),
+    "stream_reasoning": ignored_field("reasoning is always streamed", True),
+    "reasoning_format": ignored_field("reasoning is always returned apart"),
+    **{
+        name: ignored_field("reasoning has no budget of its own")
+        for name in ("reasoning_budget", "thinking_budget", "thinking_token_budget")
+    },
+}
+HINTS: Fields = {
+    **{name: ignored_field(_ONE_MODEL) for name in _LOADING},
+    **{
+        name: ignored_field("a context is never shifted")
+        for name in ("num_keep", "n_keep", "n_discard")
+    },
+    **{name: ignored_field("it is Open WebUI's own") for name in _OPEN_WEBUI},
+    **{
+        name: ignored_field(_ROUTING)
+        for name in (
+            *("provider", "models", "route", "transforms", "plugins", "session_id", *_SERVERS),
+        )
+    },
+    **{name: ignored_field("only text is read") for name in _PICTURES},
+    **{name: ignored_field("drafts do not change a reply") for name in _DRAFTING},
+    "extra_body": ValueKind(
+        "an object whose members are fields of this request",
+        {"type": "object"},
+        lambda _: False,  # such an object has been replaced by its members
+    ),
+    "usage": ignored_field("usage is always returned"),
+    "request_id": ignored_field("the request's id is its x-request-id header"),
+    "rid": ignored_field("the request's id is its x-request-id header"),
+    "skip_special_tokens": ignored_field("special tokens are not in a reply's text", True),
+    "spaces_between_special_tokens": ignored_field("special tokens are not in a reply's text"),
+    "guided_decoding_backend": ignored_field("there is one grammar engine"),
+    "guided_whitespace_pattern": ignored_field("JSON is written on one line"),
+    "repeat_last_n": ignored_field("penalties count the whole text"),
+    "cache_prompt": ignored_field("every prefix is cached", True),
+    "n_cache_reuse": ignored_field("every prefix is cached"),
+    **{name: ignored_field("the server assigns slots", -1) for name in ("id_slot", "slot_id")},
+    "timings_per_token": ignored_field("the log has a request's times", False),
+    "return_progress": ignored_field("the page at / shows progress", False),
+    "litellm_metadata": ignored_field("it is LiteLLM's own"),
+    **{
+        name: ignored_field("it is the client's own")
+        for name in ("custom_labels", "extra_headers", "extra_query")
+    },
+    "return_cached_tokens_details": ignored_field("usage has them"),
+    "stream_interval": ignored_field("tokens are sent as they arrive"),
+    "backend_sampling": ignored_field("the server decides where it samples"),
+    "t_max_prompt_ms": ignored_field("use timeout"),
+}
+_NOT_RETURNED = "replies do not have it"
+_OF_TOKENS = "use /tokenize for tokens"
+CHANGING: Fields = {  # what would change a reply, and is not there: accepted where it is off
+    **{
+        name: refused_field(_OF_TOKENS, False)
+        for name in (
+            *("return_token_ids", "return_tokens", "return_prompt_token_ids"),
+            *("return_token_offsets", "return_tokens_as_token_ids"),
+        )
+    },
+    **{
+        name: refused_field(_NOT_RETURNED, False)
+        for name in (
+            *("return_hidden_states", "return_meta_info", "return_prompt_text"),
+            *("return_routed_experts", "post_sampling_probs"),
+        )
+    },
+    **{
+        name: refused_field(_NOT_RETURNED, 0)
+        for name in ("routed_experts_prompt_start", "routed_experts_start_len")
+    },
+    **{
+        name: refused_field("a stop string is never in a reply", False)
+        for name in ("include_stop_str_in_output", "no_stop_trim")
+    },
+    "use_beam_search": refused_field("there is no beam search", False),
+    "length_penalty": ignored_field("there is no beam search", 1, 1.0),
+    "early_stopping": ignored_field("there is no beam search", False),
+    "response_fields": ignored_field("a reply has all its fields", []),
+    "n_probs": refused_field("use logprobs", 0),
+    "logprob_token_ids": refused_field("use top_logprobs"),
+    "prompt_logprobs": refused_field("use echo and logprobs of /v1/completions"),
+    "allowed_token_ids": refused_field("use regex, or logit_bias"),
+    "bad_words": refused_field("use logit_bias", []),
+    "stop_regex": refused_field("use stop", "", []),
+    "n_indent": refused_field("use stop", 0),
+    "t_max_predict_ms": refused_field("use timeout", 0, -1),
+    "repetition_detection": refused_field("use repetition_penalty"),
+    "logits_processors": refused_field("requests run no code", []),
+    "custom_logit_processor": refused_field("requests run no code"),
+    "custom_params": ignored_field("requests run no code"),
+    "watermarking": refused_field("there is no watermark", False),
+    "lora": refused_field("there are no adapters", []),
+    "lora_path": refused_field("there are no adapters", ""),
+    "extra_key": refused_field("use cache_salt"),
+    "task": refused_field("ask for it in the prompt"),
+    "image_data": refused_field("only text is read", []),
+    "truncation_side": refused_field("the last tokens of a prompt are kept", "left"),
+}
+CHANGING_CHAT: Fields = {  # the same, of chats
+    "chat_template": refused_field("the model's own template is used"),
+    "documents": refused_field("send them in a message", []),
+    "echo": refused_field("use continue_final_message", False),
+    "input_ids": refused_field("use /v1/completions for tokens"),
+    "chat_format": ignored_field("use --tool-parser"),
+    "parse_tool_calls": refused_field("use tool_choice", True),
+    "reasoning_in_content": refused_field("reasoning is always returned apart", False),
+    "thinking_forced_open": ignored_field("the template decides", False),
+    "grammar_lazy": refused_field("a grammar is for the whole reply", False),
+    "grammar_triggers": refused_field("a grammar is for the whole reply", []),
+    "preserved_tokens": ignored_field("tool calls are parsed"),
+}
+_NO_SAMPLER = "there is no such sampler"
+_OF_NO_SAMPLER = "it sets a sampler that there is not"
+SAMPLERS: Fields = {  # of llama.cpp and others: accepted where they are off
+    "samplers": ignored_field("samplers run in one order"),
+    **{
+        name: ignored_field(_OF_NO_SAMPLER)
+        for name in (
+            *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
+            *("adaptive_decay", "dynatemp_exponent", "mirostat_eta", "mirostat_tau"),
+            *("penalize_nl", "xtc_threshold"),
+        )
+    },
+    **{
+        name: refused_field(_NO_SAMPLER, 0, 0.0)
+        for name in ("dry_multiplier", "dynatemp_range", "top_a", "xtc_probability")
+    },
+    **{name: refused_field(_NO_SAMPLER, 1, 1.0) for name in ("tfs", "tfs_z", "typical_p")},
+    "mirostat": refused_field(_NO_SAMPLER, 0),
+    "min_keep": refused_field(_NO_SAMPLER, 0),
+    **{name: refused_field(_NO_SAMPLER, -1, -1.0) for name in ("adaptive_target", "top_n_sigma")},
+}
+PROMPT: Fields = {  # vLLM's
+    "truncate_prompt_tokens": ValueKind(
+        "an integer of at least 1, or -1",
+        {"type": "integer", "minimum": -1},
+        lambda value: type(value) is int and (value == -1 or value >= 1),
+    ),
+    "add_special_tokens": table.BOOLEAN,
+}
+# Of chats, text completions and responses:
+GENERATION: Fields = {**SAME, **STRUCTURED, **HINTS, **SAMPLERS, **CHANGING}
+
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_LISTED = 100
 _TEXT_ONLY = "only text is generated"
 NO_SERVICE = "this server runs nothing beside the model"
 _ANYTHING = ValueKind("any value")
-_SUMMARY = kinds.one_of("auto", "concise", "detailed")
-_INCLUDE: shared.Fields = {
-    "include": kinds.list_of(
+_SUMMARY = table.one_of("auto", "concise", "detailed")
+_INCLUDE: table.Fields = {
+    "include": table.list_of(
         "reasoning.encrypted_content",
         # Of tools that are left out:
         "code_interpreter_call.outputs",
@@ -26,15 +249,15 @@ _INCLUDE: shared.Fields = {
         "web_search_call.results",
     )
 }
-_CALLING: shared.Fields = {
-    **shared.TOOLS,
+_CALLING: table.Fields = {
+    **table.TOOLS,
     "tool_choice": ValueKind(
         "auto, none, required, or an object: the tool to call, or `allowed_tools`",
         {"type": ["string", "object"]},
     ),
-    "parallel_tool_calls": kinds.BOOLEAN,
+    "parallel_tool_calls": table.BOOLEAN,
 }
-_IGNORED: shared.Fields = {  # by chat completions and by responses
+_IGNORED: table.Fields = {  # by chat completions and by responses
     "moderation": ignored_field("there is no moderation"),
     "prompt_cache_options": ignored_field("caching is automatic", {"mode": "implicit"}),
     "prompt_cache_retention": ignored_field("the cache is in memory", "in_memory"),
@@ -45,7 +268,7 @@ _PREDICTION = Members(
     "that is expected",
     table=FieldTable(
         {
-            "type": kinds.one_of("content"),
+            "type": table.one_of("content"),
             "content": ValueKind("a string or a list of parts", {"type": ["string", "array"]}),
         },
         required=("type", "content"),
@@ -56,21 +279,21 @@ _VERBOSITY = ignored_field("ask for it in the prompt", "medium")
 
 CHAT = FieldTable(
     {
-        **shared.GENERATION,
-        "messages": shared.conversation(ROLES, {}, "role"),
-        "max_completion_tokens": kinds.integer_from(1),
-        "logprobs": kinds.BOOLEAN,
-        "top_logprobs": kinds.integer_from(0, shared.MAX_LOGPROBS),
+        **table.GENERATION,
+        "messages": table.conversation(ROLES, {}, "role"),
+        "max_completion_tokens": table.integer_from(1),
+        "logprobs": table.BOOLEAN,
+        "top_logprobs": table.integer_from(0, table.MAX_LOGPROBS),
         **_CALLING,
-        "reasoning_effort": shared.EFFORT,
-        **shared.LABELS,
-        "metadata": kinds.OBJECT,  # not stored, so of any size and kind
+        "reasoning_effort": table.EFFORT,
+        **table.LABELS,
+        "metadata": table.OBJECT,  # not stored, so of any size and kind
         "prediction": _PREDICTION,
-        **shared.TEMPLATE,
-        **extensions.PROMPT,
-        **extensions.GENERATION,
-        **extensions.REASONING,
-        **extensions.CHANGING_CHAT,
+        **table.TEMPLATE,
+        **PROMPT,
+        **GENERATION,
+        **REASONING,
+        **CHANGING_CHAT,
         "audio": refused_field(_TEXT_ONLY),
         "modalities": refused_field(_TEXT_ONLY, ["text"]),
         "function_call": refused_field("it is the old name of tool_choice", "none"),
@@ -84,46 +307,46 @@ CHAT = FieldTable(
 )
 COMPLETION = FieldTable(
     {
-        **shared.GENERATION,
-        "prompt": kinds.TextsOrIds(),
-        "max_tokens": kinds.integer_from(0),
-        "logprobs": kinds.integer_from(0, shared.MAX_LOGPROBS),
-        "echo": kinds.BOOLEAN,
-        "best_of": kinds.integer_from(1, shared.MAX_CHOICES),
-        "suffix": kinds.STRING,
-        **extensions.PROMPT,
-        **extensions.GENERATION,
+        **table.GENERATION,
+        "prompt": table.TextsOrIds(),
+        "max_tokens": table.integer_from(0),
+        "logprobs": table.integer_from(0, table.MAX_LOGPROBS),
+        "echo": table.BOOLEAN,
+        "best_of": table.integer_from(1, table.MAX_CHOICES),
+        "suffix": table.STRING,
+        **PROMPT,
+        **GENERATION,
     },
     required=("prompt",),
 )
 RESPONSES = FieldTable(
     {
-        **shared.MODEL,
+        **table.MODEL,
         "input": ValueKind(
             f"a string, or a list of 1 to {MAX_MESSAGES:,} items",
-            {"anyOf": [{"type": "string"}, kinds.some({"type": "object"}, MAX_MESSAGES)]},
+            {"anyOf": [{"type": "string"}, table.some({"type": "object"}, MAX_MESSAGES)]},
         ),
-        "instructions": kinds.STRING,
-        "previous_response_id": kinds.LABEL,
-        "store": kinds.BOOLEAN,
-        "max_output_tokens": kinds.integer_from(1),
+        "instructions": table.STRING,
+        "previous_response_id": table.LABEL,
+        "store": table.BOOLEAN,
+        "max_output_tokens": table.integer_from(1),
         **_CALLING,
         "reasoning": members(
-            effort=shared.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
+            effort=table.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
         ),
-        "text": members(format=kinds.OBJECT, verbosity=_VERBOSITY),
+        "text": members(format=table.OBJECT, verbosity=_VERBOSITY),
         **_INCLUDE,
-        **shared.STREAM,
-        **shared.STREAM_OPTIONS,
-        **{name: kind for name, kind in shared.SAMPLING.items() if name != "n"},
-        **shared.pick(shared.TEMPLATE, "chat_template_kwargs"),
-        "reasoning_effort": shared.EFFORT,
-        **shared.USER,
-        **shared.LABELS,
-        "client_metadata": kinds.Labels(),
-        **shared.SERVING,
-        **{name: kind for name, kind in extensions.GENERATION.items() if name not in _CHOSEN_APART},
-        **{name: kind for name, kind in extensions.REASONING.items() if name != "reasoning"},
+        **table.STREAM,
+        **table.STREAM_OPTIONS,
+        **{name: kind for name, kind in table.SAMPLING.items() if name != "n"},
+        **table.pick(table.TEMPLATE, "chat_template_kwargs"),
+        "reasoning_effort": table.EFFORT,
+        **table.USER,
+        **table.LABELS,
+        "client_metadata": table.Labels(),
+        **table.SERVING,
+        **{name: kind for name, kind in GENERATION.items() if name not in _CHOSEN_APART},
+        **{name: kind for name, kind in REASONING.items() if name != "reasoning"},
         "access_programs": ignored_field(NO_SERVICE),
         "background": refused_field("a reply is computed while its client waits", False),
         "context_management": ignored_field("contexts are not edited", []),
@@ -150,19 +373,19 @@ STORED_RESPONSE = FieldTable(  # of a query
 STORED_ITEMS = FieldTable(
     {
         **_INCLUDE,
-        "limit": kinds.integer_from(1, MAX_LISTED),
-        "order": kinds.one_of("asc", "desc"),
-        "after": kinds.STRING,
+        "limit": table.integer_from(1, MAX_LISTED),
+        "order": table.one_of("asc", "desc"),
+        "after": table.STRING,
     }
 )
 EMBEDDINGS = FieldTable(
     {
-        **shared.MODEL,
-        "input": kinds.TextsOrIds(),
-        "encoding_format": kinds.one_of("float", "base64"),
-        "dimensions": kinds.integer_from(1),
-        **shared.USER,
-        **shared.SERVING,
+        **table.MODEL,
+        "input": table.TextsOrIds(),
+        "encoding_format": table.one_of("float", "base64"),
+        "dimensions": table.integer_from(1),
+        **table.USER,
+        **table.SERVING,
     },
     required=("input",),
 )

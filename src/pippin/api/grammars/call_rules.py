@@ -6,17 +6,14 @@ What cannot be enforced in a format is refused by name: nothing is enforced in p
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pippin.api.grammars.bare_keys import BareKeyRules
-from pippin.api.grammars.lark import Lark, alternatives, in_order
-from pippin.api.requests.custom_tools import INPUT, input_schema
-from pippin.api.requests.leniency import Leniency
+from pippin.api.requests.body import Leniency
 from pippin.api.requests.neutral_request import ToolUse
-from pippin.decode.closed_objects import closed
-from pippin.decode.expressed_schema import expressed
-from pippin.decode.expressions import regex_terminal
-from pippin.decode.json_schema import check_schema
+from pippin.api.requests.tools import INPUT, input_schema
+from pippin.decode.json_schema import ONE_LINE, check_schema, closed, expressed, regex_terminal
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.parsers.formats import HARMONY, TOOL_FORMATS
 from pippin.text.parsers.syntax import (
@@ -25,9 +22,229 @@ from pippin.text.parsers.syntax import (
     KeywordArguments,
     TaggedArguments,
 )
+from pippin.text.tokenizer import Tokenizer
 from pippin.types import GrammarPart
 
+ANY_TEXT = "TEXT"
+
+
+class Lark:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ids = {*tokenizer.added_ids, *tokenizer.special_ids}
+        texts = {tokenizer.token_text(id): id for id in ids}
+        self._marks = {text: id for text, id in texts.items() if text.strip()}
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        self._parts = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._rules = [f"{ANY_TEXT}: /(?s:.*)/"]
+
+    def text(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    @property
+    def num_rules(self) -> int:
+        return len(self._rules)
+
+    def drop_rules(self, num_kept: int) -> None:
+        """Those of something that turned out not to be expressible."""
+        del self._rules[num_kept:]
+
+    def recursive(self, body: Callable[[str], str]) -> str:
+        at = len(self._rules)
+        name = self.rule("")
+        self._rules[at] = f"{name}: {body(name)}"
+        return name
+
+    def begins_with_mark(self, text: str) -> bool:
+        return self._split(text)[0] in self._marks
+
+    def literal(self, text: str) -> str:
+        parts = [
+            f"<[{self._marks[part]}]>" if part in self._marks else json.dumps(part)
+            for part in self._split(text)
+        ]
+        return " ".join(parts)
+
+    def until(self, end: str, text: str = "/(?s:.*)/") -> str:
+        """Any text, or that of a terminal, up to and with the first `end`."""
+        first, *rest = self._split(end)
+        if first in self._marks:
+            return f"{text} {self.literal(end)}"
+        lazy = self.rule(f"{text} {json.dumps(first)}", "[lazy]")
+        return " ".join([lazy, *map(self.literal, rest)])
+
+    def json(self, schema: dict[str, object]) -> str:
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}")
+
+    def nested(self, lark: str) -> str:
+        return self.rule(f"%lark {{\n{lark}\n}}")
+
+    def _split(self, text: str) -> list[str]:
+        if not self._marks:
+            return [text]
+        return [part for part in self._parts.split(text) if part] or [""]
+
+
+def in_order(lark: Lark, items: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Items in this order with separators between them; some are required, others may be missing.
+
+    Empty, if there are none.
+    """
+    # From the last item: what may follow an item, and what may follow none.
+    after, before = "", ""
+    for item, is_required in reversed(items):
+        rest = lark.rule(after) if after else ""
+        first, later = f"{item} {rest}", f"{json.dumps(separator)} {item}"
+        if is_required:
+            after, before = f"{later} {rest}", first
+        else:
+            after = f"({later})? {rest}"
+            before = f"({first} | {lark.rule(before)})" if before else f"({first})?"
+    return before
+
+
+def alternatives(choices: list[str]) -> str:
+    return "(" + " | ".join(choices) + ")"
+
+
 Schema = dict[str, Any]
+Refuse = Callable[[str], UnsupportedField]
+_BARE_KEY = r'/[^\s:{}\[\],<>|"]+/'
+_NO_RULES = {"title", "description", "default", "examples", "$defs", "definitions"}
+_SCALARS = ("integer", "number", "boolean", "null")
+_KNOWN = {
+    "string": {"type", "enum", "const"},
+    "array": {"type", "items"},
+    "object": {"type", "properties", "required", "additionalProperties"},
+}
+
+
+class BareKeyRules:
+    def __init__(self, lark: Lark, quote: str, refuse: Refuse) -> None:
+        self._lark = lark
+        self._quote = quote
+        self._refuse = refuse
+        self._definitions: dict[str, Any] = {}
+        self._rules: dict[str, str] = {}  # of definitions, by reference
+
+    def text(self, ended: str) -> str:
+        """A string, of which all but the first mark is given."""
+        return f"{self._lark.literal(self._quote)} {ended}"
+
+    def any_object(self) -> str:
+        return self._members(f"{_BARE_KEY} {_literal(':')} {self._any_value()}")
+
+    def object(self, schema: Schema) -> str:
+        """The arguments of one function, as its schema wants them."""
+        self._rules = {}
+        self._definitions = {
+            f"#/{place}/{name}": inner
+            for place in ("$defs", "definitions")
+            for name, inner in schema.get(place, {}).items()
+        }
+        return self._value(schema, "its parameters")
+
+    def _value(self, schema: Any, where: str) -> str:
+        if schema is True or (isinstance(schema, dict) and schema.keys() <= _NO_RULES):
+            return self._any_value()
+        if not isinstance(schema, dict):
+            raise self._refuse(f"{where} is not a schema that can be enforced")
+        if "$ref" in schema:
+            return self._reference(schema["$ref"], where)
+        kind = schema.get("type")
+        choices = schema.get("anyOf") or [{**schema, "type": each} for each in _several(kind)]
+        if choices:
+            return alternatives([self._value(each, where) for each in choices])
+        if kind is None and (values := _values(schema)):
+            kind = "string" if all(isinstance(each, str) for each in values) else None
+            if not any(isinstance(each, str | list | dict) for each in values):
+                return self._lark.json(schema)
+        if kind in _SCALARS:
+            return self._lark.json(schema)
+        for keyword in schema:
+            if keyword not in _NO_RULES | _KNOWN.get(str(kind), {"type"}):
+                raise self._refuse(f"{keyword} of {where}")
+        if kind == "string":
+            return self._string(schema)
+        if kind == "array":
+            return self._items(schema.get("items", True), where)
+        if kind == "object":
+            return self._object(schema, where)
+        raise self._refuse(f"the type of {where}")
+
+    def _reference(self, reference: Any, where: str) -> str:
+        if reference not in self._definitions:
+            raise self._refuse(f"$ref of {where}")
+        if reference not in self._rules:
+            schema = self._definitions[reference]
+
+            def body(name: str) -> str:
+                self._rules[reference] = name
+                return self._value(schema, where)
+
+            return self._lark.recursive(body)
+        return self._rules[reference]
+
+    def _string(self, schema: Schema) -> str:
+        values = _values(schema)
+        if not values:
+            return self.text(self._lark.until(self._quote))
+        return alternatives(
+            [self._lark.literal(f"{self._quote}{each}{self._quote}") for each in values]
+        )
+
+    def _items(self, items: Any, where: str) -> str:
+        item = self._value(items, f"the items of {where}")
+        return f"{_literal('[')} ({item} ({_literal(',')} {item})*)? {_literal(']')}"
+
+    def _object(self, schema: Schema, where: str) -> str:
+        properties, extra = schema.get("properties"), schema.get("additionalProperties", False)
+        if not properties and extra is not False:
+            if extra is not True:
+                raise self._refuse(f"additionalProperties of {where}")
+            return self.any_object()
+        if not properties and "additionalProperties" not in schema:
+            return self.any_object()
+        if extra is not False:
+            raise self._refuse(f"additionalProperties of {where}")
+        required = schema.get("required", ())
+        pairs = [
+            (f"{self._lark.literal(f'{key}:')} {self._value(inner, key)}", key in required)
+            for key, inner in (properties or {}).items()
+        ]
+        return f"{_literal('{')} {in_order(self._lark, pairs, ',')} {_literal('}')}"
+
+    def _any_value(self) -> str:
+        string = self.text(self._lark.until(self._quote))
+        scalar = self._lark.json({"type": ["number", "boolean", "null"]})
+
+        def body(value: str) -> str:
+            items = f"{_literal('[')} ({value} ({_literal(',')} {value})*)? {_literal(']')}"
+            pair = f"{_BARE_KEY} {_literal(':')} {value}"
+            return alternatives([string, scalar, items, self._members(pair)])
+
+        return self._lark.recursive(body)
+
+    def _members(self, pair: str) -> str:
+        return f"{_literal('{')} ({pair} ({_literal(',')} {pair})*)? {_literal('}')}"
+
+
+def _values(schema: Schema) -> list[Any]:
+    return [schema["const"]] if "const" in schema else schema.get("enum") or []
+
+
+def _several(kind: Any) -> list[str]:
+    return kind if isinstance(kind, list) else []
+
+
+def _literal(text: str) -> str:
+    return f'"{text}"'
+
+
 _NUMBER = "{number}"
 _KEY = r"/[^\W\d]\w*/"
 _TYPES = ("string", "number", "boolean", "null", "array", "object")

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pippin.api.grammars.call_rules import CallRules
-from pippin.api.grammars.lark import ANY_TEXT, Lark, alternatives
+from pippin.api.grammars.call_rules import ANY_TEXT, CallRules, Lark, alternatives
 from pippin.api.requests.neutral_request import ChatRequest, Options
-from pippin.decode.closed_objects import closed
-from pippin.decode.json_schema import check_schema
-from pippin.decode.size.check_size import check_size
+from pippin.decode.json_schema import check_schema, closed
+from pippin.decode.size import check_size
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.calls.harmony import (

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pippin.api.http.chunk_writer import with_chunk_writer
+from pippin.api.http.access_control import network_of
 from pippin.api.http.http_errors import (
     HeadTooLarge,
     TooManyConnections,
@@ -36,10 +36,49 @@ from pippin.api.http.http_errors import (
     error_body,
     error_response,
 )
-from pippin.api.http.keys import network_of
 from pippin.api.http.request_log import RequestLog
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError
+
+EXTENSION = "pippin.chunk_writer"
+
+
+class ChunkWriter:
+    """Of one request, whose head is sent before the first chunk."""
+
+    def __init__(self, connection: H11Protocol) -> None:
+        self._cycle = connection.cycle
+        self._flow = connection.flow
+        self._transport = connection.transport
+
+    @staticmethod
+    def of(scope: Scope) -> ChunkWriter | None:
+        """None where bodies have no chunks: in HTTP/1.0, and without a connection of ours."""
+        writer: ChunkWriter | None = scope.get("extensions", {}).get(EXTENSION)
+        return writer
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client is behind by more than the connection buffers."""
+        return self._flow.write_paused and not self._cycle.disconnected
+
+    async def drained(self) -> None:
+        await self._flow.drain()
+
+    def write(self, body: bytes) -> None:
+        """Nothing, once the client has disconnected. An empty chunk would end the body."""
+        if body and not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+def with_chunk_writer(app: ASGIApp, connection: H11Protocol) -> ASGIApp:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            scope["extensions"] = {EXTENSION: ChunkWriter(connection)}
+        await app(scope, receive, send)
+
+    return call
+
 
 # So many connections above the limit get a 429; those beyond are closed at once.
 NUM_REFUSED = 64

@@ -11,13 +11,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pippin.api.http.chunk_writer import ChunkWriter
-from pippin.api.http.heartbeats import Heartbeats
 from pippin.api.http.http_errors import (
     CLIENT_CLOSED_REQUEST,
     DeadlinePassed,
@@ -25,8 +24,55 @@ from pippin.api.http.http_errors import (
     error_response,
     internal_error,
 )
+from pippin.api.http.limited_connection import ChunkWriter
 from pippin.api.http.request_log import record_of
 from pippin.errors import PippinError
+
+HEARTBEAT_SECONDS = 10.0
+TICKS = 10  # in this time
+
+
+class QuietStream(Protocol):
+    sent_at: float  # time.monotonic() of the last thing that was sent
+
+    def beat(self) -> None: ...
+
+
+class Heartbeats:
+    """The streams of one event loop. Without streams there is no timer."""
+
+    def __init__(self) -> None:
+        self._streams: set[QuietStream] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def of_this_loop(cls) -> Heartbeats:
+        return _OF_LOOPS.setdefault(asyncio.get_running_loop(), cls())
+
+    def add(self, stream: QuietStream) -> None:
+        self._streams.add(stream)
+        if self._timer is None:
+            self._start()
+
+    def remove(self, stream: QuietStream) -> None:
+        self._streams.discard(stream)
+        if not self._streams and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(HEARTBEAT_SECONDS / TICKS, self._tick)
+
+    def _tick(self) -> None:
+        due = monotonic() - HEARTBEAT_SECONDS
+        for stream in [each for each in self._streams if each.sent_at <= due]:
+            stream.beat()
+        self._start()
+
+
+_OF_LOOPS: WeakKeyDictionary[asyncio.AbstractEventLoop, Heartbeats] = WeakKeyDictionary()
+
 
 T = TypeVar("T")
 GRACE_SECONDS = 0.2

@@ -8,6 +8,8 @@ they are decoded to takes up to twenty times their bytes: one is for each thread
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -34,3 +36,21 @@ class Workers:
     def decoded(self, body: bytearray) -> AbstractAsyncContextManager[None]:
         """While what a body is decoded to is in memory."""
         return self._large_decoded if len(body) > LARGE_BYTES else self._small_decoded
+
+
+# mallopt(3)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_SETTINGS = {
+    _ARENA_MAX: 1 + NUM_THREADS,
+    _MMAP_THRESHOLD: 256 << 10,  # given back when it is freed; a fixed one does not grow by itself
+    _TRIM_THRESHOLD: 8 << 20,  # of what is free at the end of the heap
+}
+
+
+def return_freed_memory() -> bool:
+    """Before there are threads. False where there is no glibc."""
+    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    taken = [libc.mallopt(option, value) for option, value in _SETTINGS.items()]
+    return all(taken)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pippin.api.requests.leniency import Leniency
+from pippin.api.requests.body import Leniency
 from pippin.types import GrammarPart, SamplingParams
 
 

@@ -2,18 +2,341 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from pippin.api.requests.body import Body, shown
-from pippin.api.requests.bounds import MAX_TOOLS, check_count
-from pippin.api.requests.custom_tools import as_function, read_grammar
+import msgspec
+
+from pippin.api.requests.body import MAX_TOOLS, Body, check_count, shown
 from pippin.api.requests.neutral_request import ToolUse
-from pippin.decode.size.check_size import check_nesting_of
+from pippin.decode.size import check_nesting_of, check_part_size
 from pippin.errors import RequestError
 from pippin.types import GrammarPart
+
+Schema = dict[str, Any]
+_DATED = re.compile(r"([a-z_]{1,40})_(20[0-9]{6})")
+_STRING: Schema = {"type": "string"}
+_LINE: Schema = {"type": "integer", "minimum": 0}
+
+
+def _schema_of(required: tuple[str, ...], **properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _said(schema: Schema, description: str) -> Schema:
+    return {**schema, "description": description}
+
+
+def _one_of(*choices: str) -> Schema:
+    return {"type": "string", "enum": list(choices)}
+
+
+_VIEWED = _said(
+    {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+    "For view: the first and the last line, from 1; -1 is the end of the file",
+)
+_FILE: Schema = {
+    "path": _said(_STRING, "Path of the file or directory"),
+    "view_range": _VIEWED,
+    "file_text": _said(_STRING, "For create: the text of the file"),
+    "old_str": _said(_STRING, "For str_replace: the text to replace, which occurs once"),
+    "new_str": _said(_STRING, "For str_replace: the text in its place"),
+    "insert_line": _said(_LINE, "For insert: the line after which to insert; 0 is the start"),
+    "insert_text": _said(_STRING, "For insert: the text to insert"),
+}
+_COMMANDS = ("view", "create", "str_replace", "insert")
+_OLD_FILE = {name: schema for name, schema in _FILE.items() if name != "insert_text"}
+_OLD_FILE["new_str"] = _said(
+    _STRING, "For str_replace: the text in its place; for insert: the text"
+)
+
+_BASH = (
+    "Run a command in a bash shell that stays open between calls",
+    _schema_of(
+        (),
+        command=_said(_STRING, "The command to run; required unless restart is true"),
+        restart=_said({"type": "boolean"}, "Start the shell again"),
+    ),
+)
+_EDITOR = (
+    "View, create and edit text files",
+    _schema_of(("command", "path"), command=_one_of(*_COMMANDS), **_FILE),
+)
+_OLD_EDITOR = (
+    _EDITOR[0],
+    _schema_of(("command", "path"), command=_one_of(*_COMMANDS, "undo_edit"), **_OLD_FILE),
+)
+_MEMORY = (
+    "Store and read text files that outlast this conversation, below the directory /memories",
+    _schema_of(
+        ("command",),
+        command=_one_of(*_COMMANDS, "delete", "rename"),
+        **_FILE,
+        old_path=_said(_STRING, "For rename: the path of the file or directory"),
+        new_path=_said(_STRING, "For rename: its new path"),
+    ),
+)
+# By kind: the first date of each form, oldest first.
+_FORMS: dict[str, list[tuple[str, tuple[str, Schema]]]] = {
+    "bash": [("20241022", _BASH)],
+    "text_editor": [("20241022", _OLD_EDITOR), ("20250429", _EDITOR)],
+    "memory": [("20250818", _MEMORY)],
+}
+
+
+def client_tool(type: str) -> Schema | None:
+    """The description and the parameters of a tool of this type; None: clients do not run it."""
+    found = _DATED.fullmatch(type)
+    forms = _FORMS.get(found[1], []) if found else []
+    for first_date, (description, parameters) in reversed(forms):
+        if found is not None and found[2] >= first_date:
+            return {"description": description, "parameters": parameters}
+    return None
+
+
+INPUT = "input"
+SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
+_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_CHARACTERS = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
+_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # the other half has not arrived
+
+
+def input_schema() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {INPUT: {"type": "string"}},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+
+
+def as_function(name: str, description: str | None, grammar: GrammarPart | None) -> dict[str, Any]:
+    """The tool as templates want it. A grammar forbids, it does not explain: the model sees it."""
+    described = [description] if description else []
+    if grammar is not None:
+        described.append(f"The input matches this {SYNTAXES[grammar.syntax]}:\n{grammar.text}")
+    function: dict[str, Any] = {"name": name, "parameters": input_schema()}
+    if described:
+        function["description"] = "\n\n".join(described)
+    return {"type": "function", "function": function}
+
+
+def read_grammar(grammar: Body) -> GrammarPart:
+    """`syntax` and `definition`. Whether it is a grammar is known when it is compiled."""
+    for field in ("syntax", "definition"):
+        grammar.require(field)
+    syntax = grammar.one_of("syntax", tuple(SYNTAXES))
+    definition, param = grammar.string("definition", ""), grammar.name("definition")
+    part = GrammarPart("lark" if syntax == "lark" else "regex", definition, param)
+    check_part_size(part)
+    return part
+
+
+def arguments_of(input: str) -> str:
+    """A past call's input as the arguments of the function that stood for it."""
+    return json.dumps({INPUT: input}, ensure_ascii=False)
+
+
+def input_of(arguments: str) -> str:
+    reader = InputReader()
+    return reader.feed(arguments) + reader.close()
+
+
+class InputReader:
+    """Arguments in, as they arrive; their text out.
+
+    Where a model wrote other arguments than one string called "input", the input is their JSON.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._in_string = False
+        self._over = False
+
+    def feed(self, text: str) -> str:
+        self._held += text
+        if not self._in_string and not self._over:
+            self._find_beginning()
+        return self._take_characters() if self._in_string else ""
+
+    def close(self) -> str:
+        rest, self._held = self._held, ""
+        return "" if self._over else rest
+
+    def _find_beginning(self) -> None:
+        if begin := _BEGIN.match(self._held):
+            self._held = self._held[begin.end() :]
+            self._in_string = True
+
+    def _take_characters(self) -> str:
+        found = _CHARACTERS.match(self._held)
+        assert found is not None
+        characters = found[0]
+        if half := _HALF_PAIR.search(characters):
+            characters = characters[: half.start()]
+        self._held = self._held[len(characters) :]
+        if self._held.startswith('"'):
+            self._in_string, self._over = False, True
+        return _without_halves(json.loads(f'"{characters}"', strict=False))
+
+
+def _without_halves(text: str) -> str:
+    """Half of a surrogate pair is no character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+CONTAINERS = ("container_auto", "container_reference")  # of OpenAI's, in which a shell can run
+_STRINGS: Schema = {"type": "array", "items": _STRING}
+_MILLISECONDS: Schema = {"type": "integer", "minimum": 1, "description": "Time limit, in ms"}
+
+
+class _LocalShellAction(msgspec.Struct, omit_defaults=True):
+    command: list[str]
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+    env: dict[str, str] | None = None
+
+    def wire(self) -> dict[str, Any]:
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {"type": "exec", **fields, "env": self.env or {}}
+
+
+class _ShellAction(msgspec.Struct):
+    commands: list[str]
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+    def wire(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
+
+class _PatchOperation(msgspec.Struct, omit_defaults=True):
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.diff is None) is not (self.type == "delete_file"):
+            raise ValueError("all operations but delete_file have a diff")
+
+    def wire(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class ShellTool:
+    """One of them; its type is the name of the function."""
+
+    prefix: str  # of the ids of its calls
+    field: str  # of a call: what is to be run
+    action: type[_LocalShellAction | _ShellAction | _PatchOperation]
+    description: str
+    parameters: Schema
+
+
+def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
+    closed = {"additionalProperties": False}
+    return {"type": "object", "properties": properties, "required": list(required), **closed}
+
+
+SHELL_TOOLS: Mapping[str, ShellTool] = {
+    "local_shell": ShellTool(
+        "lsh",
+        "action",
+        _LocalShellAction,
+        "Run a command on the user's computer and return its output",
+        _object(
+            ("command",),
+            command={**_STRINGS, "description": 'The command in words: ["bash", "-lc", "ls"]'},
+            timeout_ms=_MILLISECONDS,
+            user={**_STRING, "description": "The user to run it as"},
+            working_directory=_STRING,
+            env={"type": "object", "additionalProperties": _STRING},
+        ),
+    ),
+    "shell": ShellTool(
+        "sh",
+        "action",
+        _ShellAction,
+        "Run shell commands, each in a shell of its own, and return their outputs",
+        _object(
+            ("commands",),
+            commands=_STRINGS,
+            timeout_ms=_MILLISECONDS,
+            max_output_length={
+                "type": "integer",
+                "minimum": 1,
+                "description": "Characters to return of each command's output",
+            },
+        ),
+    ),
+    "apply_patch": ShellTool(
+        "apc",
+        "operation",
+        _PatchOperation,
+        "Create, update or delete one file",
+        _object(
+            ("type", "path"),
+            type={**_STRING, "enum": ["create_file", "update_file", "delete_file"]},
+            path={**_STRING, "description": "Path of the file"},
+            diff={
+                **_STRING,
+                "description": "For create_file: the file's lines, each behind a +. For "
+                "update_file: hunks, each a line @@ and then lines that begin with a space "
+                "(as it is), - (removed) or + (added). None for delete_file",
+            },
+        ),
+    ),
+}
+CALLS = {f"{name}_call": name for name in SHELL_TOOLS}
+OUTPUTS = {f"{name}_call_output": name for name in SHELL_TOOLS}
+
+
+def shell_function(name: str) -> dict[str, Any]:
+    tool = SHELL_TOOLS[name]
+    function = {"name": name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
+def call_fields(name: str, arguments: str) -> dict[str, Any] | None:
+    """What is to be run, of a call's item; None: the model wrote other arguments."""
+    tool = SHELL_TOOLS[name]
+    try:
+        action = msgspec.json.decode(arguments, type=tool.action, strict=False)
+    except msgspec.DecodeError:
+        return None
+    return {"type": f"{name}_call", tool.field: action.wire()}
+
+
+def arguments_of_call(item: Body) -> str:
+    """A past call's, as the function's, in the order in which the model is shown them."""
+    tool = SHELL_TOOLS[CALLS[item.required_string("type")]]
+    inner = item.required_object(tool.field)
+    kept = {name: inner.get(name) for name in tool.parameters["properties"] if inner.get(name)}
+    return json.dumps(kept, ensure_ascii=False)
+
+
+def output_text(item: Body) -> str:
+    """What a model is shown of a past call's output."""
+    if item.get("type") == "apply_patch_call_output":
+        return ": ".join(filter(None, (item.string("status", ""), item.string("output", ""))))
+    if isinstance(item.get("output"), str):
+        return item.required_string("output")
+    return "\n".join(map(_command_output, item.objects("output", "a string or a list")))
+
+
+def _command_output(part: Body) -> str:
+    outcome = part.object("outcome") or Body({})
+    ended = "timeout"
+    if outcome.get("type") != "timeout":
+        ended = f"exit code {outcome.get('exit_code', 'unknown')}"
+    texts = (part.string("stdout", ""), part.string("stderr", ""))
+    return "\n".join([*(text.rstrip("\n") for text in texts if text), f"[{ended}]"])
+
 
 OWN_KINDS = ("function", "custom", "namespace")
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -136,3 +459,107 @@ def tool_name(declared: Body) -> str:
     if not NAME.fullmatch(name):
         raise declared.wrong("name", "1 to 128 letters, digits, underscores, dots or hyphens")
     return name
+
+
+FUNCTION, CUSTOM, NAMESPACE, ALLOWED = "function", "custom", "namespace", "allowed_tools"
+_CALLED, _SHELLS = (FUNCTION, CUSTOM), tuple(SHELL_TOOLS)
+_KNOWN = "function and custom are supported"
+MODES = ("auto", "none", "required")
+_FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
+_CUSTOM_FIELDS = {"name", "description", "format"}
+# What tools of Responses have besides: they are shown at once here, and run by the client.
+_ONLY_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+}
+
+
+def read_chat_tools(body: Body) -> ToolUse:
+    tools = [_chat_tool(tool) for tool in tool_bodies(body) if not is_left_out(tool, _CALLED)]
+    return tool_use(body, tools, _choice(body, nested=True))
+
+
+def read_responses_tools(body: Body) -> ToolUse:
+    kept = [
+        tool
+        for tool in tool_bodies(body)
+        if not _runs_elsewhere(tool) and not is_left_out(tool, (*OWN_KINDS, *_SHELLS))
+    ]
+    tools = [each for tool in kept for each in _responses_tools(tool)]
+    return tool_use(body, tools, _choice(body, nested=False))
+
+
+def _chat_tool(tool: Body) -> DeclaredTool:
+    kind = tool.get("type")
+    tool.ignore_unknown({"type", kind, "cache_control"})
+    inner = tool.required_object(kind)
+    inner.ignore_unknown(_FUNCTION_FIELDS if kind == FUNCTION else _CUSTOM_FIELDS)
+    if kind == FUNCTION:
+        return function_tool(inner, "parameters")
+    return custom_tool(inner, grammar_field="grammar")
+
+
+def _runs_elsewhere(tool: Body) -> bool:
+    """A shell in a container of OpenAI's: it is left out, as all that only OpenAI can run."""
+    environment = tool.object("environment") if tool.get("type") == "shell" else None
+    if environment is None or environment.get("type") not in CONTAINERS:
+        return False
+    environment.ignore("type", "this server runs no tools", environment.required_string("type"))
+    return True
+
+
+def _responses_tools(tool: Body) -> list[DeclaredTool]:
+    if (kind := tool.get("type")) in _SHELLS:
+        tool.ignore_unknown({"type", "allowed_callers", "environment"})
+        return [DeclaredTool(shell_function(kind), is_shell=True)]
+    if tool.get("type") != NAMESPACE:
+        return [_responses_tool(tool)]
+    tool.ignore_unknown({"type", "name", "description", "tools"})
+    name, description = tool_name(tool), tool.string("description", "")
+    kept = [each for each in tool_bodies(tool) if not is_left_out(each, _CALLED)]
+    return [_responses_tool(each).within(name, description) for each in kept]
+
+
+def _responses_tool(tool: Body) -> DeclaredTool:
+    kind = tool.get("type")
+    for field, neutral in _ONLY_NEUTRAL.items():
+        if tool.has(field) and tool.get(field) not in neutral:
+            tool.ignore(field, "tools are shown at once, and the client runs them")
+    fields = _FUNCTION_FIELDS | {"output_schema"} if kind == FUNCTION else _CUSTOM_FIELDS
+    tool.ignore_unknown({"type", *fields, *_ONLY_NEUTRAL})
+    return function_tool(tool, "parameters") if kind == FUNCTION else custom_tool(tool)
+
+
+def _choice(body: Body, *, nested: bool) -> ToolChoice:
+    value = body.get("tool_choice")
+    if not isinstance(value, dict):
+        return ToolChoice(body.one_of("tool_choice", MODES) or "auto")
+    choice = body.required_object("tool_choice")
+    kind = choice.get("type")
+    if kind in _SHELLS and not nested:
+        return ToolChoice.of(kind)
+    if kind in (FUNCTION, CUSTOM):
+        return ToolChoice.of(_name_in(choice, nested=nested))
+    if kind != ALLOWED:
+        raise choice.unsupported("type", f"{_KNOWN}, and {ALLOWED}")
+    allowed = choice.required_object(ALLOWED) if nested else choice
+    allowed.check_known({"type", "mode", "tools"})
+    for field in ("mode", "tools"):
+        allowed.require(field)
+    mode = allowed.one_of("mode", ("auto", "required")) or "auto"
+    tools = tool_bodies(allowed)
+    if not tools:
+        raise allowed.wrong("tools", "a list of at least one tool")
+    known = _CALLED if nested else (*_CALLED, *_SHELLS)
+    kept = [tool for tool in tools if not is_left_out(tool, known)]
+    return ToolChoice(mode, tuple(_name_in(tool, nested=nested) for tool in kept))
+
+
+def _name_in(tool: Body, *, nested: bool) -> str:
+    kind = tool.require("type")
+    if kind in _SHELLS and not nested:
+        return str(kind)
+    if kind not in (FUNCTION, CUSTOM):
+        raise tool.unsupported("type", _KNOWN)
+    return (tool.required_object(kind) if nested else tool).required_string("name")

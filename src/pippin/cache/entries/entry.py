@@ -18,15 +18,75 @@ depend on where nodes end; `rebuild` finds it inside of the longer entry.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from pippin.types import Component
+
+KEY_BYTES = 32
+
+
+class Chain:
+    """All tokens from the root to one position, hashed so far; about 400 bytes.
+
+    A value: `extended` makes another. It costs the hash of the new tokens alone, at about a
+    gigabyte a second, so a node that keeps its chain names what hangs below it cheaply.
+    """
+
+    __slots__ = ("_hash", "key", "length")
+
+    def __init__(self, fingerprint: bytes, salt: bytes = b"") -> None:
+        """The root, for a model of this fingerprint (`fingerprint.py`) and a salt's digest."""
+        self.length = 0
+        self._hash = hashlib.blake2b(fingerprint, digest_size=KEY_BYTES, person=b"pippin chain 1")
+        self.key = self._hash.digest()
+        if salt:
+            salted = hashlib.blake2b(
+                fingerprint, key=salt, digest_size=KEY_BYTES, person=b"pippin salt 1"
+            )
+            self.key = salted.digest()
+            self._hash = _hash_below(self.key)
+
+    @classmethod
+    def of_root(cls, key: bytes) -> Chain:
+        """A root that some salt led to, of its key alone: entries name it, a salt is never kept."""
+        chain = cls.__new__(cls)
+        chain.length, chain.key, chain._hash = 0, key, _hash_below(key)
+        return chain
+
+    def extended(self, tokens: npt.NDArray[np.int32] | bytes) -> Chain:
+        """The chain after these tokens too (int32, or their bytes as a tree node keeps them)."""
+        raw = tokens if isinstance(tokens, bytes) else tokens.astype(np.int32).tobytes()
+        chain = Chain.__new__(Chain)
+        chain._hash = self._hash.copy()
+        chain._hash.update(little_endian(raw))
+        chain.key = chain._hash.digest()
+        chain.length = self.length + len(raw) // 4
+        return chain
+
+
+def _hash_below(root: bytes) -> hashlib.blake2b:
+    """Of sequences with a salt."""
+    return hashlib.blake2b(root, digest_size=KEY_BYTES, person=b"pippin chain 2")
+
+
+def little_endian(raw: bytes) -> bytes:
+    """int32 tokens of this machine's order as they are written to files, or back."""
+    if sys.byteorder == "little":
+        return raw
+    return np.frombuffer(raw, dtype=np.int32).byteswap().tobytes()
+
 
 # Bytes of one element. Names are those of numpy, mlx and torch, which agree on all of these.
 ITEM_BYTES = {
@@ -107,3 +167,88 @@ class Loaded:
 
     entry: Entry
     arrays: tuple[Bytes, ...]  # in the order of `entry.arrays`
+
+
+BLOCK_BYTES = 2 << 20  # of the format on disk: readers divide as the writer did
+ALONE_BYTES = 1 << 20  # less than this is done by the caller alone
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+
+class Block(NamedTuple):
+    at: int  # bytes of the payload before it
+    parts: list[memoryview]  # its own
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def digest(self) -> bytes:
+        """Large parts are hashed without Python's lock."""
+        digest = xxhash.xxh3_128()
+        for part in self.parts:
+            digest.update(part)
+        return digest.digest()
+
+
+def divided(data: Sequence[Bytes]) -> list[Block]:
+    """The memory of a payload's arrays, block by block."""
+    blocks: list[Block] = []
+    at, filled = 0, BLOCK_BYTES
+    for view in views(data):
+        first = 0
+        while first < len(view):
+            if filled == BLOCK_BYTES:
+                blocks.append(Block(at, []))
+                filled = 0
+            part = view[first : first + BLOCK_BYTES - filled]
+            blocks[-1].parts.append(part)
+            first += len(part)
+            filled += len(part)
+            at += len(part)
+    return blocks
+
+
+def views(parts: Sequence[Bytes | bytes]) -> list[memoryview]:
+    """The memory of those that are not empty."""
+    found = [part.data if isinstance(part, np.ndarray) else memoryview(part) for part in parts]
+    return [view.cast("B") for view in found if view.nbytes]
+
+
+class Workers:
+    """A few threads, and the caller's own, that share what is to be done."""
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        self._num_threads = min(max_threads, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=name)
+
+    def map(
+        self, work: Callable[[Part], Result], parts: Sequence[Part], nbytes: int
+    ) -> list[Result]:
+        """What `work` returns for each part, in order; none is running when this returns."""
+        results: dict[int, Result] = {}
+        left = list(enumerate(parts))[::-1]  # taken from the end, so in the order of the parts
+
+        def run() -> None:
+            while True:
+                try:
+                    number, part = left.pop()
+                except IndexError:
+                    return
+                results[number] = work(part)
+
+        helpers: list[Future[None]] = []
+        if nbytes >= ALONE_BYTES:
+            most = min(self._num_threads, len(parts))
+            helpers = [self._pool.submit(run) for _ in range(most - 1)]
+        try:
+            run()
+        finally:
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
+        return [results[number] for number in range(len(parts))]
+
+    def close(self) -> None:
+        self._pool.shutdown()

@@ -12,13 +12,19 @@ import numpy.typing as npt
 
 from pippin.cache.entries.entry import Entry, Key
 from pippin.cache.entries.entry_store import EntryStore
-from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.results import Match
+from pippin.cache.prefix_cache import Match, PrefixCache
 from pippin.cache.tiers.diff import Diff, Run, is_worth_writing
-from pippin.cache.tiers.kinds import DISK, TierKind
-from pippin.cache.tiers.parts import EntryPart
-from pippin.cache.tiers.pieces import Piece, num_bytes, piece_of, pieces
-from pippin.cache.tiers.tier_tree import Format, TierTree
+from pippin.cache.tiers.tier_tree import (
+    DISK,
+    EntryPart,
+    Format,
+    Piece,
+    TierKind,
+    TierTree,
+    num_bytes,
+    piece_of,
+    pieces,
+)
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.radix import Node, TokenArray, as_tokens
 from pippin.types import GRID, Component, ModelSpec

@@ -17,8 +17,8 @@ import numpy as np
 
 from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
 from pippin.cache.entries.entry_store import EntryStore
-from pippin.cache.host.host_store import HostStore, PinnedEntry
-from pippin.cache.tiers.pieces import Piece, num_bytes, read, views_of
+from pippin.cache.host_store import HostStore, PinnedEntry
+from pippin.cache.tiers.tier_tree import Piece, num_bytes, read, views_of
 
 PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
 MAX_IDLE_BUFFERS = 4

@@ -5,18 +5,43 @@ Knows how to grow, attach, drop and prune; knows no requests, no matches and not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-from pippin.cache.stats import CacheStats
+from pippin.cache.policy import CacheStats, Placement
 from pippin.cache.tree.canary import Canary
-from pippin.cache.tree.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
+from pippin.cache.tree.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Lookback, Rules
 from pippin.cache.tree.eviction import NEVER, EvictionQueue, Unit
 from pippin.cache.tree.locks import Locks
-from pippin.cache.tree.lookback import Lookback
-from pippin.cache.tree.observer import TreeObserver
 from pippin.cache.tree.radix import Node, RadixTree, TokenArray
-from pippin.types import Component, Payload
+from pippin.types import GRID, Component, Payload
+
+
+class TreeObserver:
+    """Called during a change, after it has happened; never raises. Does nothing by default.
+
+    Nodes may be kept until `removed` names them.
+    """
+
+    def added(self, node: Node) -> None: ...
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` is new, and has the first tokens of `lower`."""
+
+    def changed(self, node: Node) -> None:
+        """A payload was attached or released, or a match ended there."""
+
+    def removed(self, leaf: Node, parent: Node) -> None:
+        """`parent` is the one that it had."""
+
+    def flushed(self, nodes: Sequence[Node]) -> None:
+        """No match reaches these and all below them any more; `removed` names each in time."""
+
+    def used(self, node: Node) -> None:
+        """The path that ends there."""
+
 
 NUM_RECENT = 5  # paths
 
@@ -318,3 +343,150 @@ class PayloadTree:
 
 def any_held(node: Node) -> bool:
     return any(payload is not None for payload in node.payloads)
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """The KV of tokens [start, end), states at positions along them, the hidden vector at `end`."""
+
+    start: int
+    end: int
+    kv: Mapping[Component, Payload]
+    states: Mapping[int, Payload]
+    hidden: Payload | None
+    placements: Mapping[int, Placement]  # why each state was taken
+
+    @property
+    def payloads(self) -> list[Payload]:
+        hidden = () if self.hidden is None else (self.hidden,)
+        return [*self.kv.values(), *self.states.values(), *hidden]
+
+    def check(self, rules: Rules) -> None:
+        start, end, keeps = self.start, self.end, rules.components
+        for component, payload in self.kv.items():
+            assert component in keeps, f"{component} for a model that keeps {keeps}"
+            assert component.divides, f"{component} is no KV"
+            assert payload.num_tokens == end - start, (
+                f"{component} covers {payload.num_tokens} tokens, [{start}, {end}) is {end - start}"
+            )
+        assert not self.states or rules.has_state, f"states for a model that keeps {keeps}"
+        assert all(0 < position <= end for position in self.states), f"states outside of (0, {end}]"
+
+    def path_end(self, rules: Rules, held: int) -> int:
+        """How far a path may grow of which the tree holds `held` tokens: a node of an attention
+        model never lacks attention KV."""
+        if rules.has_attention:
+            return self.end if Component.ATTENTION in self.kv else held
+        return self.end if self.kv else max([held, *self.states])
+
+    def fill(self, tree: PayloadTree, tip: Node) -> Filled:
+        """Give all of it to the nodes on the path to `tip` that lack it; releases the rest."""
+        filled = self._add_states(tree, tip)
+        for component, payload in self.kv.items():
+            filled += _add_kv(tree, tip, INDEX[component], self.start, payload)
+        for node in dict.fromkeys(node for node, _ in filled):
+            tree.queue.update(node)
+        tree.prune(tip)
+        return filled + self._add_hidden(tree, tip)
+
+    def _add_states(self, tree: PayloadTree, tip: Node) -> Filled:
+        """Attach states to the ends of nodes along the path to `tip`."""
+        filled: Filled = []
+        node = tip
+        for position in sorted(self.states, reverse=True):
+            state = self.states[position]
+            if position > tip.end:
+                tree.refuse(state)
+                continue
+            node = tree.end_node(node, position)
+            if node.payloads[STATE] is not None:
+                tree.refuse(state)
+                continue
+            default = Placement.REPLY_END if position % GRID else Placement.GRID
+            node.placement = self.placements.get(position, default)
+            node.state_uses = 0
+            tree.stats.placements[node.placement].placed += 1
+            tree.attach(node, STATE, state)
+            filled.append((node, STATE))
+        return filled
+
+    def _add_hidden(self, tree: PayloadTree, tip: Node) -> Filled:
+        """Attach the hidden vector to `tip` if it ends there, and could be restored to sample."""
+        if self.hidden is None:
+            return []
+        restorable = not tree.rules.has_state or tip.payloads[STATE] is not None
+        if tip.end != self.end or not restorable or tip.payloads[HIDDEN] is not None:
+            tree.refuse(self.hidden)
+            return []
+        tree.attach(tip, HIDDEN, self.hidden)
+        tree.queue.update(tip)
+        return [(tip, HIDDEN)]
+
+
+def _add_kv(tree: PayloadTree, tip: Node, index: int, start: int, payload: Payload) -> Filled:
+    """Give a payload that covers [start, ...) to the nodes up to `tip` that lack it.
+
+    From the tip upwards, pieces are cut off the end of what is left:
+
+        payload:  [ rest ............ | piece | already in the tree: refused ]
+        nodes:    [ parent ]  ...     [ node ]
+    """
+    filled: Filled = []
+    rest: Payload | None = payload
+    for node in list(tip.back_to(start)):
+        if node.payloads[index] is not None:
+            continue
+        if node.start < start:
+            tree.split(node, start)  # `node` is now the part from `start` on
+        assert rest is not None
+        if node.end - start < rest.num_tokens:
+            rest, cached_already = rest.split(node.end - start)
+            tree.refuse(cached_already)
+        head = None
+        if node.start > start:
+            head, rest = rest.split(node.start - start)
+        tree.attach(node, index, rest)
+        filled.append((node, index))
+        rest = head
+        if rest is None:
+            break
+    if rest is not None:
+        tree.refuse(rest)
+    return filled
+
+
+logger = logging.getLogger(__name__)
+
+
+def sound_reach(tree: PayloadTree, path: Sequence[Node], reach: int) -> int:
+    """How far along `path` damage begins, `reach` at the most."""
+    if tree.num_damaged:
+        reach = min([reach, *(node.start for node in path if node.damaged)])
+    return reach
+
+
+def condemn(
+    tree: PayloadTree, path: Sequence[Node], end: int, component: Component, start: int
+) -> None:
+    """KV of [start, end) along `path`, or what is kept after `end`."""
+    divides = component.divides
+    nodes = [node for node in path if (node.end > start if divides else node.end == end)]
+    for node in nodes:
+        tree.mark_damaged(node, INDEX[component])
+    drop_damaged(tree, nodes)
+    where = f"over tokens [{start}, {end})" if divides else f"after token {end}"
+    fault = f"cache entry {where} holds {component.value} bytes that have changed"
+    if tree.canary is None:
+        logger.error(fault)
+    else:
+        tree.canary.report(fault)
+
+
+def drop_damaged(tree: PayloadTree, nodes: Iterable[Node]) -> None:
+    """Drop what is damaged of these nodes and not locked."""
+    if not tree.num_damaged:
+        return
+    for node in list(nodes):
+        for component in tree.rules.components:
+            if node.attached and node.damaged >> INDEX[component] & 1:
+                tree.discard(node, component)

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from pippin.cache.tiers.kinds import HOST
-from pippin.engine.events.guard import never_raises
-from pippin.engine.events.recorder import Recorder
+from pippin.cache.tiers.tier_tree import HOST
+from pippin.engine.events.recorder import Recorder, TreeMirror, never_raises
 from pippin.engine.events.schema import (
     EngineLoad,
     Frame,
@@ -28,7 +27,6 @@ from pippin.engine.events.schema import (
     Snapshot,
     StepEvent,
 )
-from pippin.engine.events.tree import TreeMirror
 from pippin.messages import FeedMessage
 from pippin.scheduler.loop import Loop
 

@@ -9,16 +9,190 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from queue import Empty, SimpleQueue
 from time import time
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from pippin.cache.tree.observer import TreeObserver
-from pippin.cache.tree.payload_tree import PayloadTree
+import msgspec
+import numpy as np
+import zmq
+
+from pippin.cache.tree.components import Rules
+from pippin.cache.tree.payload_tree import PayloadTree, TreeObserver
 from pippin.cache.tree.radix import Node
-from pippin.engine.kv_events.block_index import BlockIndex, Removed, Stored
-from pippin.engine.kv_events.event_forms import Tier
+from pippin.engine.kv_events.block_index import BLOCK_TOKENS, ENDS, KV, BlockIndex, Removed, Stored
+from pippin.errors import ConfigError
+from pippin.messages import RestorablePrefixes
+
+FormName = Literal["vllm", "sglang"]
+Tier = Literal["memory", "host", "disk"]
+
+MEDIA: dict[FormName, dict[Tier, str]] = {
+    "vllm": {"memory": "GPU", "host": "CPU", "disk": "STORAGE"},
+    "sglang": {"memory": "GPU", "host": "CPU_PINNED", "disk": "DISK"},
+}
+
+
+@dataclass(frozen=True)
+class EventForm:
+    name: FormName
+    rules: Rules
+    rank: int = 0  # of data parallelism: the number of this replica
+
+    def batch(self, seconds: float, events: list[Any]) -> bytes:
+        return msgspec.msgpack.encode([seconds, events, self.rank])
+
+    @property
+    def cleared(self) -> Any:
+        return {"type": "AllBlocksCleared"} if self.name == "vllm" else ["AllBlocksCleared"]
+
+    def events(self, tier: Tier, changes: Iterable[Stored | Removed]) -> list[Any]:
+        medium = MEDIA[self.name][tier]
+        if self.name == "sglang":
+            return [_as_array(change, medium) for change in changes if change.group == KV]
+        return [self._as_map(change, medium) for change in changes]
+
+    def _as_map(self, change: Stored | Removed, medium: str) -> dict[str, Any]:
+        has_groups = self.rules.has_state or self.rules.has_window
+        group = {"group_idx": change.group} if has_groups else {}
+        if isinstance(change, Removed):
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": change.hashes,
+                "medium": medium,
+                **group,
+            }
+        event: dict[str, Any] = {
+            "type": "BlockStored",
+            "block_hashes": change.hashes,
+            "parent_block_hash": change.parent,
+            "token_ids": _ids(change.tokens),
+            "block_size": BLOCK_TOKENS,
+            "lora_id": None,
+            "medium": medium,
+            "lora_name": None,
+            **group,
+        }
+        if change.salt and change.parent is None:  # the blocks behind it are named by its hash
+            event["extra_keys"] = [[change.salt.hex()], *[None] * (len(change.hashes) - 1)]
+        if has_groups:
+            event |= self._kind(change.group)
+        return event
+
+    def _kind(self, group: int) -> dict[str, Any]:
+        if group != ENDS:
+            return {"kv_cache_spec_kind": "full_attention"}
+        if self.rules.has_state:
+            return {"kv_cache_spec_kind": "mamba"}
+        return {
+            "kv_cache_spec_kind": "sliding_window",
+            "kv_cache_spec_sliding_window": self.rules.window,
+        }
+
+
+def _as_array(change: Stored | Removed, medium: str) -> list[Any]:
+    if isinstance(change, Removed):
+        return ["BlockRemoved", change.hashes, medium]
+    salt = [{"cache_salt": change.salt.hex()}] if change.salt else []
+    tokens = _ids(change.tokens)
+    stored = [change.hashes, change.parent, tokens, BLOCK_TOKENS, None, medium]
+    return ["BlockStored", *stored, *salt]
+
+
+def _ids(tokens: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(tokens, dtype=np.int32).tolist()
+    return ids
+
+
+TOPIC = b"kv-events"
+MAX_PAST = 10_000  # batches that can be sent again,
+MAX_PAST_BYTES = 64 << 20  # of at most so many bytes
+MAX_UNREAD = 10_000  # batches in the queue of a subscriber
+MAX_REQUEST_BYTES = 1024  # of what others send
+MAX_ANSWERS = 4  # replays in one turn
+NUMBER_BYTES = 8
+END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+
+
+class EventPublisher:
+    """Used by one thread at a time."""
+
+    def __init__(self, address: str, replay_address: str | None = None) -> None:
+        """Raises ConfigError if one of them cannot be bound."""
+        self._context = zmq.Context()
+        self._next = 0
+        self._past: deque[tuple[int, bytes]] = deque()
+        self._past_bytes = 0
+        try:
+            self._pub = self._bind(zmq.PUB, "kv_events", address)
+            self._router = None
+            if replay_address is not None:
+                self._router = self._bind(zmq.ROUTER, "kv_events_replay", replay_address)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+
+    def _bind(self, kind: int, option: str, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, MAX_UNREAD + 1)  # a whole replay
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"{option} is {address}, which cannot be used ({error}): use an address of this "
+                "machine and a free port"
+            ) from error
+        return socket
+
+    @property
+    def addresses(self) -> list[str]:
+        """As they were bound."""
+        sockets = [socket for socket in (self._pub, self._router) if socket is not None]
+        return [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in sockets]
+
+    @property
+    def num_past(self) -> int:
+        return len(self._past)
+
+    def publish(self, batch: bytes) -> None:
+        number, self._next = self._next, self._next + 1
+        self._pub.send_multipart((TOPIC, _as_bytes(number), batch))
+        self._past.append((number, batch))
+        self._past_bytes += len(batch)
+        while len(self._past) > MAX_PAST or self._past_bytes > MAX_PAST_BYTES:
+            self._past_bytes -= len(self._past.popleft()[1])
+
+    def answer(self) -> None:
+        """Requests for past batches; what is no such request is dropped."""
+        if self._router is None:
+            return
+        for _ in range(MAX_ANSWERS):
+            if not self._router.poll(0):
+                return
+            frames = self._router.recv_multipart()
+            if len(frames) != 3 or frames[1] or len(frames[2]) != NUMBER_BYTES:
+                continue
+            client, first = frames[0], int.from_bytes(frames[2], "big")
+            for number, batch in self._past:
+                if number >= first:
+                    answer = (client, b"", TOPIC, _as_bytes(number), batch)
+                    self._router.send_multipart(answer)
+            self._router.send_multipart((client, b"", b"", END, b""))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def _as_bytes(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")
+
 
 TURN_SECONDS = 0.05  # between looks at requests for past batches, where nothing changes
 MAX_CHANGES = 4096  # of trees, in one batch
@@ -171,3 +345,35 @@ def _held(node: Node) -> int:
         | (state is not None) << 2
         | (hidden is not None) << 3
     )
+
+
+PrefixChange = Stored | Removed | None  # None: nothing is cached any more
+
+
+class PrefixReports:
+    """A form and a publisher of an Announcer in one."""
+
+    cleared: PrefixChange = None
+
+    def __init__(self, rules: Rules, send: Callable[[RestorablePrefixes], None]) -> None:
+        self._group = ENDS if rules.has_state or rules.has_window else KV
+        self._send = send
+
+    def events(self, tier: str, changes: Iterable[Stored | Removed]) -> list[PrefixChange]:
+        return [change for change in changes if change.group == self._group]
+
+    def batch(self, seconds: float, events: list[PrefixChange]) -> RestorablePrefixes:
+        stored = [each.hashes for each in events if isinstance(each, Stored)]
+        removed = [each.hashes for each in events if isinstance(each, Removed)]
+        return RestorablePrefixes(
+            list(chain.from_iterable(stored)), list(chain.from_iterable(removed)), None in events
+        )
+
+    def publish(self, batch: RestorablePrefixes) -> None:
+        self._send(batch)
+
+    def answer(self) -> None:
+        """The channel loses nothing: there is nothing to send again."""
+
+    def close(self) -> None:
+        """The channel is closed by the process that has it."""

@@ -18,16 +18,39 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from operator import attrgetter
 from typing import NamedTuple
 
+from pippin.cache.entries.entry import little_endian
 from pippin.cache.tree.components import STATE, WINDOW, Rules
-from pippin.engine.kv_events.block_hashes import (
-    BLOCK_BYTES,
-    BLOCK_TOKENS,
-    block_hash,
-    hash_blocks,
-)
+from pippin.types import GRID
+
+BLOCK_TOKENS = GRID  # checkpoints lie on multiples of it
+BLOCK_BYTES = 4 * BLOCK_TOKENS
+
+
+def hash_blocks(before: bytes, raw: bytes) -> tuple[list[int], bytes, bytes]:
+    """Of the whole blocks of `raw`, int32: their hashes, the last one's digest, and what follows
+    it. `before`: the digest of the block before them."""
+    hashes: list[int] = []
+    digest, data = before, little_endian(raw)
+    stop = len(raw) - len(raw) % BLOCK_BYTES
+    for at in range(0, stop, BLOCK_BYTES):
+        digest = sha256(digest + data[at : at + BLOCK_BYTES]).digest()
+        hashes.append(block_hash(digest))
+    return hashes, digest, raw[stop:]
+
+
+def block_hash(digest: bytes) -> int:
+    """As it is published: 64 bits, signed."""
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def prompt_hashes(tokens: bytes, salt: bytes) -> list[int]:
+    """Of the whole blocks of a prompt, as it is submitted."""
+    return hash_blocks(salt, little_endian(tokens))[0]
+
 
 MAX_EVENT_BLOCKS = 4096  # of one event
 KV, ENDS = 0, 1

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
-from typing import TypeVar
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
-from pippin.cache.entries import blocks
+from pippin.backends.base import Backend
+from pippin.cache.disk.fingerprint import model_fingerprint
+from pippin.cache.entries import entry
 from pippin.cache.entries.entry import Bytes
-from pippin.engine.peers.agreement import Facts, difference, is_proof, prove
+from pippin.config import Config
 from pippin.engine.peers.shared_memory import IncomingMemory, OutgoingMemory
 from pippin.engine.peers.wire_frames import (
     LENGTH_BYTES,
@@ -38,6 +45,124 @@ from pippin.engine.peers.wire_frames import (
     limited,
 )
 from pippin.errors import PippinError
+from pippin.types import Component
+from pippin.version import __version__
+
+Result = TypeVar("Result")
+CLOSE_SECONDS = 2.0
+CLOSE_TURNS = 10  # of the event loop, in which sockets that were closed are released
+
+
+class WireThread:
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """From any other thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Callable[[], object]) -> None:
+        """From any thread: `work` runs here soon. Nothing happens after `close`."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(work)
+
+    def close(self) -> None:
+        """Cancels what runs."""
+        if self.is_running:
+            self.start(_cancel_others()).result(CLOSE_SECONDS)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    for _ in range(CLOSE_TURNS):
+        await asyncio.sleep(0)
+
+
+Facts = Mapping[str, str]
+HASHES, HASH_CHARS = ("weights", "layout"), 12
+REMEDY = "start both with the same options"
+REMEDIES = {
+    "version": "install the same version of Pippin for both",
+    "weights": "serve the same checkpoint with both",
+    "dtype": "give both the same --dtype",
+    "layout": "serve the same checkpoint with both, in the same --dtype",
+    "deterministic": "give --deterministic to both on one kind of device, or to none",
+}
+
+
+def peer_facts(config: Config, backend: Backend) -> dict[str, str]:
+    """In the order in which they are compared.
+
+    Backends may differ: payloads have one layout on all of them. Where results have to be
+    identical in every bit, they may not.
+    """
+    kept = [component for component in Component if component in backend.spec.components]
+    arrays = [array for component in kept for array in backend.payload_arrays(component, 1)]
+    is_fake = config.model.backend == "fake"
+    facts = {
+        "version": __version__,
+        "weights": "none" if is_fake else model_fingerprint(Path(config.model.model), {}).hex(),
+        "dtype": " ".join(sorted({array.dtype for array in arrays})),
+        "layout": hashlib.blake2b(repr((kept, arrays)).encode(), digest_size=16).hexdigest(),
+        "deterministic": "no",
+    }
+    if config.engine.deterministic:
+        facts["deterministic"] = f"{backend.arithmetic} on {backend.device.kind}"
+    return facts
+
+
+def facts_fingerprint(facts: Facts) -> bytes:
+    """By which both ends name entries."""
+    return hashlib.blake2b(_encoded(facts), digest_size=32, person=b"pippin peers").digest()
+
+
+def difference(prefill: Facts, decode: Facts) -> str | None:
+    """The first fact that differs, in words that both ends may read; None if all agree."""
+    for name in dict.fromkeys((*prefill, *decode)):
+        sent, wanted = prefill.get(name, "unknown"), decode.get(name, "unknown")
+        if sent != wanted:
+            length = HASH_CHARS if name in HASHES else 80
+            return (
+                f"{name} differs: {sent[:length]} in the prefill engine, {wanted[:length]} in the "
+                f"decode engine; {REMEDIES.get(name, REMEDY)}"
+            )
+    return None
+
+
+def prove(secret: bytes, role: str, nonces: tuple[bytes, bytes], facts: Facts) -> bytes:
+    """That the end in this role knows the secret. `nonces`: the decode engine's first."""
+    text = b"\n".join((role.encode(), *nonces, _encoded(facts)))
+    return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def is_proof(
+    proof: bytes, secret: bytes, role: str, nonces: tuple[bytes, bytes], facts: Facts
+) -> bool:
+    return hmac.compare_digest(proof, prove(secret, role, nonces, facts))
+
+
+def _encoded(facts: Facts) -> bytes:
+    return repr(sorted(facts.items())).encode()
+
 
 READ_BYTES = 256 << 10  # of a payload at a time
 WRITE_BYTES = 1 << 20
@@ -83,7 +208,7 @@ class Connection:
             raise PeerRefused(f"a frame is not a message: {error}") from error
 
     async def read_payload(self, arrays: Sequence[Bytes]) -> None:
-        for view in blocks.views(arrays):
+        for view in entry.views(arrays):
             at = 0
             while at < len(view):
                 data = await self._reader.read(min(READ_BYTES, len(view) - at))
@@ -103,7 +228,7 @@ class Connection:
         body = msgspec.msgpack.encode(frame)
         async with self._sending:
             self._writer.write(len(body).to_bytes(LENGTH_BYTES, "little") + body)
-            for view in blocks.views(payload):
+            for view in entry.views(payload):
                 for at in range(0, len(view), WRITE_BYTES):
                     self._writer.write(view[at : at + WRITE_BYTES])
                     await self._writer.drain()

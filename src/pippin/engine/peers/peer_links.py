@@ -14,12 +14,17 @@ from typing import Any
 
 import msgspec
 
-from pippin.cache.peers.peer_store import Arrival, PeerStore
-from pippin.cache.peers.wanted import Wanted
+from pippin.cache.peer_store import Arrival, PeerStore, Wanted
 from pippin.cache.tiers.tier_tree import Format
 from pippin.config.peers import PeerAddress
-from pippin.engine.peers.agreement import Facts
-from pippin.engine.peers.connection import BUFFER_BYTES, Connection, PeerRefused, reason_of
+from pippin.engine.peers.connection import (
+    BUFFER_BYTES,
+    Connection,
+    Facts,
+    PeerRefused,
+    WireThread,
+    reason_of,
+)
 from pippin.engine.peers.wire_frames import (
     MAX_ENTRY_FRAME_BYTES,
     Ask,
@@ -30,7 +35,6 @@ from pippin.engine.peers.wire_frames import (
     ToDecode,
     ToPrefill,
 )
-from pippin.engine.peers.wire_thread import WireThread
 from pippin.types import Component
 
 CONNECT_SECONDS = 5.0

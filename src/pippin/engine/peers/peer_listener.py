@@ -16,14 +16,16 @@ import msgspec
 import numpy as np
 
 from pippin.cache.entries.entry import Bytes, Entry
-from pippin.cache.peers.wanted import Wanted
+from pippin.cache.peer_store import Wanted
 from pippin.config.peers import PeerAddress
-from pippin.engine.peers.agreement import Facts
 from pippin.engine.peers.connection import (
     BUFFER_BYTES,
+    CLOSE_SECONDS,
     HANDSHAKE_SECONDS,
     Connection,
+    Facts,
     PeerRefused,
+    WireThread,
     reason_of,
 )
 from pippin.engine.peers.wire_frames import (
@@ -36,10 +38,9 @@ from pippin.engine.peers.wire_frames import (
     ToPrefill,
     limited,
 )
-from pippin.engine.peers.wire_thread import CLOSE_SECONDS, WireThread
 from pippin.errors import LoadError
 from pippin.messages import Abort, Submit
-from pippin.scheduler.traffic.pushes import Pushes, PushTarget
+from pippin.scheduler.spills import Pushes, PushTarget
 from pippin.types import ModelSpec, SamplingParams
 
 MAX_CONNECTIONS = 32

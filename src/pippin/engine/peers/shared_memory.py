@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pippin.cache.entries import blocks
+from pippin.cache.entries import entry
 from pippin.cache.entries.entry import Bytes
 
 RING_BYTES = 32 << 20
@@ -75,7 +75,7 @@ class OutgoingMemory:
 
     def write(self, at: int, payload: Sequence[Bytes]) -> None:
         at %= self.nbytes
-        for view in blocks.views(payload):
+        for view in entry.views(payload):
             self._memory[at : at + len(view)] = np.frombuffer(view, np.uint8)
             at += len(view)
 
@@ -110,7 +110,7 @@ class IncomingMemory:
     def read(self, at: int, arrays: Sequence[Bytes]) -> bool:
         """False: no payload of this size can lie there."""
         at %= self.nbytes
-        views = blocks.views(arrays)
+        views = entry.views(arrays)
         if at + sum(len(view) for view in views) > self.nbytes:
             return False
         for view in views:

@@ -3,16 +3,277 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
+from time import monotonic, perf_counter, strftime
 
-from pippin import LLM
+from pippin import LLM, SamplingParams
 from pippin.amounts import show_bytes
 from pippin.backends.fallbacks import logger as fallbacks_log
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.terminal.doctor.findings import ISSUE, Finding
+from pippin.offline.offline_requests import Completion
+from pippin.startup.resolve import LEAST_GAIN, Gain, keep_gain, served_by
+from pippin.terminal.doctor.report import ISSUE, SAFE, Finding, TimeLimit, checked
+from pippin.types import TokenLogprobs
+
+ROWS, CONTEXTS = (1, 4, 16), (64, 512, 2048)
+NUM_STEPS = 16
+
+
+def steps(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
+    """From the least work to the most; what would exceed the time limit is left out."""
+    llm = engine.llm
+    contexts = [n for n in CONTEXTS if n + 8 * NUM_STEPS < llm.max_len]
+    rows = [n for n in ROWS if n <= llm.loop.scheduler.slots.num_slots]
+    taken: dict[tuple[int, int], float | None] = {}
+    per_token = 0.0
+    for num_rows, context in sorted(itertools.product(rows, contexts), key=lambda c: c[0] * c[1]):
+        if per_token * num_rows * context > limit.left() / 2:  # half is for the last section
+            break
+        started = monotonic()
+        taken[num_rows, context] = step_seconds(llm, num_rows, context)
+        per_token = max(per_token, (monotonic() - started) / (num_rows * context + NUM_STEPS))
+    for num_rows in rows:
+        found = {context: taken.get((num_rows, context)) for context in contexts}
+        yield Finding(
+            f"{num_rows} row" + ("" if num_rows == 1 else "s"),
+            ", ".join(f"{_shown(s)} at {context:,} tokens" for context, s in found.items()),
+            numbers={str(context): 1e3 * s for context, s in found.items() if s is not None},
+        )
+
+
+def _shown(seconds: float | None) -> str:
+    return "not timed" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
+def step_seconds(llm: LLM, num_rows: int, context: int) -> float | None:
+    """The median of steps that decode all the rows and do nothing else; None if there were none."""
+    first = llm.metrics.records[-1].step + 1 if llm.metrics.records else 0
+    vocab_size = llm.loop.backend.spec.vocab_size
+    prompts = [
+        [1 + (row * 7919 + place * 31) % (vocab_size - 1) for place in range(context)]
+        for row in range(num_rows)
+    ]
+    # Early rows decode while late ones are still read.
+    num_tokens = NUM_STEPS + min(num_rows * context // 64, 6 * NUM_STEPS)
+    llm.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True))
+    seconds = [
+        after.device_done - before.device_done
+        for before, after in itertools.pairwise(llm.metrics.records)
+        if before.step >= first and not after.after_pause
+        if all(r.prefill_tokens == 0 and r.decode_rows == num_rows for r in (before, after))
+    ]
+    return median(seconds) if seconds else None
+
+
+ROUND_TRIPS = 50
+CHAIN = 500  # operations, each of which needs the one before
+PRODUCT_SIZE = 1024
+
+Work = Callable[[], None]
+
+
+def launch_findings(one: Work, chain: Work, product: Work) -> Iterator[Finding]:
+    """`one`: the smallest operation; `chain`: CHAIN of them; `product`: of two square matrices."""
+    for work in (one, chain, product):
+        work()  # kernels are built, memory is there
+    trip = sorted(_seconds(one) for _ in range(ROUND_TRIPS))[ROUND_TRIPS // 2]
+    yield Finding(
+        "round trip", f"{1e6 * trip:,.0f} µs for one empty operation", numbers={"seconds": trip}
+    )
+    each = min(_seconds(chain) for _ in range(3)) / CHAIN
+    yield Finding(
+        "launches",
+        f"{1 / each:,.0f} a second, {1e6 * each:.1f} µs each",
+        numbers={"seconds": each, "per_second": 1 / each},
+    )
+    rate = 2 * PRODUCT_SIZE**3 / min(_seconds(product) for _ in range(3)) / 1e9
+    yield Finding("float32 product", f"{rate:,.0f} GFLOP/s", numbers={"gflops": rate})
+
+
+def product_finding(error: float) -> Finding:
+    """`error`: the largest, against numpy."""
+    return checked(
+        "product = numpy's",
+        f"error {error:.0e}",
+        ok=error < 0.5,
+        means="a plain matrix product of the library is wrong: no result can be trusted",
+        remedy="install the library again; if that does not help, report it to mlx or torch",
+        numbers={"error": error},
+    )
+
+
+def _seconds(work: Work) -> float:
+    started = perf_counter()
+    work()
+    return perf_counter() - started
+
+
+PROMPTS = (
+    "Once",
+    "The fox and the crow met",
+    "A little girl named Lily found a small red box under her bed. She",
+    "Tom had a big dog. The dog liked to run and play in the park with " * 4,
+)
+REPLY_TOKENS = 24
+PARAMS = SamplingParams(max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=True, logprobs=4)
+
+
+def batch(engine: Engine) -> Iterator[Finding]:
+    together, alone = _batched(engine.llm), _alone(engine.llm)
+    yield compared(
+        "batched = alone",
+        together,
+        alone,
+        engine.margin,
+        means="replies depend on which other requests run: results are wrong",
+    )
+
+
+def plain(engine: Engine) -> Iterator[Finding]:
+    """All that `pippin serve` would use of Pippin's own on this model, against --safe."""
+    if engine.is_plain:
+        yield Finding("as served = --safe", "the same: plain operations already")
+        return
+    margin, usual = engine.margin, _batched(engine.llm)
+    with engine.safe() as safe:
+        expected = _batched(safe)
+    yield compared(
+        "as served = --safe",
+        usual,
+        expected,
+        margin,
+        means="an operation or a kernel of Pippin's computes wrong results on this machine",
+    )
+
+
+def _batched(llm: LLM) -> list[Completion]:
+    return llm.generate(PROMPTS, PARAMS)
+
+
+def _alone(llm: LLM) -> list[Completion]:
+    return [llm.generate(prompt, PARAMS)[0] for prompt in PROMPTS]
+
+
+def compared(
+    name: str,
+    first: Sequence[Completion],
+    second: Sequence[Completion],
+    margin: float,
+    means: str,
+) -> Finding:
+    same = [_num_same(a, b) for a, b in zip(first, second, strict=True)]
+    leads = [
+        _lead(a.logprobs[n], a.tokens[n], b.tokens[n])
+        for a, b, n in zip(first, second, same, strict=True)
+        if n < len(a.tokens) and a.logprobs
+    ]
+    moved = max(_moved(a, b, max(n, 1)) for a, b, n in zip(first, second, same, strict=True))
+    total = len(PROMPTS) * REPLY_TOKENS
+    value = f"{sum(same)} of {total} greedy tokens are equal, log probabilities within {moved:.1g}"
+    if leads:
+        value += (
+            f"; {len(leads)} replies differ, first at tokens whose log probabilities differ by at "
+            f"most {max(leads):.2g}"
+        )
+    is_level = max(leads, default=0.0) <= margin and moved <= max(margin, 1e-6)
+    return checked(
+        name,
+        f"{value} (limit {margin:g})",
+        ok=2 * sum(same) >= total and is_level,
+        means=means,
+        remedy=SAFE,
+        numbers={"equal_tokens": sum(same), "tokens": total, "logprob_difference": moved},
+    )
+
+
+def _num_same(a: Completion, b: Completion) -> int:
+    pairs = zip(a.tokens, b.tokens, strict=True)
+    return next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), len(a.tokens))
+
+
+def _moved(a: Completion, b: Completion, num_tokens: int) -> float:
+    """The largest difference of log probabilities among the first tokens."""
+    pairs = zip((a.logprobs or [])[:num_tokens], (b.logprobs or [])[:num_tokens], strict=True)
+    return max(abs(mine.logprob - theirs.logprob) for mine, theirs in pairs)
+
+
+def _lead(scored: TokenLogprobs, first: int, second: int) -> float:
+    """How far apart two tokens are; infinitely if one is not among the likeliest."""
+    known = dict(zip(scored.top_ids, scored.top_logprobs, strict=True))
+    return abs(known.get(first, math.inf) - known.get(second, -math.inf))
+
+
+NAME, DEFAULT = "--speculate auto", "default of --speculate"
+PROMPT = "A little girl named Lily found a small red box under her bed. She"
+DRAFT_PARAMS = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
+NUM_PAIRS = 3
+
+
+def drafts(engine: Engine, limit: TimeLimit, *, saves: bool = False) -> Iterator[Finding]:
+    """Greedy replies with drafts and without, in turn, by one engine."""
+    if limit.left() <= 0.0:
+        yield Finding(NAME, "not timed: no time was left")
+        return
+    with engine.drafting() as llm:
+        if llm.loop.backend.max_depth == 0:
+            yield Finding(NAME, "has no effect: this backend verifies no drafts for this model")
+            return
+        timed_reply(llm, speculate=True)  # what drafts are worth is learnt from them
+        pairs = [
+            (timed_reply(llm, speculate=False), timed_reply(llm, speculate=True))
+            for _ in range(NUM_PAIRS)
+        ]
+        rounds = engine.margin > MARGINS["float32"]  # and then decides between nearly equal tokens
+    ratio = median(plain[0] / drafted[0] for plain, drafted in pairs)
+    by = "with the draft model, " if engine.has_draft_model else ""
+    advice = "worth it for few requests" if ratio >= LEAST_GAIN else "not worth it here"
+    same_reply = rounds or all(plain[1] == drafted[1] for plain, drafted in pairs)
+    yield checked(
+        NAME,
+        f"{ratio:.2f} times as fast, {by}one request at a time, greedy: {advice}",
+        ok=same_reply,
+        means="replies with drafts differ from those without",
+        remedy=SAFE,
+        numbers={"ratio": ratio},
+    )
+    if not engine.has_draft_model:  # which is on where it is given
+        gain = Gain(served_by(engine.model), ratio, same_reply, strftime("%Y-%m-%d"))
+        yield kept(gain) if saves else not_saved(gain)
+
+
+def not_saved(gain: Gain) -> Finding:
+    measured = "auto" if gain.pays else "off"
+    return Finding(DEFAULT, f"not changed: by this it would be {measured}, with --save it is")
+
+
+def kept(gain: Gain) -> Finding:
+    """What `pippin serve` and `LLM` do from now on."""
+    try:
+        keep_gain(gain)
+    except OSError as error:
+        return Finding(
+            DEFAULT,
+            f"not kept: {error}",
+            "warning",
+            means="`pippin serve` does not know that drafts were measured here",
+            remedy="make the directory writable and repeat this with --save, or give --speculate",
+        )
+    if gain.pays:
+        return Finding(DEFAULT, "`pippin serve` uses --speculate auto for this model from now on")
+    return Finding(DEFAULT, "off: `pippin serve` has no drafts of this model without --speculate")
+
+
+def timed_reply(llm: LLM, *, speculate: bool) -> tuple[float, list[int]]:
+    started = monotonic()
+    (reply,) = llm.generate(PROMPT, replace(DRAFT_PARAMS, speculate=speculate))
+    return monotonic() - started, list(reply.tokens)
+
 
 # How far apart, in log probability, two tokens may be whose order depends on the shape of a batch.
 MARGINS = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
@@ -71,11 +332,11 @@ class Engine:
     def choices(self) -> Iterator[Finding]:
         match self._config.model.backend:
             case "mlx":
-                from pippin.terminal.doctor.on_mlx.choices import choices as of_mlx
+                from pippin.terminal.doctor.on_mlx import choices as of_mlx
 
                 yield from of_mlx(self.llm)
             case "torch":
-                from pippin.terminal.doctor.on_torch.choices import choices as of_torch
+                from pippin.terminal.doctor.on_torch import choices as of_torch
 
                 yield from of_torch(self.llm)
 
@@ -111,7 +372,7 @@ class Engine:
         """Whether --safe would change nothing."""
         if self._config.model.backend != "torch":
             return False
-        from pippin.terminal.doctor.on_torch.choices import is_plain
+        from pippin.terminal.doctor.on_torch import is_plain
 
         return is_plain(self.llm)
 
@@ -121,13 +382,13 @@ class Engine:
         match self._config.model.backend:
             case "mlx":
                 from pippin.backends.mlx.environment import products_are_exact
-                from pippin.terminal.doctor.on_mlx.choices import dtype_of as dtype_of_mlx
+                from pippin.terminal.doctor.on_mlx import dtype_of as dtype_of_mlx
 
                 margin = MARGINS[dtype_of_mlx(self.llm)]
                 is_rounded = self.llm.loop.backend.device.kind != "cpu" and not products_are_exact()
                 return max(margin, TF32_MARGIN) if is_rounded else margin
             case "torch":
-                from pippin.terminal.doctor.on_torch.choices import dtype_of as dtype_of_torch
+                from pippin.terminal.doctor.on_torch import dtype_of as dtype_of_torch
 
                 return MARGINS[dtype_of_torch(self.llm)]
         return 0.0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.terminal.doctor.findings import Finding
+from pippin.terminal.doctor.report import Finding
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "transformers", "tokenizers", "torch", "triton")
 

@@ -1,0 +1,500 @@
+"""The fields of Anthropic's Messages. Knows no value's use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pippin.api.dialects.dialect import HOLE, BlockStream, EventTemplate, named_event
+from pippin.api.fields import table
+from pippin.api.fields.openai import HINTS, NO_SERVICE, SAMPLERS
+from pippin.api.fields.table import (
+    MODEL,
+    SAMPLING,
+    SERVING,
+    STREAM,
+    TEMPLATE,
+    TOOLS,
+    FieldTable,
+    ValueKind,
+    conversation,
+    ignored_field,
+    members,
+    pick,
+    refused_field,
+)
+from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.model_info import RequestRules
+from pippin.api.requests.body import Body
+from pippin.api.requests.messages import (
+    Message,
+    function_call,
+    message_bodies,
+    normalise,
+    text_of,
+    texts_of,
+)
+from pippin.api.requests.neutral_request import ChatRequest, ToolUse
+from pippin.api.requests.sampling_fields import read_options, template_variables
+from pippin.api.requests.tools import (
+    DeclaredTool,
+    ToolChoice,
+    client_tool,
+    function_tool,
+    is_left_out,
+    tool_bodies,
+    tool_use,
+)
+from pippin.errors import PippinError
+from pippin.text.cut_json import members_of
+
+ROLES = ("user", "assistant", "system")
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+
+MESSAGES = FieldTable(
+    {
+        **MODEL,
+        "messages": conversation(ROLES, {"type": ["string", "array"]}, "role", "content"),
+        "system": ValueKind(
+            "a string or a list of text blocks",
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        ),
+        "max_tokens": table.integer_from(1),
+        "stop_sequences": table.StopStrings(),
+        **STREAM,
+        **TOOLS,
+        "tool_choice": table.OBJECT,
+        "thinking": members(
+            type=table.one_of("enabled", "disabled", "adaptive"),
+            budget_tokens=table.integer_from(1),
+            display=table.one_of("summarized", "omitted"),
+        ),
+        "output_config": members(effort=table.one_of(*EFFORTS), format=table.OBJECT),
+        "cache_control": table.OBJECT,
+        "metadata": members(user_id=table.LABEL_VALUE),
+        "user_profile_id": table.LABEL,
+        "context_management": table.OBJECT,
+        **pick(
+            SAMPLING,
+            *("top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"),
+            *("frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens", "ignore_eos"),
+            "speculate",
+        ),
+        **pick(TEMPLATE, "chat_template_kwargs"),
+        "temperature": table.number_from(0, 1),
+        **SERVING,
+        **HINTS,
+        **SAMPLERS,
+        "mcp_servers": ignored_field(NO_SERVICE, []),
+        "container": ignored_field(NO_SERVICE),
+        "diagnostics": ignored_field("the log and /status have what was cached"),
+        "inference_geo": ignored_field("the server runs in one place"),
+        "service_tier": ignored_field("there is one tier", "auto", "standard_only"),
+        "speed": ignored_field("there is one speed", "standard"),
+        "fallbacks": ignored_field("there is one model"),
+        "billing_policy": ignored_field("nothing is billed"),
+        "fallback_credit_token": ignored_field("nothing is billed"),
+        "compaction": refused_field("ask for a summary in messages"),
+        "thread": refused_field("conversations are not stored; use /v1/responses"),
+    },
+    required=("messages", "max_tokens"),
+)
+COUNT_TOKENS = FieldTable(MESSAGES.fields, required=("messages",))
+
+
+REFERENCE = "tool_reference"
+
+
+class DeferredTools:
+    def __init__(self, tools: Iterable[DeclaredTool]) -> None:
+        self._functions = {tool.name: tool.tool["function"] for tool in tools if tool.deferred}
+        self._found: set[str] = set()
+
+    def described(self, references: Sequence[Body]) -> str:
+        """A result of a search, as Anthropic shows it to its models and Claude Code's tool says."""
+        lines = [f"<function>{self._described(block)}</function>" for block in references]
+        return "\n".join(["<functions>", *lines, "</functions>"])
+
+    def _described(self, reference: Body) -> str:
+        """Once in a conversation: many references must not make much text of a long schema."""
+        reference.ignore_unknown({"type", "tool_name", "cache_control"})
+        name = reference.required_string("tool_name")
+        described = {"name": name} if name in self._found else self._functions.get(name)
+        self._found.add(name)
+        return json.dumps(described or {"name": name}, ensure_ascii=False)  # the list has others
+
+    def callable(self, tools: Iterable[DeclaredTool]) -> list[DeclaredTool]:
+        """Those in the list, and those that the conversation refers to."""
+        return [tool for tool in tools if not tool.deferred or tool.name in self._found]
+
+
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")  # of the assistant
+
+
+def parse_conversation(body: Body, deferred: DeferredTools) -> list[Message]:
+    messages = [*_system(body)]
+    for message in message_bodies(body):
+        messages += _message(message, deferred)
+    return messages
+
+
+def _system(body: Body) -> Iterator[Message]:
+    texts = texts_of(body, "system") if body.has("system") else []
+    if texts:
+        yield {"role": "system", "content": "\n".join(texts)}
+
+
+def _message(message: Body, deferred: DeferredTools) -> Iterator[Message]:
+    message.ignore_unknown({"role", "content", "cache_control"})
+    message.require("role")
+    role = message.one_of("role", ROLES)
+    if message.require("content") == [] and role != "assistant":
+        raise message.wrong("content", "a string or a list of at least one block")
+    if role == "assistant":
+        yield _assistant(message)
+    elif role == "system":
+        yield {"role": "system", "content": "\n".join(texts_of(message, "content"))}
+    else:
+        yield from _user(message, deferred)
+
+
+def _user(message: Body, deferred: DeferredTools) -> Iterator[Message]:
+    texts: list[str] = []
+    for block in _blocks(message, "content"):
+        if block.get("type") == "tool_result":
+            if texts:
+                yield {"role": "user", "content": "\n".join(texts)}
+                texts = []
+            yield _tool_result(block, deferred)
+        else:
+            texts.append(text_of(block))
+    if texts:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _tool_result(block: Body, deferred: DeferredTools) -> Message:
+    block.ignore_unknown({"type", "tool_use_id", "content", "is_error", "cache_control"})
+    id = block.required_string("tool_use_id")
+    parts = _blocks(block, "content") if block.has("content") else []
+    found = [part for part in parts if part.get("type") == REFERENCE]
+    texts = [text_of(part) for part in parts if part.get("type") != REFERENCE]
+    text = "\n".join([*texts, deferred.described(found)] if found else texts)
+    failed = block.boolean("is_error", False)
+    return {
+        "role": "tool",
+        "tool_call_id": id,
+        "content": f"Error: {text}" if failed else text,
+    }
+
+
+def _assistant(message: Body) -> Message:
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls = []
+    for block in _blocks(message, "content"):
+        match block.get("type"):
+            case "thinking":
+                reasoning.append(block.string("thinking", ""))
+            case "redacted_thinking":  # encrypted
+                pass
+            case "tool_use":
+                calls.append(_call(block))
+            case "text":
+                content.append(text_of(block))
+            case _ if block.is_foreign("type", _BLOCKS):  # a tool that Anthropic's servers ran
+                block.ignore("type", "this server runs no tools", block.get("type"))
+    found: Message = {"role": "assistant", "content": "".join(content)}
+    if any(reasoning):
+        found["reasoning_content"] = "".join(reasoning)
+    if calls:
+        found["tool_calls"] = calls
+    return found
+
+
+def _call(block: Body) -> Message:
+    block.ignore_unknown({"type", "id", "name", "input", "cache_control", "caller"})
+    id, name = block.required_string("id"), block.required_string("name")
+    block.object("input")
+    return function_call(id, name, block.get("input", {}))
+
+
+def _blocks(body: Body, field: str) -> list[Body]:
+    value = body.get(field)
+    if isinstance(value, str):
+        return [Body({"type": "text", "text": value}, body.name(field))]
+    return body.objects(field, "a string or a list of blocks")
+
+
+_SHARED_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "defer_loading"}
+_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"description", "input_schema"}
+_CLIENT_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"max_characters"}
+_HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
+_SAME_FIELDS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "speculate", "stream", "priority", "timeout"),
+    *("min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "stop_token_ids", "min_tokens", "ignore_eos"),
+)
+_KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
+def parse_message_request(
+    fields: Any, rules: RequestRules, *, counts_only: bool = False
+) -> ChatRequest:
+    """A request for a reply; or, if it is only to be counted, for the length of its prompt."""
+    body = rules.body(fields)
+    (COUNT_TOKENS if counts_only else MESSAGES).check(body, rules)
+    _check_edits(body)
+    options = read_options(_openai_body(body), rules)
+    if options.max_tokens is not None:
+        # Clients ask for Claude's longest reply: a shorter one that fits is as good.
+        options = replace(options, max_tokens=None, most_tokens=options.max_tokens)
+    tools = _tools(body)
+    deferred = DeferredTools(tools)
+    messages = normalise(parse_conversation(body, deferred), rules, options.salt)
+    return ChatRequest(
+        options=options,
+        messages=messages,
+        continue_final_message=messages[-1]["role"] == "assistant",
+        tool_use=_tool_use(body, deferred.callable(tools)),
+        reasoning_effort=_effort(body),
+        effort_field="output_config.effort" if body.has("output_config") else "thinking",
+        template_variables=template_variables(body),
+        leniency=body.leniency,
+    )
+
+
+def _openai_body(body: Body) -> Body:
+    """The fields that are OpenAI's too, by their names there."""
+    fields = {field: body.get(field) for field in (*_SAME_FIELDS, "cache_salt")}
+    schema = _schema(body)
+    stop = body.get("stop_sequences")
+    return body.renamed({**fields, "stop": stop, "json_schema": schema})
+
+
+def _schema(body: Body) -> dict[str, Any] | None:
+    config = body.object("output_config")
+    format = None if config is None else config.object("format")
+    if format is None:
+        return None
+    if format.get("type") != "json_schema":
+        raise format.wrong("type", '"json_schema"')
+    format.check_known({"type", "schema"})
+    format.required_object("schema")
+    return dict(format.get("schema"))
+
+
+def _check_edits(body: Body) -> None:
+    """A conversation is not edited; it is kept whole."""
+    management = body.object("context_management") or Body({})
+    if management.get("edits") not in (None, [], [_KEEP_ALL_THINKING]):
+        management.ignore("edits", "contexts are not edited")
+
+
+def _effort(body: Body) -> str | None:
+    thinking = body.get("thinking")
+    if thinking is not None and thinking.get("type") == "disabled":
+        return "none"
+    effort = body.get("output_config", {}).get("effort")
+    if effort is not None:
+        return EFFORTS[effort]
+    return None if thinking is None else "medium"
+
+
+def _tools(body: Body) -> list[DeclaredTool]:
+    given = tool_bodies(body)
+    tools = [_tool(tool) for tool in given if not _is_left_out(tool)]
+    if any(_is_search(tool) for tool in given):  # Anthropic's, which finds nothing here
+        return [replace(tool, deferred=False) for tool in tools]
+    return tools
+
+
+def _is_search(tool: Body) -> bool:
+    return tool.string("type", "").startswith("tool_search_tool_")
+
+
+def _tool_use(body: Body, tools: list[DeclaredTool]) -> ToolUse:
+    choice, parallel = ToolChoice(), True
+    if (given := body.object("tool_choice")) is not None:
+        kind = given.one_of("type", ("auto", "any", "tool", "none"))
+        parallel = not given.boolean("disable_parallel_tool_use", False)
+        if kind == "tool":
+            choice = ToolChoice.of(given.required_string("name"))
+        else:
+            choice = ToolChoice({"any": "required", "none": "none"}.get(kind or "auto", "auto"))
+    use = tool_use(body, tools, choice)
+    return replace(use, parallel=use.parallel and parallel)
+
+
+def _is_left_out(tool: Body) -> bool:
+    if not tool.has("type") or client_tool(tool.required_string("type")) is not None:
+        return False
+    return is_left_out(tool, ("custom",))
+
+
+def _tool(tool: Body) -> DeclaredTool:
+    deferred = tool.boolean("defer_loading", False)
+    if (known := client_tool(tool.string("type", ""))) is not None:
+        tool.ignore_unknown(_CLIENT_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
+        given = {"name": tool.get("name"), "strict": tool.get("strict"), **known}
+        return replace(function_tool(tool.renamed(given), "parameters"), deferred=deferred)
+    tool.ignore_unknown(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
+    tool.require("input_schema")
+    return replace(function_tool(tool, "input_schema"), deferred=deferred)
+
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+_DELTAS = {  # by the type of a block: the type of a delta, and the member with its text
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+def messages_error(error: PippinError) -> dict[str, Any]:
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ERROR_TYPES.get(error.status, other)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class MessagesDialect(BlockStream):
+    TEXT, REASONING = "text", "thinking"
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._num_blocks = 0
+        self._delta_event: EventTemplate | None = None  # of the open block
+        self._called = False
+        self._opened = False
+
+    def open(self) -> bytes:
+        """Nothing, if a ping had to be sent first."""
+        if self._opened:
+            return b""
+        self._opened = True
+        message = self._message([], None) | {"usage": self._usage(output_tokens=0)}
+        return named_event({"type": "message_start", "message": message})
+
+    def ping(self) -> bytes:
+        """While a prompt is computed. As from Anthropic, a message is started before."""
+        return self.open() + named_event({"type": "ping"})
+
+    def close(self) -> bytes:
+        delta = {
+            "stop_reason": self._stop_reason(self._finish, called=self._called),
+            "stop_sequence": self._stop_sequence,
+        }
+        usage = self._usage(self._job.completion_tokens)
+        ended = self._end()
+        ended += named_event({"type": "message_delta", "delta": delta, "usage": usage})
+        return ended + named_event({"type": "message_stop"})
+
+    def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
+        (choice,) = choices
+        text = choice.text
+        blocks: list[dict[str, Any]] = []
+        if text.reasoning:
+            blocks.append(_thinking(text.reasoning))
+        if text.content:
+            blocks.append(_text(text.content))
+        for call in text.calls.values():
+            given = _input(call.arguments, cut=choice.finish == "length")
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        stop_reason = self._stop_reason(choice.finish, called=bool(text.calls))
+        return self._message(blocks, stop_reason) | {
+            "stop_sequence": self._stop_sequence,
+            "usage": self._usage(self._job.completion_tokens),
+        }
+
+    def error(self, error: PippinError) -> bytes:
+        return named_event(messages_error(error))
+
+    def _begin(self, kind: str) -> bytes:
+        return self._start(_thinking("") if kind == self.REASONING else _text(""))
+
+    def _begin_call(self, id: str, name: str) -> bytes:
+        return self._start({"type": "tool_use", "id": id, "name": name, "input": {}})
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        self._open_kind = block["type"]
+        self._delta_event = None
+        start = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+        return named_event(start)
+
+    def _delta(self, text: str) -> bytes:
+        if self._delta_event is None:
+            kind, member = _DELTAS[self._open_kind or ""]
+            delta = {"type": kind, member: HOLE}
+            event = {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+            self._delta_event = EventTemplate(named_event(event))
+        return self._delta_event.fill(text)
+
+    def _end_call(self) -> bytes:
+        self._called = True
+        return self._end()
+
+    def _end(self, *, complete: bool = True) -> bytes:
+        if self._open_kind is None:
+            return b""
+        self._open_kind = None
+        self._num_blocks += 1
+        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+
+    def _message(self, blocks: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:
+        return {
+            "id": self._job.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._job.model,
+            "content": blocks,
+            "stop_reason": stop_reason,
+            "stop_sequence": None,
+            **self._job.omitted,
+        }
+
+    @property
+    def _stop_sequence(self) -> str | None:
+        return self._job.sequences[0].stop_string
+
+    def _stop_reason(self, finish: str | None, *, called: bool) -> str:
+        if finish == "length":
+            return "max_tokens"
+        if self._stop_sequence is not None:
+            return "stop_sequence"
+        return "tool_use" if called else "end_turn"
+
+    def _usage(self, output_tokens: int) -> dict[str, Any]:
+        cached = self._job.cached_tokens
+        return {
+            "input_tokens": self._job.prompt_tokens - cached,  # Anthropic counts them apart
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": output_tokens,
+        }
+
+
+def _input(arguments: str, *, cut: bool) -> Any:
+    """As it was written; of a call that was cut, what can be read."""
+    return members_of(arguments) if cut else msgspec.Raw((arguments or "{}").encode())
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}  # nothing here is signed
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

@@ -1,0 +1,518 @@
+"""The fields of Ollama's API, whose server ignores all others. Knows no value's use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from pippin.api.dialects.dialect import HOLE, EventTemplate, logprobs_entry
+from pippin.api.fields import table as kinds
+from pippin.api.fields.openai import ROLES
+from pippin.api.fields.table import (
+    MAX_LOGPROBS,
+    SAMPLING,
+    SERVING,
+    STREAM,
+    TOOLS,
+    Fields,
+    FieldTable,
+    Members,
+    Schema,
+    ValueKind,
+    ignored_field,
+    pick,
+    refused_field,
+)
+from pippin.api.http.http_errors import ModelNotFound
+from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.model_info import RequestRules
+from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency, are_token_ids, token_ids_in_words
+from pippin.api.requests.messages import Message, function_call, message_bodies, text_in_place_of
+from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
+from pippin.api.requests.sampling_fields import read_options
+from pippin.api.requests.tools import read_chat_tools
+from pippin.durations import IN_WORDS, parse_duration
+from pippin.errors import PippinError, cut
+from pippin.sequences import SequencePiece, ShownToken
+from pippin.text.cut_json import members_of
+from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, FoldedCall, Reasoning
+from pippin.text.tokenizer import Tokenizer
+
+MAX_HUB_ID_CHARS = 256
+LATEST = ":latest"  # the tag of a name that has none
+THINK_LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
+_TEXT_ONLY = "only text is generated"
+
+
+class OllamaModelName(kinds.ModelName):
+    """A name in `/api/tags`; its tag may be left out."""
+
+    def schema(self, rules: RequestRules) -> Schema:
+        if rules.model.accepted_names is None:
+            return {"type": "string"}
+        names = (*rules.model.accepted_names, *rules.model.other_names)
+        return {"type": "string", "enum": [*names, *(f"{name}{LATEST}" for name in names)]}
+
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+        given = body.required_string(field)
+        try:
+            rules.model.check_name(given.removesuffix(LATEST))
+        except ModelNotFound as error:
+            serves = ", ".join((*rules.model.names, *rules.model.other_names))
+            raise ModelNotFound(
+                f"model '{cut(given)}' not found; this server serves {serves}", param=field
+            ) from error
+
+
+class TokenIds(ValueKind):
+    """One list of them."""
+
+    def words(self, rules: RequestRules) -> str:
+        return f"a list of {token_ids_in_words(rules.vocab_size)}"
+
+    def schema(self, rules: RequestRules) -> Schema:
+        ids = kinds.integer_from(0, rules.vocab_size - 1).json_schema
+        return {"type": "array", "items": ids}
+
+    def accepts(self, value: Any, rules: RequestRules) -> bool:
+        return are_token_ids(value, rules.vocab_size)
+
+
+MODEL: Fields = {"model": OllamaModelName("a name in `/api/tags`, with or without `:latest`")}
+
+
+class KeepAlive(ValueKind):
+    """How long a model stays loaded after its last request, where models are unloaded at all."""
+
+    def schema(self, rules: RequestRules) -> Schema:
+        if not rules.model.on_demand:
+            return {"description": "ignored: the model stays loaded"}
+        return {"type": ["string", "number"], "description": IN_WORDS}
+
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+        if not rules.model.on_demand:
+            body.ignore(field, "the model stays loaded")
+        elif parse_duration(body.get(field)) is None:
+            raise body.wrong(field, IN_WORDS)
+
+
+_KEEP_ALIVE: Fields = {"keep_alive": KeepAlive(IN_WORDS)}
+_LOADING = (  # how Ollama loads a model: it is loaded here already
+    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
+    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
+)
+_OTHER_SAMPLERS = (  # that are not computed here
+    *("num_keep", "repeat_last_n", "mirostat", "mirostat_tau", "mirostat_eta"),
+    *("tfs_z", "typical_p", "penalize_newline"),
+)
+_OPTIONS: Fields = {
+    "num_predict": kinds.integer_from(-2),
+    **pick(
+        SAMPLING,
+        *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+        *("presence_penalty", "frequency_penalty", "speculate", "ignore_eos"),
+    ),
+    "repeat_penalty": SAMPLING["repetition_penalty"],
+    **dict.fromkeys(_LOADING, ignored_field("the model is loaded already")),
+    **dict.fromkeys(_OTHER_SAMPLERS, ignored_field("it is not computed here")),
+}
+# Ollama has more of them with every version, and ignores those that it does not know.
+OPTIONS = Members("an object of options", table=FieldTable(_OPTIONS, ignores_unknown=True))
+_EVERY: Fields = {**MODEL, "options": OPTIONS, **_KEEP_ALIVE, **SERVING}
+_REPLY: Fields = {
+    **_EVERY,
+    **STREAM,
+    "format": ValueKind(
+        '"json", or a JSON Schema',
+        {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]},
+        lambda value: value in ("", "json") or isinstance(value, dict),
+    ),
+    "think": ValueKind(
+        f"true, false, or one of {', '.join(THINK_LEVELS)}",
+        {"enum": [True, False, *THINK_LEVELS]},
+        lambda value: isinstance(value, bool) or value in tuple(THINK_LEVELS),
+    ),
+    "logprobs": kinds.BOOLEAN,
+    "top_logprobs": kinds.integer_from(0, MAX_LOGPROBS),
+    **dict.fromkeys(("truncate", "shift"), ignored_field("a conversation is never shortened")),
+}
+CHAT = FieldTable(
+    {
+        **_REPLY,
+        "messages": ValueKind(
+            f"a list of at most {MAX_MESSAGES:,} messages",
+            {
+                "type": "array",
+                "maxItems": MAX_MESSAGES,
+                "items": {
+                    "type": "object",
+                    "properties": {"role": {"enum": list(ROLES)}},
+                    "required": ["role"],
+                },
+            },
+            lambda value: isinstance(value, list),
+        ),
+        **TOOLS,
+    },
+    ignores_unknown=True,
+)
+GENERATE = FieldTable(
+    {
+        **_REPLY,
+        "prompt": kinds.STRING,
+        "suffix": kinds.STRING,
+        "system": kinds.STRING,
+        "raw": kinds.BOOLEAN,
+        "context": TokenIds(),
+        "images": ValueKind(
+            "a list of base64",
+            {"type": "array", "items": kinds.STRING.json_schema},
+            lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value),
+        ),
+        "template": refused_field("the model's own template is used", ""),
+        **dict.fromkeys(("width", "height", "steps"), refused_field(_TEXT_ONLY, 0)),
+    },
+    ignores_unknown=True,
+)
+EMBED = FieldTable(
+    {
+        **_EVERY,
+        "input": kinds.TextsOrIds(ids=False),
+        "truncate": kinds.BOOLEAN,
+        "dimensions": kinds.integer_from(1),
+    },
+    required=("input",),
+    ignores_unknown=True,
+)
+EMBEDDINGS = FieldTable(
+    {**_EVERY, "prompt": kinds.STRING}, required=("prompt",), ignores_unknown=True
+)
+_SHOWN_OTHERWISE = ("verbose", "system", "template", "options")
+SHOW = FieldTable(
+    {
+        **MODEL,
+        "name": MODEL["model"],
+        **dict.fromkeys(_SHOWN_OTHERWISE, ignored_field("the model is shown as it is")),
+    },
+    ignores_unknown=True,
+)
+_HUB_ID = kinds.text(MAX_HUB_ID_CHARS)
+_HUB_MODEL: Fields = {"model": _HUB_ID, "name": _HUB_ID}
+COPY = FieldTable(
+    {"source": MODEL["model"], "destination": _HUB_ID}, required=("source", "destination")
+)
+_NO_ACCOUNT = ignored_field("the server's own HF_TOKEN is used", "")
+PULL = FieldTable(
+    {
+        **_HUB_MODEL,
+        **STREAM,
+        "insecure": ignored_field("the hub's certificate is always checked", False),
+        **dict.fromkeys(("username", "password"), _NO_ACCOUNT),
+    }
+)
+DELETE = FieldTable(_HUB_MODEL)
+
+
+_SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop", "speculate", "ignore_eos")
+_SAME_PENALTIES = ("presence_penalty", "frequency_penalty")
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}
+)
+_SERVING = ("timeout", "priority", "cache_salt")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """For no reply, but for a model in memory, or out of it."""
+
+    done_reason: str
+    leniency: Leniency
+    timeout_s: float | None = None
+
+    def keep_apart(self, owner_salt: bytes) -> None:
+        """It has no prefixes."""
+
+    def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        return {}
+
+
+def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadRequest:
+    body = rules.body(fields)
+    CHAT.check(body, rules)
+    options, tool_use = _options(body, rules), read_chat_tools(body)
+    if not body.get("messages"):
+        return _load(body)
+    messages = [_message(message) for message in message_bodies(body)]
+    final = messages[-1]
+    is_prefill = final["role"] == "assistant" and not final.get("tool_calls")
+    return ChatRequest(
+        options=options,
+        messages=messages,
+        continue_final_message=is_prefill,
+        tool_use=tool_use,
+        reasoning_effort=_effort(body),
+        effort_field="think",
+        leniency=body.leniency,
+    )
+
+
+def parse_generate(
+    fields: Any, rules: RequestRules
+) -> ChatRequest | CompletionRequest | LoadRequest:
+    body = rules.body(fields)
+    GENERATE.check(body, rules)
+    options = _options(body, rules)
+    suffix = body.get("suffix")
+    if not body.get("prompt") and not suffix:
+        return _load(body)
+    prompt = _with_images(body, "prompt")
+    if suffix or body.get("raw"):
+        for field in ("system", "context"):
+            if body.get(field):
+                beside = "suffix" if suffix else "raw"
+                raise body.error(field, f"is not used with {beside}: write it into the prompt")
+        gap = Gap(suffix) if suffix else None
+        return CompletionRequest(options, [prompt], False, body.leniency, gap)
+    messages = [{"role": "user", "content": prompt}]
+    if system := body.get("system"):
+        messages.insert(0, {"role": "system", "content": system})
+    return ChatRequest(
+        options=options,
+        messages=messages,
+        reasoning_effort=_effort(body),
+        previous_tokens=tuple(body.get("context", ())),
+        messages_field="prompt",
+        effort_field="think",
+        leniency=body.leniency,
+    )
+
+
+def parse_embed(fields: Any, rules: RequestRules, table: FieldTable) -> tuple[Body, bool]:
+    """A request for embeddings with OpenAI's names, and whether to cut long texts."""
+    body = rules.body(fields)
+    table.check(body, rules)
+    texts = body.get("input" if "input" in table.fields else "prompt")
+    same = {field: body.get(field) for field in (*_SERVING, "dimensions")}
+    renamed = body.renamed({**same, "model": rules.model.name, "input": texts})
+    return renamed, body.get("truncate", True)
+
+
+def _load(body: Body) -> LoadRequest:
+    is_unload = parse_duration(body.get("keep_alive")) == 0
+    return LoadRequest("unload" if is_unload else "load", body.leniency)
+
+
+def _options(body: Body, rules: RequestRules) -> Options:
+    given = body.object("options") or body.renamed({})
+    if body.has("top_logprobs") and not body.get("logprobs"):
+        raise body.error("top_logprobs", "needs logprobs to be true")
+    same = {name: given.get(name) for name in (*_SAME_OPTIONS, *_SAME_PENALTIES)}
+    seed, num_predict = given.get("seed"), given.get("num_predict", -1)
+    renamed = {
+        **same,
+        "seed": None if seed == -1 else seed,  # Ollama's word for "any"
+        "repetition_penalty": given.get("repeat_penalty"),
+        "stream": body.get("stream", True),
+        **_format(body),
+        **{name: body.get(name) for name in _SERVING},
+    }
+    num_logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
+    options = read_options(body.renamed(renamed), rules, num_logprobs)
+    # 0 and less mean "as many as fit", and more than fits is cut down to it, as in Ollama.
+    most = [n for n in (num_predict, options.most_tokens) if n is not None and n > 0]
+    return replace(options, most_tokens=min(most, default=None), max_tokens_field="num_predict")
+
+
+def _format(body: Body) -> dict[str, Any]:
+    format = body.get("format")
+    if format == "json":
+        return {"response_format": {"type": "json_object"}}
+    return {"json_schema": format} if isinstance(format, dict) else {}
+
+
+def _effort(body: Body) -> str | None:
+    think = body.get("think")
+    if isinstance(think, bool):
+        return "medium" if think else "none"
+    return None if think is None else THINK_LEVELS[think]
+
+
+def _message(body: Body) -> Message:
+    body.require("role")
+    body.ignore_unknown(_MESSAGE_FIELDS)
+    message: Message = {
+        "role": body.one_of("role", ROLES),
+        "content": _with_images(body, "content"),
+    }
+    for field, name in (
+        ("thinking", "reasoning_content"),
+        ("tool_name", "name"),
+        ("tool_call_id", "tool_call_id"),
+    ):
+        if text := body.string(field, ""):
+            message[name] = text
+    if body.get("tool_calls"):
+        if message["role"] != "assistant":
+            raise body.error("tool_calls", "must be in a message of the assistant")
+        message["tool_calls"] = [_call_in_history(call) for call in body.objects("tool_calls")]
+    return message
+
+
+def _with_images(body: Body, field: str) -> str:
+    """A text behind what takes the place of its images, which are base64."""
+    if not isinstance(images := body.get("images", []), list):
+        raise body.wrong("images", "a list of strings")
+    path, leniency = body.name("images"), body.leniency
+    parts = [Body({"type": "image", "data": data}, path, leniency) for data in images]
+    return "\n".join([*map(text_in_place_of, parts), body.string(field, "")])
+
+
+def _call_in_history(call: Body) -> Message:
+    function = call.required_object("function")
+    if function.has("arguments"):
+        function.required_object("arguments")
+    name, arguments = function.required_string("name"), function.get("arguments", {})
+    return function_call(call.string("id", ""), name, arguments)
+
+
+NANOSECONDS = 1_000_000_000
+HEARTBEAT = b" "  # may precede JSON, where an empty line is an error to Ollama's Python client
+
+
+def ollama_error(error: PippinError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+def rfc3339(unix_s: float | None = None) -> str:
+    now = datetime.now(UTC) if unix_s is None else datetime.fromtimestamp(unix_s, UTC)
+    return now.isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
+
+
+def line(data: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(data) + b"\n"
+
+
+def nanoseconds(seconds: float) -> int:
+    """At least one: clients divide by it."""
+    return max(1, round(seconds * NANOSECONDS))
+
+
+class OllamaStream:
+    """The part that chats and generated texts have in common."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, load_s: float = 0.0) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._load_s = load_s  # that it waited for its model
+        self._open_calls: dict[int, FoldedCall] = {}
+        self._finish: str | None = None
+        self._tokens: list[int] = []  # of the reply
+        self._text_line: EventTemplate | None = None  # with nothing but text
+
+    def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def open(self) -> bytes:
+        return b""
+
+    def events(self, piece: SequencePiece) -> bytes:
+        self._finish = piece.finish
+        self._tokens += piece.tokens
+        if len(piece.pieces) == 1 and isinstance(piece.pieces[0], Content) and not piece.shown:
+            return self._line_of(piece.pieces[0].text)
+        text, thinking, calls = "", "", []
+        for part in piece.pieces:
+            match part:
+                case Content(more):
+                    text += more
+                case Reasoning(more):
+                    thinking += more
+                case CallBegin(index, id, name):
+                    self._open_calls[index] = FoldedCall(id, name)
+                case CallArguments(index, more):
+                    self._open_calls[index].arguments += more
+                case CallEnd(index, unparsed):
+                    call = self._open_calls.pop(index)
+                    if unparsed is None or piece.finish == "length":
+                        calls.append(call)  # Ollama sends calls whole
+                    else:
+                        text += unparsed
+        if not (text or thinking or calls or piece.shown):
+            return b""
+        return line(self._envelope(self._said(text, thinking, calls), piece.shown, done=False))
+
+    def _line_of(self, text: str) -> bytes:
+        if self._text_line is None:
+            envelope = self._envelope(self._said(HOLE, "", []), [], done=False)
+            self._text_line = EventTemplate(line(envelope | {"created_at": HOLE}))
+        return self._text_line.fill(rfc3339(), text)
+
+    def close(self) -> bytes:
+        return line(self._envelope(self._said("", "", []), [], done=True) | self._end(self._finish))
+
+    def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
+        (choice,) = choices
+        self._tokens, self._finish = choice.tokens, choice.finish
+        text = choice.text
+        said = self._said(text.content, text.reasoning, text.calls.values())
+        return self._envelope(said, choice.shown, done=True) | self._end(choice.finish)
+
+    def error(self, error: PippinError) -> bytes:
+        return line(ollama_error(error))
+
+    def _envelope(
+        self, said: dict[str, Any], shown: Sequence[ShownToken], *, done: bool
+    ) -> dict[str, Any]:
+        entries = [logprobs_entry(token, self._tokenizer) for token in shown]
+        logprobs = {"logprobs": entries} if entries else {}
+        head = {"model": self._job.model, "created_at": rfc3339()}
+        return {**head, **said, **logprobs, "done": done}
+
+    def _end(self, finish: str | None) -> dict[str, Any]:
+        times, now = self._job.timing, perf_counter()
+        submitted = now if times.submitted is None else times.submitted
+        first = now if times.first is None else times.first
+        last = now if times.last is None else times.last
+        return {
+            "done_reason": finish,
+            "total_duration": nanoseconds(self._load_s + now - submitted),
+            "load_duration": nanoseconds(self._load_s),
+            "prompt_eval_count": self._job.prompt_tokens,
+            "prompt_eval_duration": nanoseconds(first - submitted),
+            "eval_count": self._job.completion_tokens,
+            "eval_duration": nanoseconds(last - first),
+            **self._job.omitted,
+        }
+
+
+class OllamaChat(OllamaStream):
+    def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["thinking"] = thinking
+        if written := [_call(call, cut=self._finish == "length") for call in calls]:
+            message["tool_calls"] = written
+        return {"message": message}
+
+
+class OllamaGenerate(OllamaStream):
+    def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
+        return {"response": text, **({"thinking": thinking} if thinking else {})}
+
+    def _end(self, finish: str | None) -> dict[str, Any]:
+        """With the tokens that a later request may send back."""
+        context = [*self._job.prompts[0].tokens, *self._tokens]
+        return super()._end(finish) | {"context": context}
+
+
+def _call(call: FoldedCall, *, cut: bool) -> dict[str, Any]:
+    """Of a call that was cut, the arguments that can be read."""
+    written = msgspec.Raw((call.arguments or "{}").encode())
+    arguments = members_of(call.arguments) if cut else written
+    return {"id": call.id, "function": {"name": call.name, "arguments": arguments}}

@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: requests, their items, replies, and a store of responses."""

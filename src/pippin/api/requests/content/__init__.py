@@ -1,1 +1,0 @@
-"""Content of messages: texts, and what replaces images and files. Knows no dialect."""

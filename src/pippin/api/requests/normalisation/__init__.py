@@ -1,1 +1,0 @@
-"""What changes at every turn of a conversation, kept where it breaks no cached prefix."""

@@ -1,0 +1,363 @@
+"""The bytes of segments and their indexes. Knows no files; any byte that is wrong is noticed.
+
+    data     header | payload | payload | ...     a payload is its arrays, one after the other
+    index    header | record | record | ...       a record: mark, length, digest, msgpack
+    header   mark (8), version, segment (16), model (32), digest (16)
+    recency  digest | msgpack: when each entry was used last. Written whole, at most once a minute
+             and when the store closes; losing it costs nothing but that order
+
+Digests are XXH3 of 128 bits. A payload's covers those of its blocks (`entries/blocks.py`), its
+name, its model, and the name, dtype and shape of each array. A record's covers its place and its
+segment. Bytes under another name and records that were moved or copied do not verify. Digests are
+against accidents; `chain.py` is against prompts made to collide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+
+import msgspec
+import xxhash
+
+from pippin.cache.disk.directory import Files, index_path, read_into, remove_segment
+from pippin.cache.entries.entry import ArraySpec, Block, Bytes, Entry, Key, divided, little_endian
+from pippin.types import Component
+
+VERSION = 2
+DATA_MARK, INDEX_MARK = b"PIPPIN-D", b"PIPPIN-I"
+HEADER = struct.Struct("<8sI16s32s16s")
+RECORD_MARK = b"\xf1Rec"
+FRAME = struct.Struct("<4sI16s")
+DIGEST_BYTES = 16
+
+Uses = dict[bytes, dict[int, int]]  # by segment and offset: the store's clock at the last use
+
+
+@dataclass(frozen=True)
+class Header:
+    mark: bytes
+    version: int
+    segment: bytes  # a random name, the same in both files
+    model: bytes
+
+    def encode(self) -> bytes:
+        fields = (self.mark, self.version, self.segment, self.model)
+        bare = HEADER.pack(*fields, b"")
+        return HEADER.pack(*fields, xxhash.xxh3_128_digest(bare))
+
+
+def decode_header(raw: bytes) -> Header | None:
+    """None if these are not the bytes of any header."""
+    if len(raw) < HEADER.size:
+        return None
+    mark, version, segment, model, _ = HEADER.unpack_from(raw)
+    header = Header(mark, version, segment, model)
+    return header if header.encode() == raw[: HEADER.size] else None
+
+
+def model_digest(fingerprint: bytes) -> bytes:
+    """A model's name in files, of this version: others' segments are other models'."""
+    version = VERSION.to_bytes(4, "little")
+    return hashlib.blake2b(version + fingerprint, digest_size=32, person=b"pippin model").digest()
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
+    """An entry whose payload is complete in the data file."""
+
+    offset: int
+    digest: bytes
+    use: int  # on the store's clock when it was written
+    chain: bytes
+    component: str
+    num_tokens: int
+    parent: bytes
+    start: int
+    tokens: bytes  # int32, little-endian
+    arrays: bytes  # msgpack; the same for very many entries, so it is decoded once
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """The entry at this offset is not wanted any more."""
+
+    offset: int
+
+
+_uses = msgspec.msgpack.Decoder(Uses)
+_records = msgspec.msgpack.Decoder(Put | Drop)
+_arrays = msgspec.msgpack.Decoder(tuple[tuple[str, str, tuple[int, ...], int | None], ...])
+
+
+def encode_arrays(arrays: tuple[ArraySpec, ...]) -> bytes:
+    return msgspec.msgpack.encode([(a.name, a.dtype, a.shape, a.token_axis) for a in arrays])
+
+
+@lru_cache(maxsize=4096)
+def decode_arrays(raw: bytes) -> tuple[ArraySpec, ...]:
+    return tuple(ArraySpec(*fields) for fields in _arrays.decode(raw))
+
+
+def put_of(entry: Entry, offset: int, digest: bytes, use: int) -> Put:
+    key = entry.key
+    return Put(
+        *(offset, digest, use, key.chain, key.component.value, key.num_tokens, entry.parent),
+        *(entry.start, little_endian(entry.tokens), encode_arrays(entry.arrays)),
+    )
+
+
+def entry_of(put: Put) -> Entry:
+    """Raises ValueError for what no version of ours has written."""
+    key = Key(put.chain, Component(put.component), put.num_tokens)
+    arrays = decode_arrays(put.arrays)
+    return Entry(key, put.parent, put.start, little_endian(put.tokens), arrays)
+
+
+def payload_digest(model: bytes, entry: Entry, blocks: Sequence[bytes]) -> bytes:
+    """Of an entry whose blocks have these digests."""
+    key = entry.key
+    named = (model, key.chain, key.component.value, key.num_tokens, encode_arrays(entry.arrays))
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode((named, *blocks)))
+
+
+def encode_record(record: Put | Drop, segment: bytes, at: int) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return FRAME.pack(RECORD_MARK, len(body), _record_digest(body, segment, at)) + body
+
+
+@dataclass(frozen=True)
+class BadRecords:
+    """Bytes [start, end) of an index that are no record."""
+
+    start: int
+    end: int
+
+
+def decode_records(raw: bytes, segment: bytes) -> Iterator[Put | Drop | BadRecords]:
+    """All records of an index file after its header. What is no record is one BadRecords."""
+    at, broken = HEADER.size, -1
+    while at < len(raw):
+        end = _record_end(raw, segment, at)
+        if end is None:
+            broken = at if broken < 0 else broken
+            at = raw.find(RECORD_MARK, at + 1)  # perhaps the next one is sound
+            if at < 0:
+                break
+            continue
+        if broken >= 0:
+            yield BadRecords(broken, at)
+            broken = -1
+        yield _records.decode(memoryview(raw)[at + FRAME.size : end])
+        at = end
+    if broken >= 0:
+        yield BadRecords(broken, len(raw))
+
+
+def _record_end(raw: bytes, segment: bytes, at: int) -> int | None:
+    if len(raw) - at < FRAME.size:
+        return None
+    mark, length, digest = FRAME.unpack_from(raw, at)
+    begin = at + FRAME.size
+    body = memoryview(raw)[begin : begin + length]
+    if mark != RECORD_MARK or len(body) < length or digest != _record_digest(body, segment, at):
+        return None
+    return begin + int(length)
+
+
+def _record_digest(body: bytes | memoryview, segment: bytes, at: int) -> bytes:
+    digest = xxhash.xxh3_128(segment + struct.pack("<QI", at, len(body)))
+    digest.update(body)
+    return digest.digest()
+
+
+def encode_recency(uses: Uses, model: bytes) -> bytes:
+    body = msgspec.msgpack.encode(uses)
+    return xxhash.xxh3_128_digest(model + body) + body
+
+
+def decode_recency(raw: bytes, model: bytes) -> Uses | None:
+    """None if these are not the bytes that were written."""
+    digest, body = raw[:DIGEST_BYTES], raw[DIGEST_BYTES:]
+    if digest != xxhash.xxh3_128_digest(model + body):
+        return None
+    return _uses.decode(body)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Where an entry lies."""
+
+    entry: Entry
+    segment: Segment
+    offset: int
+    digest: bytes
+    use: int  # on the store's clock; the segment keeps the sum (`Segment.use_bytes`)
+
+
+class Segment:
+    def __init__(
+        self, files: Files, path: Path, name: bytes, model: bytes, handles: tuple[int, int]
+    ) -> None:
+        self.files = files
+        self.path = path  # of the data file
+        self.name = name
+        self.model = model
+        self.data_size = HEADER.size  # up to the end of the last entry
+        self.index_size = HEADER.size
+        self.slots: dict[Key, Slot] = {}  # those that are wanted
+        self.live_bytes = 0
+        self.use_bytes = 0  # sum of use x bytes over `slots`: the mean use is a division
+        self.broken = False  # a write failed and could not be undone: nothing more is appended
+        self._data, self._index = handles
+        self._readers = 0
+        self._gone = False
+        self._lock = Lock()
+
+    @classmethod
+    def create(cls, files: Files, path: Path, model: bytes) -> Segment:
+        name = os.urandom(16)
+        data = files.create(path)
+        try:
+            files.write(data, 0, [Header(DATA_MARK, VERSION, name, model).encode()])
+            index = files.create(index_path(path))
+        except OSError:
+            os.close(data)
+            files.remove(path)
+            raise
+        segment = cls(files, path, name, model, (data, index))
+        try:
+            files.write(index, 0, [Header(INDEX_MARK, VERSION, name, model).encode()])
+        except OSError:
+            segment.remove()
+            raise
+        return segment
+
+    @property
+    def nbytes(self) -> int:
+        """Of both files."""
+        return self.data_size + self.index_size
+
+    @property
+    def mean_use(self) -> float:
+        return self.use_bytes / self.live_bytes if self.live_bytes else -1.0
+
+    def add_entry(self, slot: Slot) -> None:
+        """Count an entry as wanted."""
+        self.slots[slot.entry.key] = slot
+        self.live_bytes += slot.entry.nbytes
+        self.use_bytes += slot.use * slot.entry.nbytes
+
+    def remove_entry(self, slot: Slot) -> None:
+        del self.slots[slot.entry.key]
+        self.live_bytes -= slot.entry.nbytes
+        self.use_bytes -= slot.use * slot.entry.nbytes
+
+    def used(self, slot: Slot, use: int) -> None:
+        self.use_bytes += (use - slot.use) * slot.entry.nbytes
+        slot.use = use
+
+    def append(self, entry: Entry, data: Sequence[Bytes], use: int) -> Slot:
+        """Write an entry at the end; an error leaves the segment as it was."""
+        digest = payload_digest(self.model, entry, [block.digest() for block in divided(data)])
+        slot = Slot(entry, self, self.data_size, digest, use)
+        record = put_of(entry, slot.offset, digest, use)
+        try:
+            self.files.write(self._data, slot.offset, data)
+            written = self._append_record(record)
+        except OSError:
+            self._undo_append()
+            raise
+        self.data_size += entry.nbytes
+        self.index_size += written
+        return slot
+
+    def note_drops(self, offsets: Iterable[int]) -> int:
+        """Write down that the entries there are not wanted; returns the bytes written."""
+        before = self.index_size
+        try:
+            for offset in offsets:
+                self.index_size += self._append_record(Drop(offset))
+        except OSError:
+            self._undo_append()
+            raise
+        return self.index_size - before
+
+    def read(self, slot: Slot, into: Sequence[Bytes]) -> bool:
+        """Fetch a payload; whether it is, to the bit, what was written. Any thread may call."""
+        return self.verifies(slot, [self.read_block(slot, block) for block in divided(into)])
+
+    def read_block(self, slot: Slot, block: Block) -> bytes:
+        """Fetch a part of a payload; returns its digest, or none where the file ends before it."""
+        found = read_into(self._data, self.path, slot.offset + block.at, block.parts)
+        return block.digest() if found == block.nbytes else b""
+
+    def verifies(self, slot: Slot, digests: Sequence[bytes]) -> bool:
+        """Whether a payload of these blocks is what was written."""
+        return payload_digest(self.model, slot.entry, digests) == slot.digest
+
+    def rewrite_index(self, puts: Iterable[Put]) -> None:
+        """An index of these records alone, in place of the one there is."""
+        content = bytearray(Header(INDEX_MARK, VERSION, self.name, self.model).encode())
+        for put in puts:
+            content += encode_record(put, self.name, len(content))
+        self.files.replace(index_path(self.path), bytes(content))
+        os.close(self._index)
+        self._index = self.files.open(index_path(self.path), read_only=False)
+        self.index_size = len(content)
+
+    def cut_tail(self) -> None:
+        """Cut off what a crash left behind the last entry."""
+        self.files.truncate(self._data, self.data_size)
+
+    def sync(self) -> None:
+        self.files.sync(self._data)
+        self.files.sync(self._index)
+
+    def pin(self) -> None:
+        """The files stay open until `unpin`, also if they are removed."""
+        with self._lock:
+            self._readers += 1
+
+    def unpin(self) -> None:
+        with self._lock:
+            self._readers -= 1
+            self._close_if_idle()
+
+    def close(self) -> None:
+        with self._lock:
+            self._gone = True
+            self._close_if_idle()
+
+    def remove(self) -> None:
+        try:
+            remove_segment(self.files, self.path)
+        finally:
+            self.close()
+
+    def _append_record(self, record: Put | Drop) -> int:
+        raw = encode_record(record, self.name, self.index_size)
+        self.files.write(self._index, self.index_size, [raw])
+        return len(raw)
+
+    def _undo_append(self) -> None:
+        try:
+            self.files.truncate(self._index, self.index_size)
+            self.files.truncate(self._data, self.data_size)
+        except OSError:
+            logger.exception("%s: a failed write could not be undone", self.path)
+            self.broken = True
+
+    def _close_if_idle(self) -> None:
+        if self._gone and not self._readers and self._data >= 0:
+            os.close(self._data)
+            os.close(self._index)
+            self._data = self._index = -1

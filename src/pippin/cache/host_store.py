@@ -1,0 +1,276 @@
+"""A piece of memory that is filled from its beginning, and the entries that lie in it.
+
+    [ entry | entry | gap | entry | gap | entry | room ]
+                                                end
+
+An entry lies in one piece. Gaps are where entries were; `moves` says how the others close them.
+Knows no threads: the caller has a lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from pippin.cache.entries import entry as blocks
+from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded, Workers, divided
+from pippin.cache.entries.entry_store import Destination, EntryIndex, StoreCounters, check_sizes
+
+ALIGNMENT = 256
+
+
+@dataclass(eq=False)
+class Kept:
+    entry: Entry
+    area: Area
+    at: int
+    use: int  # the store's clock at the last use
+    digests: list[int] = field(default_factory=list)  # of each block
+
+    @property
+    def nbytes(self) -> int:
+        return aligned(self.entry.nbytes)
+
+
+@dataclass(eq=False)
+class Area:
+    memory: Bytes
+    kept: dict[Key, Kept] = field(default_factory=dict)  # in the order of their places
+    end: int = 0
+    num_readers: int = 0
+    moving: bool = False  # entries close gaps: no read may start here
+
+    @property
+    def size(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(kept.nbytes for kept in self.kept.values())
+
+    @property
+    def last_use(self) -> float:
+        """On average."""
+        return sum(kept.use for kept in self.kept.values()) / max(len(self.kept), 1)
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.end + nbytes <= self.size
+
+    def has_gaps(self, nbytes: int) -> bool:
+        """Whether `nbytes` fit once gaps are closed."""
+        return self.kept_bytes + aligned(nbytes) <= self.size
+
+    def blocks(self, kept: Kept) -> list[Bytes]:
+        """The bytes of an entry, in blocks as `entries.blocks.divided` makes them."""
+        end, size = kept.at + kept.entry.nbytes, blocks.BLOCK_BYTES
+        return [self.memory[at : min(at + size, end)] for at in range(kept.at, end, size)]
+
+    def arrays(self, kept: Kept) -> tuple[Bytes, ...]:
+        """Of the whole entry."""
+        ends = itertools.accumulate((spec.nbytes for spec in kept.entry.arrays), initial=kept.at)
+        return tuple(self.memory[at:end] for at, end in itertools.pairwise(ends))
+
+    def add(self, kept: Kept) -> None:
+        assert kept.at == self.end
+        self.kept[kept.entry.key] = kept
+        self.end += kept.nbytes
+
+    def unused_longest(self) -> list[Kept]:
+        """Those used no later than the average: at least one, where there are any."""
+        average = self.last_use
+        return [kept for kept in self.kept.values() if kept.use <= average]
+
+    def moves(self) -> list[tuple[Kept, int]]:
+        """The new place of each entry, in an order in which none overwrites another."""
+        found: list[tuple[Kept, int]] = []
+        end = 0
+        for kept in self.kept.values():
+            found.append((kept, end))
+            end += kept.nbytes
+        return found
+
+    def move(self, kept: Kept, at: int) -> None:
+        """Bytes alone; its place is noted by `note_moves`."""
+        if at != kept.at:
+            nbytes = kept.entry.nbytes
+            self.memory[at : at + nbytes] = self.memory[kept.at : kept.at + nbytes]
+
+    def note_moves(self, moves: list[tuple[Kept, int]]) -> None:
+        self.end = 0
+        for kept, at in moves:
+            kept.at = at
+            self.end = at + kept.nbytes
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+NUM_AREAS = 16  # at least, where entries are small enough
+MOST_AREA_BYTES = 256 << 20
+NUM_THREADS = 4
+
+
+class PinnedEntry(NamedTuple):
+    """An entry that stays where it is until `unpin`, which is called once."""
+
+    loaded: Loaded
+    unpin: Callable[[], None]
+
+
+class HostStore(EntryIndex[Kept]):
+    fingerprint = b"of this process"
+
+    def __init__(self, max_bytes: int, allocate: Callable[[int], Bytes], entry_bytes: int) -> None:
+        """`entry_bytes`: of the largest entry. Raises what `allocate` raises."""
+        super().__init__()
+        size = area_bytes(max_bytes, entry_bytes)
+        self._max_bytes = max_bytes
+        self._areas = [Area(allocate(size)) for _ in range(max_bytes // size)]
+        self._workers = Workers("pippin-host-read", NUM_THREADS)
+
+    # ---- writing ---------------------------------------------------------------------------
+
+    def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+        kept = self.keep(entry, data)
+        if not kept:
+            self.count(write_errors=1)
+        return kept
+
+    def keep(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+        """As `write`; where there is no room while all areas are being read, that is no error."""
+        check_sizes(entry, data)
+        if entry.key in self:
+            return True
+        area = self._make_room(entry.nbytes)
+        if area is None:
+            return False
+        kept = Kept(entry, area, area.end, self.next_use())
+        at = kept.at
+        for block in divided(data):
+            begin = at
+            for part in block.parts:
+                area.memory[at : at + len(part)] = np.frombuffer(part, np.uint8)
+                at += len(part)
+            kept.digests.append(_digest(area.memory[begin:at]))
+        with self._lock:
+            area.add(kept)
+            self._places[entry.key] = kept
+        nbytes = entry.nbytes
+        self.count(bytes=nbytes, written=1, written_bytes=nbytes, kept_bytes=nbytes)
+        return True
+
+    def _make_room(self, nbytes: int) -> Area | None:
+        """An area with `nbytes` of room at its end; None while all areas are being read."""
+        while True:
+            with self._lock:
+                area = next((area for area in self._areas if area.has_room(nbytes)), None)
+                if area is not None:
+                    return area
+                area = self._area_to_tidy(nbytes)
+                if area is None:
+                    return None
+                while not area.has_gaps(nbytes):
+                    for kept in area.unused_longest():
+                        self.lose(kept, "evicted")
+                area.moving = True
+                moves = area.moves()
+            for kept, at in moves:
+                area.move(kept, at)
+            with self._lock:
+                area.note_moves(moves)
+                area.moving = False
+                self._lock.notify_all()
+
+    def _area_to_tidy(self, nbytes: int) -> Area | None:
+        free = [area for area in self._areas if not area.num_readers and area.size >= nbytes]
+        gaping = [area for area in free if area.has_gaps(nbytes)]
+        return min(gaping or free, key=lambda area: area.last_use, default=None)
+
+    # ---- reading ---------------------------------------------------------------------------
+
+    def read(
+        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
+    ) -> list[Loaded | None]:
+        pinned_entries = [self.pin(key) for key in keys]
+        try:
+            copies: list[tuple[Bytes, Bytes]] = []
+            loaded: list[Loaded | None] = []
+            for number, pinned in enumerate(pinned_entries):
+                if pinned is None:
+                    loaded.append(None)
+                    continue
+                entry, sources = pinned.loaded.entry, pinned.loaded.arrays
+                to = entry.new_buffers() if into is None else into[number]
+                copies += zip(to, sources, strict=True)
+                loaded.append(Loaded(entry, tuple(to)))
+            self._workers.map(_copy, copies, sum(to.nbytes for to, _ in copies))
+        finally:
+            for pinned in pinned_entries:
+                if pinned is not None:
+                    pinned.unpin()
+        return loaded
+
+    def pin(self, key: Key) -> PinnedEntry | None:
+        """An entry, verified, where it lies."""
+        with self._lock:
+            while (kept := self._places.get(key)) is not None and kept.area.moving:
+                self._lock.wait()
+            if kept is None:
+                self.count(misses=1)
+                return None
+            area = kept.area
+            area.num_readers += 1
+
+        def unpin() -> None:
+            with self._lock:
+                area.num_readers -= 1
+
+        if self._workers.map(_digest, area.blocks(kept), kept.entry.nbytes) != kept.digests:
+            unpin()
+            self.lose(kept, "damaged")
+            self.count(misses=1)
+            return None
+        self.count(hits=1, read_bytes=kept.entry.nbytes)
+        return PinnedEntry(Loaded(kept.entry, area.arrays(kept)), unpin)
+
+    # ---- the rest --------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Nothing here outlives the process."""
+
+    def counters(self) -> StoreCounters:
+        return StoreCounters(entries=len(self), max_bytes=self._max_bytes, **self.counts())
+
+    def close(self) -> None:
+        self._workers.close()
+        self._places.clear()
+        self._areas.clear()
+
+    def _drop(self, place: Kept) -> None:
+        super()._drop(place)
+        del place.area.kept[place.entry.key]
+        self.count(bytes=-place.entry.nbytes)
+
+
+def area_bytes(max_bytes: int, entry_bytes: int) -> int:
+    """A power of two: pinned memory is allocated in these. Raises ValueError if none fits."""
+    least = 1 << max(aligned(entry_bytes) - 1, 1).bit_length()
+    if max_bytes < least:
+        raise ValueError(f"{max_bytes:,} bytes hold no entry: use {least:,} or more")
+    most = 1 << (max(max_bytes // NUM_AREAS, 1).bit_length() - 1)
+    return max(least, min(most, MOST_AREA_BYTES))
+
+
+def _copy(copy: tuple[Bytes, Bytes]) -> None:
+    to, source = copy
+    to[:] = source
+
+
+def _digest(data: Bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data.data)

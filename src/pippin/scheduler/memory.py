@@ -1,0 +1,213 @@
+"""What running requests claim of the budget: rows that grow, captures and checkpoints in flight.
+
+Knows what a row of a plan costs, as the backend says, and what to leave out when it does not fit;
+knows no queue and no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pippin.backends.base import Capture, Costs, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.scheduler.request import ByteBudget, Request, RunningSlot
+from pippin.types import Payload
+
+GROWTH_TOKENS = 256  # a row's claim grows by this much at a time
+
+
+@dataclass
+class Claims:
+    costs: Costs
+    budget: ByteBudget
+    cache: PrefixCache | None
+    _transient_bytes: int = 0  # of the plan that is being made
+
+    def __post_init__(self) -> None:
+        self._has_kv = any(component.divides for component in self.costs.spec.components)
+
+    def take_transient(self) -> int:
+        """What the plan that was made has claimed: to be released when it is committed."""
+        nbytes, self._transient_bytes = self._transient_bytes, 0
+        return nbytes
+
+    # ---- rows ------------------------------------------------------------------------------
+
+    def row_bytes(self, running: RunningSlot, num_tokens: int) -> int:
+        return self.costs.row_bytes(num_tokens, running.start_len)
+
+    def grow(self, running: RunningSlot, num_tokens: int) -> bool:
+        """Claim for a reply of `num_tokens` and some more, or failing that just for it."""
+        ahead = min(running.request.max_total, num_tokens + GROWTH_TOKENS)
+        return self._resize(running, ahead) or self._resize(running, num_tokens)
+
+    def shortage(self, starved: Iterable[RunningSlot], others: Iterable[RunningSlot]) -> int:
+        """The bytes that `starved` rows lack for a token each, once checkpoints have been given up.
+
+        Checkpoints of replies only save time later on: they are dropped before a request waits.
+        """
+        need = sum(self.row_bytes(row, row.row_len + 1) - row.nbytes for row in starved)
+        for running in others:
+            while running.checkpoints and self.budget.available < need:
+                self._thin(running)
+        return need - self.budget.available
+
+    def _resize(self, running: RunningSlot, num_tokens: int) -> bool:
+        """A reply gives up checkpoints of its own before prefixes are evicted for it."""
+        extra = max(0, self.row_bytes(running, num_tokens) - running.nbytes)
+        while running.checkpoints and self.budget.free < extra:
+            self._thin(running)
+        if not self.budget.claim(extra):
+            return False
+        running.nbytes += extra
+        running.row_tokens = num_tokens
+        return True
+
+    def _shrink(self, running: RunningSlot) -> None:
+        """The row will not grow any more."""
+        surplus = running.nbytes - self.row_bytes(running, running.row_len)
+        if surplus > 0:
+            running.nbytes -= surplus
+            self.budget.release(surplus)
+
+    # ---- rows of a plan --------------------------------------------------------------------
+
+    def fit_retire(self, step: int, running: RunningSlot, *, captures: bool) -> Retire:
+        """Capture the row for the tree, if that is wanted and there is room for a copy."""
+        bare = Retire(running.slot)
+        if not captures or self.cache is None:
+            return bare
+        # Nothing kept the path in the tree while the reply grew: what is gone is captured again.
+        request = running.request
+        held = self.cache.num_cached(request.tokens(running.in_tree), request.salt)
+        start = min(running.in_tree, held)
+        if start == running.kept_len:
+            return bare
+        self._shrink(running)
+        whole = Retire(running.slot, start, running.kept_len, captures=True)
+        return whole if self._fits(StepPlan(step, retire=(whole,))) else bare
+
+    def fit_chunk(self, step: int, running: RunningSlot, row: PrefillRow) -> PrefillRow:
+        """The row as it is, with its last state alone, without states, or without captures.
+
+        Without its KV in the tree the chunks behind it would not connect: they capture nothing. A
+        model of states alone has no KV: where its last chunk leaves no state, the tree gets nothing
+        of it.
+        """
+        if not row.captures:
+            return row
+        choices = [row.checkpoints, row.checkpoints[-1:], ()]
+        if not self._has_kv and row.end == running.capture_len:
+            choices = choices[:2]
+        for checkpoints in choices:
+            kept = replace(row, checkpoints=checkpoints)
+            if self._fits(StepPlan(step, prefill=(kept,))):
+                return kept
+        running.lost_tree(running.in_tree)
+        return replace(row, checkpoints=(), captures=False)
+
+    def fit_checkpoint(self, step: int, running: RunningSlot, position: int) -> bool:
+        """Whether the state after `position` tokens of a reply can be kept in what is free.
+
+        It evicts no cached prefix: few requests branch off inside a reply, and many begin with a
+        prefix. Earlier checkpoints of the same reply make room: the last ones matter most.
+        """
+        plan = StepPlan(step, decode=(DecodeRow(running.slot, position - 1, checkpoint=True),))
+        nbytes = self.costs.transient_bytes(plan)
+        if self.budget.free < nbytes:
+            self._thin(running)
+        return self._take(nbytes, self.budget.claim_free(nbytes))
+
+    def _fits(self, plan: StepPlan) -> bool:
+        nbytes = self.costs.transient_bytes(plan)
+        return self._take(nbytes, self.budget.claim(nbytes))
+
+    def _take(self, nbytes: int, claimed: bool) -> bool:
+        self._transient_bytes += nbytes if claimed else 0
+        return claimed
+
+    def _thin(self, running: RunningSlot) -> None:
+        """Keep half of a reply's checkpoints."""
+        assert self.cache is not None
+        kept = self.cache.policy.thinned(list(running.checkpoints), len(running.checkpoints) // 2)
+        running.drop_checkpoints(set(running.checkpoints).difference(kept), self.budget)
+
+
+class Inserted(NamedTuple):
+    """The tree holds so much of a request's tokens."""
+
+    request: Request
+    length: int
+    whole: bool  # all of its prompt, or of its reply
+
+
+def take_captures(
+    captures: Sequence[Capture],
+    owners: Mapping[int, RunningSlot],
+    retired: Mapping[int, RunningSlot],
+    cache: PrefixCache,
+    budget: ByteBudget,
+) -> list[Inserted]:
+    """Insert a committed step's captures under the tokens of the request that had the slot then.
+
+    States of a growing reply have no path in the tree yet: their `RunningSlot` keeps them until it
+    retires, when one or more captures bring the KV they belong to. They come first, so that the
+    bytes which the step had claimed are theirs before the tree grows into them.
+    """
+    to_insert: list[tuple[Capture, RunningSlot]] = []
+    for capture in captures:
+        running = (retired if capture.retired else owners)[capture.slot]
+        if running.tainted:
+            capture.release()
+        elif not capture.retired and capture.start >= running.prefill_len:
+            running.keep_checkpoints(capture.states, budget)
+        else:
+            to_insert.append((capture, running))
+    inserted: list[Inserted] = []
+    for capture, running in to_insert:
+        if _insert(capture, running, cache, budget):
+            whole = capture.retired or capture.end == running.capture_len
+            inserted.append(Inserted(running.request, capture.end, whole))
+    return inserted
+
+
+def _insert(capture: Capture, running: RunningSlot, cache: PrefixCache, budget: ByteBudget) -> bool:
+    """Whether it connected to what the tree holds."""
+    request = running.request
+    states = dict(capture.states)
+    if capture.retired:
+        states |= _checkpoints_up_to(capture, running, budget)
+    placements = cache.policy.placements(
+        capture.start,
+        capture.end,
+        prompt_len=running.prefill_len,
+        boundaries=request.boundaries,
+        branch=running.branch,
+    )
+    tokens = request.tokens(capture.end)
+    found = cache.insert(
+        tokens,
+        capture.start,
+        capture.kv,
+        states,
+        capture.hidden,
+        salt=request.salt,
+        placements=placements,
+    )
+    if not found.inserted:
+        running.lost_tree(capture.start - found.gap)
+        return False
+    running.entered_tree(capture.end)
+    if not capture.retired and capture.end < running.capture_len:  # the next chunk connects to it
+        running.move_tip(cache, cache.lock(found))
+    return True
+
+
+def _checkpoints_up_to(
+    capture: Capture, running: RunningSlot, budget: ByteBudget
+) -> dict[int, Payload]:
+    """What `capture` carries into the tree beside its own; a state it has itself stays behind."""
+    usable = [at for at in running.checkpoints if at <= capture.end and at not in capture.states]
+    return running.take_checkpoints(usable, budget)

@@ -1,0 +1,400 @@
+"""Replies that obey a grammar: what their rows may draw, and what is known before it is drawn.
+
+Knows no slots and no bytes. A grammar that raises ends its own request.
+
+    reply:  [ drawn | drawn | forced, forced, forced ]
+                        └ the last one that its grammar needed to see
+
+A token that a grammar forces is part of the reply as soon as the one before it is known: clients
+have it, and a step may run several such tokens at once. A row that draws at a place whose token is
+known draws that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pippin.backends.base import DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.masks import allow_only, full_masks
+from pippin.cache.policy import CheckpointPolicy
+from pippin.decode.compile import CompiledGrammar, Grammar, GrammarCompiler, large_stacks
+from pippin.errors import PippinError
+from pippin.scheduler.memory import Claims
+from pippin.scheduler.request import Request, RunningSlot, Stage
+from pippin.scheduler.speculation import NO_DRAFT, Draft, Speculation
+from pippin.types import GRID, FinishReason, GrammarSpec
+
+Fail = Callable[[Request, Exception], None]  # ends a request with an error
+NUM_THREADS = 2  # that follow slow grammars: all of them busy, the next slow one waits for them
+
+
+@dataclass
+class Compiling:
+    """Requests whose grammars are being compiled: they are not in the queue yet."""
+
+    compiler: GrammarCompiler | None  # None: requests have no grammars
+    on_compiled: Callable[[list[str]], None] = lambda ids: None
+    num_tokens: int = 0  # of these requests
+    _pending: dict[Request, Future[CompiledGrammar]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, request: Request, spec: GrammarSpec) -> None:
+        assert self.compiler is not None, "this scheduler was made without a compiler"
+        request.phase = "compiling"
+        self._pending[request] = self.compiler.compile(spec)
+        self.num_tokens += request.num_queued
+
+    def remove(self, request: Request) -> None:
+        if self._pending.pop(request, None) is not None:
+            self.num_tokens -= request.num_queued
+
+    def trim(self) -> None:
+        """A reply ended: a grammar that has grown with it is forgotten."""
+        if self.compiler is not None:
+            self.compiler.trim()
+
+    def take_done(self, fail: Fail) -> list[Request]:
+        """Those that may start now, in order of arrival; what is no grammar ends its request."""
+        done = [request for request, future in self._pending.items() if future.done()]
+        ready = []
+        for request in done:
+            future = self._pending[request]
+            if (error := future.exception()) is not None:
+                fail(request, client_error(error))
+                continue
+            self.remove(request)
+            request.follow(future.result().copy())
+            ready.append(request)
+        if ready:
+            self.on_compiled([request.id for request in ready])
+        return ready
+
+    def wait(self, seconds: float) -> None:
+        """Until one is compiled, where nothing else is to be done."""
+        if self._pending:
+            wait(self._pending.values(), seconds, return_when=FIRST_COMPLETED)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a grammar says of the place behind the last known token."""
+
+    forced: list[int]  # known now: the place is behind them
+    finished: bool
+    mask: np.ndarray  # int32 [words], packed
+
+
+@dataclass
+class Following:
+    """Replies whose grammars are slow. Threads follow these: no step has a row of such a reply
+    before its mask is there, so none waits for it."""
+
+    vocab_size: int
+    _pending: dict[Request, Future[Followed]] = field(default_factory=dict)
+    _threads: ThreadPoolExecutor | None = None
+
+    @property
+    def num_coming(self) -> int:
+        """Those that are not in the queue yet."""
+        return sum(request.phase == "compiling" for request in self._pending)
+
+    @property
+    def num_coming_tokens(self) -> int:
+        pending = self._pending
+        return sum(request.num_queued for request in pending if request.phase == "compiling")
+
+    def start(self, request: Request, tokens: Sequence[int] = ()) -> None:
+        """Append `tokens` to what its grammar has followed, and make the mask behind them."""
+        assert request.grammar is not None
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="follow")
+        request.mask, request.followed = None, True
+        with large_stacks():  # of a thread that this may start
+            self._pending[request] = self._threads.submit(
+                _follow, request.grammar, list(tokens), self.vocab_size, request.runs_ahead
+            )
+
+    def remove(self, request: Request) -> None:
+        if (future := self._pending.pop(request, None)) is not None:
+            future.cancel()
+
+    def take_done(self) -> list[tuple[Request, Future[Followed]]]:
+        done = [(request, future) for request, future in self._pending.items() if future.done()]
+        for request, _ in done:
+            del self._pending[request]
+            request.followed = False
+        return done
+
+    def wait(self, seconds: float) -> None:
+        """Until one is done, where nothing else is to be done."""
+        if self._pending:
+            wait(self._pending.values(), seconds, return_when=FIRST_COMPLETED)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _follow(grammar: Grammar, tokens: Sequence[int], vocab_size: int, runs_ahead: bool) -> Followed:
+    """In a thread. The mask is first: it is made without Python's lock, and what is forced is
+    cheap to say then."""
+    if tokens:
+        grammar.advance(tokens)
+    mask = full_masks(1, vocab_size)[0]
+    if grammar.finished:
+        return Followed([], True, mask)
+    grammar.fill_mask(mask)
+    forced = grammar.forced()
+    if forced and not (tokens and runs_ahead):
+        allow_only(mask, forced[0])
+        return Followed([], False, mask)
+    if forced:
+        grammar.advance(forced)
+        if not grammar.finished:
+            grammar.fill_mask(mask)
+    return Followed(forced, grammar.finished, mask)
+
+
+def make_masks(
+    plan: StepPlan, owners: Mapping[int, RunningSlot], vocab_size: int, fail: Fail
+) -> np.ndarray:
+    """What the plan's grammar rows may draw, once every earlier step is committed."""
+    masks = full_masks(len(plan.masked_rows), vocab_size)
+    for mask, row in zip(masks, plan.masked_rows, strict=True):
+        request = owners[row.slot].request
+        if row.end < request.num_tokens:
+            allow_only(mask, request.token(row.end))
+        elif request.mask is not None:
+            mask[:] = request.mask
+        elif request.running and request.grammar is not None:
+            try:
+                _fill(mask, request.grammar, request)
+            except Exception as error:  # whatever a grammar's library raises
+                mask[:] = -1
+                fail(request, client_error(error))
+    return masks
+
+
+def _fill(mask: np.ndarray, grammar: Grammar, request: Request) -> None:
+    appended = request.runs_ahead and bool(request.output)  # what was forced is in the reply by now
+    forced = [] if appended else grammar.forced()
+    if forced:
+        allow_only(mask, forced[0])
+    else:
+        grammar.fill_mask(mask)
+
+
+def append_tokens(
+    request: Request, sampled: Sequence[int], *, in_thread: bool = False
+) -> tuple[list[int], FinishReason | None]:
+    """Append what was sampled, and what the request's grammar forces after it.
+
+    `in_thread`: the grammar is left to a thread.
+
+    Returns these tokens, and why the last of them ends the reply.
+    """
+    tokens = list(sampled)
+    reasons = [request.append(token) for token in tokens]
+    assert not any(reasons[:-1]), "no draft is accepted behind the end of a reply"
+    reason = reasons[-1]
+    grammar = request.grammar
+    if grammar is None or in_thread:
+        return tokens, reason
+    grammar.advance(tokens)
+    forced = grammar.forced() if request.runs_ahead and reason is None else []
+    known, reason = append_forced(request, forced) if forced else ([], reason)
+    tokens += known
+    if len(tokens) > len(sampled):
+        grammar.advance(tokens[len(sampled) :])
+    return tokens, "stop" if reason is None and grammar.finished else reason
+
+
+def append_forced(request: Request, forced: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+    """Append these up to the reply's end; which, and why it ends."""
+    tokens: list[int] = []
+    for token in forced:
+        tokens.append(token)
+        if (reason := request.append(token)) is not None:
+            return tokens, reason
+    return tokens, None
+
+
+def client_error(error: BaseException) -> Exception:
+    """As a client gets it: our own errors as they are, a library's after what failed."""
+    if isinstance(error, PippinError):
+        return error
+    return PippinError(f"the grammar failed: {str(error) or repr(error)}")
+
+
+# Whether chunks of these lengths are to be run beside so many streams, their own among them.
+PaysOff = Callable[[Sequence[int], int], bool]
+
+
+@dataclass
+class ReplyRows:
+    """A step's rows of replies."""
+
+    decode: list[DecodeRow] = field(default_factory=list)
+    chunks: list[PrefillRow] = field(default_factory=list)
+    starved: list[RunningSlot] = field(default_factory=list)  # they have no bytes to grow into
+
+    @property
+    def num_streams(self) -> int:
+        return len(self.decode) + len(self.chunks)
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(row.depth for row in self.decode)
+
+
+@dataclass(frozen=True)
+class ReplyPlanner:
+    claims: Claims
+    policy: CheckpointPolicy | None  # None: replies are not cached
+    has_states: bool  # the model is recurrent: a growing reply leaves checkpoints
+    runs_chunks: bool = True  # False: also tokens that are known run one by one
+    speculation: Speculation | None = None  # None: no drafts
+
+    def plan(
+        self,
+        step: int,
+        running_slots: Iterable[RunningSlot],
+        pays_off: PaysOff,
+        *,
+        prompts_start: bool = False,
+    ) -> ReplyRows:
+        """A row for each reply that goes on. `prompts_start`: some may, in this step."""
+        running_slots = list(running_slots)
+        going_on = [h for h in running_slots if self._samples(h) or self.runs_last_token(h)]
+        ends = self._chunk_ends(going_on, pays_off)
+        going = any(running.request.phase == "prefill" for running in running_slots)
+        beside_prompts = prompts_start or going
+        rows, drafts = ReplyRows(), self._drafts(step, going_on, beside_prompts)
+        for running in going_on:
+            if running in ends and self._fits(running, ends[running]):
+                rows.chunks.append(self._chunk(step, running, ends[running]))
+            elif (draft := self._fitting(running, drafts.get(running, NO_DRAFT))) is not None:
+                rows.decode.append(self._token(step, running, draft))
+            elif self._samples(running):
+                rows.starved.append(running)
+            else:
+                running.enter(Stage.CLOSED)
+        return rows
+
+    def _drafts(
+        self, step: int, going_on: Sequence[RunningSlot], beside_prompts: bool
+    ) -> dict[RunningSlot, Draft]:
+        if self.speculation is None:
+            return {}
+        sampling = [running for running in going_on if self._samples(running)]
+        return self.speculation.draft(step, sampling, len(going_on), beside_prompts=beside_prompts)
+
+    def _fitting(self, running: RunningSlot, draft: Draft) -> Draft | None:
+        """What the next row verifies, if anything; None if there are no bytes for its token."""
+        end = running.row_len + 1
+        if self._fits(running, end + draft.depth):
+            return draft
+        return NO_DRAFT if draft.depth and self._fits(running, end) else None
+
+    def _fits(self, running: RunningSlot, end: int) -> bool:
+        return end <= running.row_tokens or self.claims.grow(running, end)
+
+    def _samples(self, running: RunningSlot) -> bool:
+        request = running.request
+        if request.phase != "decode" or not request.samples_left:
+            return False
+        return running.stage is Stage.RUNNING and not request.waits_for_mask
+
+    def _token(self, step: int, running: RunningSlot, draft: Draft) -> DecodeRow:
+        request, position = running.request, running.row_len
+        end = position + 1 + draft.depth
+        # Of a reply that has ended the next token to run is drawn once more, if it is not the last.
+        samples = self._samples(running) or (not request.running and end < request.num_tokens)
+        running.plan_tokens(step, end, samples=samples, depth=draft.depth)
+        running.num_drafts = draft.num_drafts
+        masked = request.grammar is not None
+        checkpoint = self._keeps_checkpoint(step, running, end - end % GRID, position)
+        return DecodeRow(
+            running.slot,
+            position,
+            samples,
+            checkpoint,
+            masked,
+            draft.depth,
+            draft.proposal,
+            draft.num_drafts,
+        )
+
+    # ---- tokens that are known beforehand --------------------------------------------------
+
+    def _chunk_ends(
+        self, going_on: Sequence[RunningSlot], pays_off: PaysOff
+    ) -> dict[RunningSlot, int]:
+        """Where the chunks end that this step runs of replies."""
+        if not self.runs_chunks:
+            return {}
+        ends = {
+            running: self._end_of_known(running)
+            for running in going_on
+            if running.num_known > 1 and self._samples(running)
+        }
+        ends = {running: end for running, end in ends.items() if end > running.row_len + 1}
+        lengths = [end - running.row_len for running, end in ends.items()]
+        return ends if lengths and pays_off(lengths, len(going_on)) else {}
+
+    def _end_of_known(self, running: RunningSlot) -> int:
+        """A checkpoint is captured by the row of one token that reaches it: stop short of it."""
+        end = running.request.num_tokens
+        if self.policy is None or not self.has_states:
+            return end
+        grid = range((running.row_len // GRID + 1) * GRID, end + 1, GRID)
+        return next((at - 1 for at in grid if self.policy.captures_decode(at)), end)
+
+    def _chunk(self, step: int, running: RunningSlot, end: int) -> PrefillRow:
+        start = running.row_len
+        running.plan_tokens(step, end, samples=True)
+        tokens = running.request.tokens(end)[start:]
+        return PrefillRow(running.slot, start, tokens, samples=True, masked=True)
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def runs_last_token(self, running: RunningSlot) -> bool:
+        """Whether the end of a reply is still to be run, so that the tree gets all of it.
+
+        Once every sample is planned, the next step can do so before that token is known.
+        """
+        request = running.request
+        if self.policy is None or request.embeds or running.num_left > 0 or running.num_unsure:
+            return False
+        if running.stage is not Stage.RUNNING:
+            return False
+        if request.phase == "decode":
+            return not request.samples_left and running.row_len < request.max_total
+        return request.completed and not running.tainted and running.row_len < request.num_tokens
+
+    def retire(self, step: int, running: RunningSlot) -> Retire:
+        """The row's end; the tree gets what it holds of a reply that ended or is to be resumed."""
+        kept = running.request.completed or running.runs
+        captures = self.policy is not None and kept and running.is_exact
+        row = self.claims.fit_retire(step, running, captures=captures)
+        running.retire(row.end)
+        return row
+
+    def _keeps_checkpoint(self, step: int, running: RunningSlot, wanted: int, before: int) -> bool:
+        """Whether a state is to be kept of a row that grows past `wanted` tokens, and fits.
+
+        It is captured behind the row's input token: at `wanted` if the row has no drafts, or else
+        about there.
+        """
+        if wanted <= max(before, running.checkpoint_len):
+            return False
+        if self.policy is None or not self.has_states or not self.policy.captures_decode(wanted):
+            return False
+        running.checkpoint_len = wanted
+        return self.claims.fit_checkpoint(step, running, wanted)

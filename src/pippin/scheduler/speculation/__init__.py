@@ -1,1 +1,0 @@
-"""Several tokens a step: who drafts, and how many tokens. Knows no device and no bytes."""

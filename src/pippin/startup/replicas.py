@@ -1,0 +1,290 @@
+"""What to do when the engine ran out of memory while it loaded a model. Knows no backend.
+
+A backend that measures its memory names a remedy itself ("memory: ..."). This is for the others:
+an allocation that failed inside a library, or a process that the system killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import platform
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pippin.amounts import option_bytes, parse_bytes, parse_memory, show_bytes, split_amount
+from pippin.backends.host import THREAD_LIMITS, host_memory_bytes, num_threads
+from pippin.backends.nvidia import memory_bytes
+from pippin.config import Config, EngineConfig, ServerConfig
+from pippin.config.server import event_address
+from pippin.engine.engine_client import EngineClient
+from pippin.engine.engine_pool import EnginePool, Replica
+from pippin.errors import ConfigError, EngineDead, LoadError
+from pippin.messages import Ready
+from pippin.supervision.supervisor import Supervisor
+from pippin.text.tokenizer import read_json
+
+SIGNS = re.compile(
+    r"killed by SIGKILL|out of memory|bad_alloc|MemoryError|cannot allocate|unable to allocate"
+    r"|attempting to allocate|malloc|ENOMEM",
+    re.IGNORECASE,
+)
+
+
+def with_remedy(reason: str, config: Config) -> str:
+    """Why a resolved config's model could not be loaded, with a remedy if memory was too small."""
+    if reason.startswith("memory:") or not SIGNS.search(reason):
+        return reason
+    paths = [Path(path) for path in (config.model.model, config.engine.draft_model) if path]
+    files = [file for path in paths for file in path.glob("model*.safetensors")]
+    weights = sum(file.stat().st_size for file in files)
+    if "killed by SIGKILL" in reason:
+        reason += " while it loaded the model, probably because memory ran out"
+    return (
+        f"{reason}. The weights are {show_bytes(weights)} on disk, and this machine has "
+        f"{show_bytes(host_memory_bytes())} of memory{_float32(config)}: stop other programs, use "
+        "a smaller or quantized model, or lower --max-model-len and --max-running"
+    )
+
+
+def _float32(config: Config) -> str:
+    """16-bit weights take twice their size on disk on a CPU, unless they are left as they are."""
+    if config.model.dtype not in ("auto", "float32"):
+        return ""
+    return " (on a CPU 16-bit weights take twice that: --dtype bfloat16 keeps their size)"
+
+
+SHARE_OF_GPU, SHARE_OF_METAL, SHARE_OF_HOST = 0.85, 0.65, 0.5
+SPARE = 1.3  # buffers of steps, as a factor of the weights
+ENGINE_BYTES = 64_000_000
+LEAST_TOKENS = 4096  # of KV cache
+SIXTEEN_BITS = ("bfloat16", "float16")
+
+
+def budget_bytes(config: Config) -> int:
+    """`--memory` for all models together. `config` is resolved."""
+    amount, num_parts = split_amount(config.engine.memory)
+    of_gpu = memory_bytes() if config.model.backend == "torch" else None
+    device = of_gpu or host_memory_bytes()
+    if amount == "auto":
+        on_metal = platform.system() == "Darwin"
+        host_share = SHARE_OF_METAL if on_metal else SHARE_OF_HOST
+        return int(device * (SHARE_OF_GPU if of_gpu else host_share)) // num_parts
+    parsed = parse_memory(amount)
+    return (int(device * parsed) if isinstance(parsed, float) else parsed) // num_parts
+
+
+def least_bytes(config: Config) -> int:
+    """About what a model needs: its weights, buffers, and the keys and values of a short prompt."""
+    paths = [Path(path) for path in (config.model.model, config.engine.draft_model) if path]
+    checkpoint = read_json(paths[0] / "config.json")
+    text = checkpoint.get("text_config")
+    options: dict[str, Any] = {**checkpoint, **(text if isinstance(text, dict) else {})}
+    factor = _widening(config, options)
+    on_disk = sum(f.stat().st_size for path in paths for f in path.glob("model*.safetensors"))
+    return int(SPARE * factor * on_disk) + ENGINE_BYTES + _least_kv_bytes(config, options, factor)
+
+
+def divide(budget: int, leasts: Sequence[int]) -> list[int]:
+    """What each model claims. Each of `leasts` fits alone."""
+    largest = sorted(leasts, reverse=True)
+    together = max(k for k in range(1, len(largest) + 1) if sum(largest[:k]) <= budget)
+    spare = (budget - sum(largest[:together])) // together
+    return [least + spare for least in leasts]
+
+
+def check_fit(budget: int, config: Config, least: int) -> None:
+    if least > budget:
+        sharing = config.server.replicas_per_device
+        replicas = f" for {sharing} replicas" if sharing > 1 else ""
+        raise LoadError(
+            f"memory: the model {config.server.served_name} needs about {show_bytes(least)}"
+            f"{replicas}, and the budget for all models is {show_bytes(budget)}: use --memory "
+            f"{option_bytes(least)} or more, a smaller or quantized model, or a lower max-len"
+        )
+
+
+def _widening(config: Config, options: dict[str, Any]) -> int:
+    """On a CPU 16-bit weights are computed with as float32, unless a data type is given."""
+    stored = options.get("dtype") or options.get("torch_dtype")
+    on_cpu = platform.system() != "Darwin" and memory_bytes() is None
+    is_quantized = bool(options.get("quantization") or options.get("quantization_config"))
+    widened = config.model.dtype == "float32" or (config.model.dtype == "auto" and on_cpu)
+    return 2 if widened and not is_quantized and stored in SIXTEEN_BITS else 1
+
+
+def _least_kv_bytes(config: Config, options: dict[str, Any], factor: int) -> int:
+    """0 where config.json has other names for it."""
+    heads = options.get("num_key_value_heads") or options.get("num_attention_heads")
+    layers, hidden = options.get("num_hidden_layers"), options.get("hidden_size")
+    queries = options.get("num_attention_heads")
+    sizes = (heads, layers, hidden, queries)
+    if not all(isinstance(each, int) and each > 0 for each in sizes):
+        return 0
+    head_dim = options.get("head_dim") or math.ceil(hidden / queries)  # type: ignore[operator]
+    tokens = min(config.model.max_len or LEAST_TOKENS, LEAST_TOKENS)
+    return int(2 * layers * heads * head_dim * 2 * factor * tokens)  # type: ignore[operator]
+
+
+CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    config: Config
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def plan_replicas(config: Config) -> list[ReplicaPlan]:
+    """One for each replica. Raises ConfigError for options that replicas cannot have."""
+    count = config.server.num_replicas
+    if count > 1:
+        _check(config, count)
+    return [_plan(config, number, count) for number in range(count)]
+
+
+def _plan(config: Config, number: int, count: int) -> ReplicaPlan:
+    server = config.server
+    environment: dict[str, str] = {}
+    sharing = count
+    if server.devices is not None:
+        device = server.device_names[number]
+        sharing = server.device_names.count(device)
+        environment[CUDA_DEVICES] = device
+    if count == 1:
+        return ReplicaPlan(config, environment)
+    threads = str(max(num_threads() // count, 1))
+    environment |= dict.fromkeys(THREAD_LIMITS, threads)
+    own = replace(
+        config,
+        engine=_engine(config.engine, number, count, sharing),
+        server=_server(server, number),
+    )
+    return ReplicaPlan(own, environment)
+
+
+def _engine(engine: EngineConfig, number: int, count: int, sharing: int) -> EngineConfig:
+    amount, parts = split_amount(engine.memory)
+    folder = None if engine.cache_dir is None else Path(engine.cache_dir) / f"replica-{number}"
+    return replace(
+        engine,
+        memory=f"{amount}/{parts * sharing}" if parts * sharing > 1 else engine.memory,
+        host_cache=_divided("host_cache", engine.host_cache, count),
+        cache_dir=None if folder is None else str(folder),
+        disk=_divided("disk", engine.disk, count),
+    )
+
+
+def _divided(name: str, amount: str | None, count: int) -> str | None:
+    return None if amount is None else str(parse_bytes(name, amount) // count)
+
+
+def _server(server: ServerConfig, number: int) -> ServerConfig:
+    return replace(
+        server,
+        kv_events=_next_port("kv_events", server.kv_events, number),
+        kv_events_replay=_next_port("kv_events_replay", server.kv_events_replay, number),
+    )
+
+
+def _next_port(option: str, address: str | None, number: int) -> str | None:
+    if address is None:
+        return None
+    port = event_address(option, address)[1]
+    return f"{address.removesuffix(str(port))}{port + number}"
+
+
+def _check(config: Config, count: int) -> None:
+    if config.peers.role != "alone":
+        raise ConfigError(
+            f"role is {config.peers.role}, and there are {count} replicas: an engine of a pair "
+            "has a server of its own; remove --replicas and --devices, or --role"
+        )
+    server = config.server
+    if server.kv_events is None:
+        return
+    ports = [event_address("kv_events", server.kv_events)[1]]
+    if server.kv_events_replay is not None:
+        ports.append(event_address("kv_events_replay", server.kv_events_replay)[1])
+    if max(ports) + count - 1 > 65535 or (len(ports) > 1 and abs(ports[0] - ports[1]) < count):
+        raise ConfigError(
+            f"kv_events takes {count} ports, one for each replica, from the port of "
+            "--kv-events and of --kv-events-replay on: choose ports with as much room between them"
+        )
+
+
+logger = logging.getLogger(__name__)
+
+
+class SupervisedEngine:
+    def __init__(self, config: Config, on_loading: Callable[[str], None]) -> None:
+        """`config` is resolved; `on_loading` is called with each stage of the first load.
+
+        Raises ConfigError for options that replicas cannot have.
+        """
+        plans = plan_replicas(config)
+        self.engine: EngineClient | EnginePool
+        clients: list[EngineClient]
+        if len(plans) == 1:
+            self.engine = EngineClient()
+            clients = [self.engine]
+        else:
+            self.engine = EnginePool(len(plans))
+            clients = [*self.engine.replicas]
+        self._supervisors = [
+            Supervisor(
+                plan.config,
+                client,
+                on_loading,
+                environment=plan.environment,
+                replica=number if len(plans) > 1 else None,
+            )
+            for number, (plan, client) in enumerate(zip(plans, clients, strict=True))
+        ]
+        self.loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Until it is cancelled, or the engine was drained and has exited.
+
+        Raises LoadError if the model cannot be loaded, EngineDead after too many restarts.
+        """
+        if isinstance(self.engine, EnginePool):
+            works = [*map(self._keep, self.engine.replicas, self._supervisors)]
+        else:
+            works = [self._supervisors[0].run()]
+        running = [asyncio.create_task(work) for work in works]
+        loading = asyncio.create_task(self._load())
+        try:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in (loading, *running):
+                task.cancel()  # once: each stops its process then
+            await asyncio.gather(loading, *running, return_exceptions=True)
+
+    async def _load(self) -> None:
+        ready = [await supervisor.loaded for supervisor in self._supervisors]
+        num_slots = sum(each.num_slots for each in ready)
+        if not self.loaded.done():
+            self.loaded.set_result(msgspec.structs.replace(ready[0], num_slots=num_slots))
+
+    async def _keep(self, replica: Replica, supervisor: Supervisor) -> None:
+        """One that failed too often waits until it is wanted again, while another one serves."""
+        assert isinstance(self.engine, EnginePool)
+        while True:
+            try:
+                return await supervisor.run()
+            except EngineDead as error:
+                replica.give_up(error.message)
+                if not any(each.is_wanted.is_set() for each in self.engine.replicas):
+                    raise
+                logger.error("%s; this replica stays down, and others serve", error.message)
+            await replica.is_wanted.wait()
+            supervisor.forgive()

@@ -1,0 +1,279 @@
+"""What loading a model chose on mlx, and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
+
+from pippin import LLM
+from pippin.amounts import show_bytes
+from pippin.backends.host import num_threads
+from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.cpu.blas import load_fast_blas
+from pippin.backends.mlx.cpu.operations.check import TRIALS
+from pippin.backends.mlx.cpu.operations.library import (
+    OperationsReport,
+    find_library,
+    try_operations,
+)
+from pippin.backends.mlx.cpu.operations.linear import PackedLinear
+from pippin.backends.mlx.describe import describe
+from pippin.backends.mlx.device import device_info, max_buffers, on_cpu, on_metal
+from pippin.backends.mlx.environment import TF32, products_are_exact
+from pippin.backends.mlx.recurrent.gated_delta import gated_delta_chunked, gated_delta_step
+from pippin.config import Config
+from pippin.terminal.doctor.engine import CHAIN, PRODUCT_SIZE, launch_findings, product_finding
+from pippin.terminal.doctor.report import ISSUE, SAFE, Finding, checked
+
+
+def choices(llm: LLM) -> Iterator[Finding]:
+    config, backend = llm.config, _backend(llm)
+    yield Finding("type", f"{dtype_of(llm)}: {_why_dtype(config)}")
+    compiled, can_compile = backend.steps_are_compiled, backend.loaded.layout.compiles
+    steps = decode_steps(config, compiled=compiled, can_compile=can_compile)
+    yield Finding("decode steps", steps)
+    yield Finding("products", products(backend.loaded.model))
+    for name, value in describe(backend.loaded):
+        yield Finding(name, value)
+
+
+def products(model: Module) -> str:
+    """Whose, of how many linear layers."""
+    kinds: Counter[str] = Counter()
+    for _, part in model.named_modules():
+        if isinstance(part, PackedLinear):
+            kinds["packed, by Pippin's CPU operation"] += 1
+        elif isinstance(part, QuantizedLinear):
+            kinds["quantized, by mlx"] += 1
+        elif isinstance(part, Linear):
+            shared = type(part) is not Linear  # gpu/stacked_linear.py
+            kinds["by mlx, one product for layers of one input" if shared else "by mlx"] += 1
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) or "none"
+
+
+def dtype_of(llm: LLM) -> str:
+    return str(_backend(llm).loaded.dtype).removeprefix("mlx.core.")
+
+
+def _backend(llm: LLM) -> MLXBackend:
+    backend = llm.loop.backend
+    assert isinstance(backend, MLXBackend)
+    return backend
+
+
+def _why_dtype(config: Config) -> str:
+    if config.model.dtype != "auto":
+        return "--dtype"
+    return "CPUs compute it fastest" if on_cpu() else "as the checkpoint is stored"
+
+
+def decode_steps(config: Config, *, compiled: bool, can_compile: bool = True) -> str:
+    if compiled:
+        return "compiled, as in pippin serve"
+    if not can_compile:
+        return "not compiled: the model's own code reads values back inside a step"
+    if config.engine.safe:
+        return "not compiled: --safe"
+    if config.engine.deterministic:
+        return "not compiled: --deterministic"
+    return "not compiled, as in pippin serve: mlx cannot be asked to compile without a C++ compiler"
+
+
+# Relative error of a fast recurrence: in float32, and with the ten bits of TF32.
+TOLERANCE, TF32_TOLERANCE = 1e-5, 1e-2
+
+
+def kernels(*, safe: bool) -> Iterator[Finding]:
+    if safe:
+        yield Finding("operations", "mlx's own, and no kernels of Pippin's: --safe")
+    elif on_cpu():
+        yield from operations(find_library())
+    yield from recurrence()
+
+
+def operations(found: OperationsReport) -> Iterator[Finding]:
+    if found.path is None:
+        yield _without_library(found)
+        return
+    wrong, names = try_operations(found.path), [trial.__name__ for trial in TRIALS]
+    right = [name for name in names if name not in wrong]
+    yield Finding(
+        "operations",
+        f"{len(right)} of {len(names)} of Pippin's agree with mlx's, in C++ with "
+        f"{num_threads()} threads: {', '.join(right)}",
+        "ok" if right else "info",
+    )
+    for name, why in wrong.items():
+        if name in found.left_out:
+            yield Finding(
+                f"operation {name}",
+                f"mlx's own, because Pippin's does not work on this machine: {why}",
+                "warning",
+                means="`pippin serve` uses mlx's own for it: replies are right and may be slower",
+                remedy=ISSUE,
+            )
+            continue
+        yield Finding(
+            f"operation {name}",
+            f"it agreed with mlx's when it was compiled, and does not now: {why}",
+            "wrong",
+            means="`pippin serve` computes wrong results",
+            remedy=SAFE,
+        )
+
+
+def _without_library(found: OperationsReport) -> Finding:
+    value = f"mlx's own: {found.reason}"
+    if platform.system() != "Linux":
+        return Finding("operations", value)
+    has_compiler = shutil.which("g++") is not None
+    return Finding(
+        "operations",
+        value,
+        "warning",
+        means="replies are right; prompts and decode steps take several times longer",
+        remedy=ISSUE if has_compiler else "install g++ (`apt install g++`) and start again",
+    )
+
+
+def recurrence() -> Iterator[Finding]:
+    """200 tokens: three whole blocks and a part of one, with gates from shut to open; and one."""
+    from mlx_lm.models.gated_delta import gated_delta_ops
+
+    mx.random.seed(0)
+    batch, num_tokens, k_heads, v_heads, dim = 2, 200, 2, 4, 64
+    q, k = (mx.random.normal((batch, num_tokens, k_heads, dim)) for _ in range(2))
+    k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
+    q = q / mx.linalg.norm(q, axis=-1, keepdims=True)
+    v = mx.random.normal((batch, num_tokens, v_heads, dim))
+    g, beta = (mx.random.uniform(shape=(batch, num_tokens, v_heads)) for _ in range(2))
+    state = mx.random.normal((batch, v_heads, dim, dim))
+    for name, fast, n in (
+        ("prefill recurrence", gated_delta_chunked, num_tokens),
+        ("decode recurrence", gated_delta_step, 1),
+    ):
+        inputs = (q[:, :n], k[:, :n], v[:, :n], g[:, :n], beta[:, :n], state)
+        found, plain = fast(*inputs), gated_delta_ops(*inputs)
+        error = max(relative_error(f, p) for f, p in zip(found[:2], plain, strict=True))
+        most = TOLERANCE if is_exact() else TF32_TOLERANCE
+        yield checked(
+            name,
+            f"equals the plain one: error {error:.0e}, limit {most:.0e}",
+            ok=error < most,
+            means="models with Gated DeltaNet layers (Qwen3.5 and others) give wrong replies",
+            remedy="start with --deterministic, which rounds no products; " + ISSUE,
+            numbers={"error": error, "limit": most},
+        )
+
+
+def is_exact() -> bool:
+    return on_cpu() or products_are_exact()
+
+
+def relative_error(actual: mx.array, expected: mx.array) -> float:
+    return float(mx.abs(actual - expected).max() / mx.abs(expected).max())
+
+
+def device() -> Iterator[Finding]:
+    found, info = device_info(), mx.device_info(mx.default_device())
+    yield _kind(found.kind, found.name, info)
+    yield Finding(
+        "memory",
+        f"{show_bytes(found.memory_bytes)}; --memory auto uses {found.share:.0%} of it",
+        numbers={"memory_bytes": found.memory_bytes, "share": found.share},
+    )
+    if on_metal():
+        yield from _metal_limits(info)
+    if not on_cpu():
+        yield Finding("TF32", tf32())
+    if on_cpu() and platform.system() == "Linux":
+        yield _blas()
+
+
+def _kind(kind: str, name: str, info: Mapping[str, Any]) -> Finding:
+    architecture = info.get("architecture")
+    value = f"{kind}: {name}" + (f" ({architecture})" if architecture else "")
+    if platform.system() == "Darwin" and kind == "cpu":
+        return Finding(
+            "device",
+            value,
+            "warning",
+            means="mlx computes on the CPU: Metal is not used, and everything is slow",
+            remedy="use macOS 14 or newer on Apple Silicon, outside of virtual machines without a "
+            "GPU; MLX_DEFAULT_DEVICE must not be cpu",
+        )
+    return Finding("device", value)
+
+
+def _metal_limits(info: Mapping[str, Any]) -> Iterator[Finding]:
+    """As far as mlx tells them."""
+    whole = info.get("memory_size")
+    recommended = int(info["max_recommended_working_set_size"])
+    value = show_bytes(recommended)
+    numbers = {"working_set_bytes": float(recommended)}
+    if whole:
+        value += f" of {show_bytes(int(whole))}; `sudo sysctl iogpu.wired_limit_mb=N` raises it"
+        numbers["total_bytes"] = float(whole)
+    yield Finding("Metal working set", value, numbers=numbers)
+    if "max_buffer_length" in info:
+        longest = int(info["max_buffer_length"])
+        yield Finding(
+            "Metal maxBufferLength",
+            f"{show_bytes(longest)} in one array",
+            numbers={"buffer_bytes": longest},
+        )
+    buffers = max_buffers()
+    if buffers is not None:
+        yield Finding(
+            "Metal buffers",
+            f"at most {buffers:,} for prompts and the prefix cache",
+            numbers={"buffers": buffers},
+        )
+
+
+def tf32() -> str:
+    """In these checks and in `pippin serve`."""
+    value = os.environ.get(TF32)
+    if value is None:
+        return "on, the default of mlx, here and in pippin serve; --deterministic turns it off"
+    return f"{'off' if products_are_exact() else 'on'}: {TF32}={value}, here and in pippin serve"
+
+
+def _blas() -> Finding:
+    blas = load_fast_blas()
+    if blas.loaded:
+        return Finding("BLAS", f"{blas.name}, {blas.threads} threads")
+    return Finding(
+        "BLAS",
+        f"{blas.name} ({blas.reason})",
+        "warning",
+        means="matrix products are some fifty times slower than they could be",
+        remedy="pip install 'pippin[cpu]', and unset PIPPIN_BLAS",
+    )
+
+
+def launches() -> Iterator[Finding]:
+    one, n = mx.zeros(1), PRODUCT_SIZE
+    a, b = mx.random.normal((n, n)), mx.random.normal((n, n))
+    mx.eval(a, b)
+    yield from launch_findings(
+        lambda: mx.eval(one + 1), lambda: mx.eval(_chain(one)), lambda: mx.eval(a @ b)
+    )
+    error = float(np.abs(np.array(a @ b) - np.array(a) @ np.array(b)).max())
+    yield product_finding(error)
+
+
+def _chain(x: mx.array) -> mx.array:
+    for _ in range(CHAIN):
+        x = x + 1
+    return x

@@ -1,1 +1,0 @@
-"""Sections of machines that compute with mlx."""

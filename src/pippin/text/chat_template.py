@@ -1,0 +1,855 @@
+"""Runs untrusted jinja templates: no Python, limited time, limited text. Knows no chat.
+
+jinja2's immutable sandbox denies a template Python and changes to its variables. It limits neither
+time nor text. So loops and calls check the time. Whatever makes text or lists (an operator, a
+filter, a method, a macro) has its result's size bounded before it is made, as far as that can be
+larger than what it is made of, and counted in sum afterwards.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextvars
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from types import BuiltinMethodType
+from typing import Any, NoReturn
+from uuid import uuid4
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from pippin.errors import LoadError, RequestError
+from pippin.text.tokenizer import Tokenizer, read_json
+
+MAX_CHARS = 64_000_000  # of a text, and of what is rendered
+MAX_CPU_SECONDS = 10.0
+MAX_MADE = 4  # times as many characters, in all values that are made on the way
+MAX_ITEMS = 1_000_000  # of a list
+ITEM_CHARS = 16  # an item of a list counts as much: it takes 8 bytes and often more
+MAX_SIZES = 256  # of values that are remembered
+MAX_BITS = 1 << 16  # of a number
+MAX_WIDTH = 1_000  # to fill or to indent a text to
+_WIDE = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)")  # as a number or a variable
+_TURNS_A_LOOK = 256
+_TEXTS = (str, bytes)
+
+# On the wall's clock, which is read faster and never behind the other; and of CPU time.
+_deadline: contextvars.ContextVar[tuple[float, float]] = contextvars.ContextVar("_deadline")
+# Characters, in one item.
+_made: contextvars.ContextVar[list[int]] = contextvars.ContextVar("_made")
+# Lists and objects by identity, with their sizes: a chat is rendered several times.
+_sizes: contextvars.ContextVar[dict[int, tuple[Any, int]]] = contextvars.ContextVar("_sizes")
+
+# Filters that take items as they are. All others make text of their value.
+_OF_ITEMS = frozenset(
+    {
+        *("attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items"),
+        *("last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr"),
+        *("reverse", "select", "selectattr", "slice", "sort", "sum", "unique"),
+    }
+)
+_MAKE_LISTS = frozenset(
+    {"batch", "dictsort", "groupby", "list", "reverse", "slice", "sort", "sum", "unique"}
+)
+_FILL = frozenset(
+    {
+        *("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson"),
+        *("wordwrap", "zfill"),
+    }
+)
+_SPLIT = frozenset({"split", "rsplit", "splitlines"})
+# What can make more of a text than a few times as much.
+_GROW = _FILL | {"format", "format_map", "join", "replace", "translate", "xmlattr"}
+
+
+class TemplateLimit(jinja2.TemplateError):
+    """A template exceeded a limit of time or of size."""
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """All that is rendered inside shares one allowance, in CPU time of this thread."""
+    if _deadline.get(None) is not None:
+        yield
+        return
+    wall, cpu = time.perf_counter(), time.thread_time()
+    token = _deadline.set((wall + MAX_CPU_SECONDS, cpu + MAX_CPU_SECONDS))
+    _sizes.set({})
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+        _sizes.set({})
+
+
+class BoundedTemplate:
+    def __init__(self, template: jinja2.Template) -> None:
+        self._template = template
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        num_chars = 0
+        _made.set([0])
+        with time_limit():
+            for piece in self._template.generate(variables):
+                num_chars += len(piece)
+                if num_chars > MAX_CHARS:
+                    raise TemplateLimit(f"it makes more than {MAX_CHARS:,} characters")
+                pieces.append(piece)
+        return "".join(pieces)
+
+
+def compile_bounded(
+    source: str,
+    *,
+    filters: Mapping[str, Callable[..., Any]],
+    functions: Mapping[str, Callable[..., Any]],
+) -> BoundedTemplate:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters.update(filters)
+    for name, work in environment.filters.items():
+        environment.filters[name] = _bounded(name, work)
+    environment.filters[_Environment.TURNS] = _turns
+    environment.filters[_Environment.JOINED] = _joined
+    environment.globals.update(functions)
+    del environment.globals["lipsum"]
+    tree = environment.parse(source)
+    _replace_concatenations(tree)
+    for loop in tree.find_all(jinja2.nodes.For):
+        loop.iter = jinja2.nodes.Filter(
+            loop.iter, _Environment.TURNS, [], [], None, None, lineno=loop.lineno
+        )
+    code = environment.compile(tree)
+    return BoundedTemplate(
+        environment.template_class.from_code(environment, code, environment.make_globals(None))
+    )
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    # Filters whose names no template can write:
+    TURNS = "turns of a loop"
+    JOINED = "texts, joined"
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=_shown, **options)
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """What a macro, a block or a `set` block renders."""
+        pieces = list(pieces)
+        _make(sum([len(piece) for piece in pieces]))
+        return "".join(pieces)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        _check_time()
+        called = args[1]
+        if type(called) is jinja2.runtime.Macro:
+            return _call(self, *args, **kwargs)
+        if type(called) is not BuiltinMethodType:
+            called = getattr(called, "__wrapped__", called)  # the sandbox wraps `format`
+        owner = getattr(called, "__self__", None)
+        if not isinstance(owner, _TEXTS):
+            return _call(self, *args, **kwargs)
+        name = called.__name__
+        if name in _GROW or name in _SPLIT:
+            _check_growth(name, [owner, *args[2:]], kwargs)
+        return _counted(_call(self, *args, **kwargs))
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        if operator == "+":
+            if type(left) is str and type(right) is str:
+                _make(len(left) + len(right))
+                return left + right
+            if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+                _check_items(len(left) + len(right))
+        elif operator == "*":
+            _check_repetition(left, right)
+            _check_repetition(right, left)
+            _check_bits(_bits(left) + _bits(right))
+        elif operator == "**":
+            _check_bits(_bits(left) * abs(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_growth("format", [left, right], {})
+        return _counted(super().call_binop(context, operator, left, right))
+
+
+_call = ImmutableSandboxedEnvironment.call
+
+
+def _replace_concatenations(tree: jinja2.nodes.Node) -> None:
+    """`a ~ b` becomes a filter, which can be bounded."""
+    for node in tree.find_all(jinja2.nodes.Node):
+        for name, value in node.iter_fields():
+            if isinstance(value, jinja2.nodes.Concat):
+                setattr(node, name, _as_filter(value))
+            elif isinstance(value, list):
+                value[:] = [
+                    _as_filter(item) if isinstance(item, jinja2.nodes.Concat) else item
+                    for item in value
+                ]
+
+
+def _as_filter(concat: jinja2.nodes.Concat) -> jinja2.nodes.Filter:
+    first, *others = concat.nodes
+    name = _Environment.JOINED
+    return jinja2.nodes.Filter(first, name, others, [], None, None, lineno=concat.lineno)
+
+
+def _joined(*values: Any) -> str:
+    _make(sum(map(_num_chars, values)))
+    return "".join(map(str, values))
+
+
+def _shown(value: Any) -> Any:
+    """A value that is rendered as it is."""
+    if type(value) is not str:
+        _make(_num_chars(value))
+    return value
+
+
+def _bounded(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose result is bounded before it is made."""
+    if name in _OF_ITEMS - _MAKE_LISTS:
+        return work
+    grows = name in _GROW or name in _MAKE_LISTS
+    at = 1 if hasattr(work, "jinja_pass_arg") else 0  # its value; before that a context
+
+    @functools.wraps(work)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        if not grows and type(args[at]) is str:
+            return _counted(work(*args, **kwargs))
+        given = list(args)
+        if name in _MAKE_LISTS or (name == "join" and not isinstance(given[at], str)):
+            given[at] = _listed(given[at])
+        _check_growth(name, given[at:], kwargs)
+        return _counted(work(*given, **kwargs))
+
+    return bounded
+
+
+def _listed(items: Any) -> Any:
+    """Items that a filter keeps all together."""
+    if isinstance(items, jinja2.Undefined):
+        return items
+    if not hasattr(items, "__len__"):
+        try:
+            items = list(islice(_turns(items), MAX_ITEMS + 1))
+        except TypeError:
+            return items  # not iterable: the filter says so
+    _check_items(len(items))
+    return items
+
+
+def _check_growth(name: str, args: list[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if a filter or a method would make too much of its arguments."""
+    value, *others = args
+    others += kwargs.values()
+    if name in _FILL and any(isinstance(n, int) and abs(n) > MAX_WIDTH for n in others):
+        raise TemplateLimit(f"{name} is given a width of more than {MAX_WIDTH:,}")
+    if name in _OF_ITEMS:
+        if name == "sum" and any(isinstance(start, list | tuple) for start in others):
+            raise TemplateLimit("it adds up lists")
+        return
+    if name in _SPLIT:
+        separator = others[0] if others and isinstance(others[0], type(value)) else None
+        if len(value) > MAX_ITEMS and (separator is None or value.count(separator) > MAX_ITEMS):
+            raise TemplateLimit(f"{name} makes more than {MAX_ITEMS:,} items")
+        return
+    size = _num_chars(value)
+    if name == "join":
+        texts = value if hasattr(value, "__len__") else ()
+        joined, glue = (texts, others) if not isinstance(value, str | bytes) else (others, [value])
+        num = max([len(joined), *(len(items) for items in others if isinstance(items, list))])
+        size += sum(map(_num_chars, others)) + num * max(map(_num_chars, glue), default=0)
+    elif name == "replace" and len(others) > 1:
+        old, new = str(others[0]), str(others[1])
+        size += str(value).count(old) * max(0, len(new) - len(old))
+    elif name == "indent":
+        (width,) = [each for each in others if isinstance(each, str)] or [" " * MAX_WIDTH]
+        size += (str(value).count("\n") + 1) * len(width)
+    elif name in ("format", "format_map"):
+        text = str(value)
+        if _WIDE.search(text):
+            raise TemplateLimit("it formats something to thousands of characters")
+        size += (text.count("%") + text.count("{")) * sum(map(_num_chars, others))
+    elif name in ("translate", "wordwrap", "xmlattr"):
+        size *= 1 + sum(map(_num_chars, others))
+    _check_chars(size)
+
+
+def _counted(made: Any) -> Any:
+    if isinstance(made, _TEXTS):
+        _make(len(made))
+    elif isinstance(made, list | tuple):
+        _check_items(len(made))
+        _make(ITEM_CHARS * len(made))
+    return made
+
+
+def _make(num_chars: int) -> None:
+    """Count what is made of one value; raise if that is too much, or in all."""
+    made = _made.get()
+    made[0] += num_chars
+    if num_chars > MAX_CHARS or made[0] > MAX_MADE * MAX_CHARS:
+        _check_chars(num_chars)
+        raise TemplateLimit(
+            f"it makes values of more than {MAX_MADE * MAX_CHARS:,} characters in all"
+        )
+
+
+def _num_chars(value: Any) -> int:
+    """About as many as `str` or `tojson` makes of it. Lists can hold each other many times, so
+    this stops where it is too many."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if value is None or isinstance(value, int | float):
+        return len(str(value))
+    sizes = _sizes.get()
+    if (known := sizes.get(id(value))) is not None:
+        return known[1]
+    total, waiting = 0, [value]
+    for seen, each in enumerate(waiting):  # which grows
+        kind = type(each)
+        if kind is str:
+            total += len(each)
+        elif kind is dict:
+            total += sum([len(key) if type(key) is str else 1 for key in each])
+            waiting += each.values()
+        elif kind is list or kind is tuple:
+            waiting += each
+        elif isinstance(each, Mapping):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, Collection):
+            waiting += each
+        elif isinstance(each, Namespace):
+            waiting.append(object.__getattribute__(each, "_Namespace__attrs"))
+        if seen % _TURNS_A_LOOK == 0:
+            _check_time()
+            if total + seen > MAX_CHARS or len(waiting) > MAX_ITEMS:
+                break
+    _check_items(len(waiting))
+    total += len(waiting)
+    if len(sizes) < MAX_SIZES:
+        sizes[id(value)] = value, total  # which stays alive, and its identity its own
+    return total
+
+
+def _check_time() -> None:
+    wall, cpu = _deadline.get()
+    if time.perf_counter() > wall and time.thread_time() > cpu:
+        raise TemplateLimit(f"it ran for more than {MAX_CPU_SECONDS:g} s")
+
+
+def _turns(iterable: Iterable[Any]) -> Iterator[Any]:
+    for number, item in enumerate(iterable):
+        if number % _TURNS_A_LOOK == 0:
+            _check_time()
+        yield item
+
+
+def _check_chars(num_chars: int) -> None:
+    if num_chars > MAX_CHARS:
+        raise TemplateLimit(f"it makes a value of more than {MAX_CHARS:,} characters")
+
+
+def _check_items(num_items: int) -> None:
+    if num_items > MAX_ITEMS:
+        raise TemplateLimit(f"it makes a list of more than {MAX_ITEMS:,} items")
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _check_bits(num_bits: int) -> None:
+    if num_bits > MAX_BITS:
+        raise TemplateLimit(f"it makes a number of more than {MAX_BITS:,} bits")
+
+
+def _check_repetition(repeated: Any, times: Any) -> None:
+    if isinstance(times, int) and isinstance(repeated, str | bytes):
+        _check_chars(len(repeated) * times)
+    elif isinstance(times, int) and isinstance(repeated, list | tuple):
+        _check_items(len(repeated) * times)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what to train on; for serving it is only its contents."""
+
+    tags = {"generation"}  # noqa: RUF012  (so declared by jinja2)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_PROBE: Message = {"role": "user", "content": "\ue000"}  # a letter that no message begins with
+
+
+class MessageEnds:
+    """`find` is called with ascending numbers of messages."""
+
+    def __init__(
+        self, render: Render, text: str, messages: Sequence[Message], tools: Tools | None
+    ) -> None:
+        self._render = render
+        self._text = text
+        self._messages = messages
+        self._tools = tools
+        self._last_end = 0
+
+    def find(self, num_messages: int) -> int | None:
+        """Where the first `num_messages` end, in characters; None where that is not known."""
+        end = self._find(self._messages[:num_messages])
+        self._last_end = max(self._last_end, end or 0)
+        return end
+
+    def _find(self, head: Sequence[Message]) -> int | None:
+        """Some templates refuse a chat without a user message, and some write the last message in
+        another way. So the second attempt adds a user message and removes it again. If that fails
+        too, the result is the longest beginning that they share with the whole chat.
+        """
+        alone = try_render(self._render, head, self._tools) if head else None
+        if alone is not None and self._text.startswith(alone):
+            return len(alone)
+        with_probe = try_render(self._render, [*head, _PROBE], self._tools)
+        if with_probe is not None and self._probe and with_probe.endswith(self._probe):
+            before_probe = with_probe.removesuffix(self._probe)
+            if self._text.startswith(before_probe):
+                return len(before_probe)
+        renders = [render for render in (alone, with_probe) if render is not None]
+        shared = max((_shared_len(self._text, render) for render in renders), default=0)
+        return shared if shared > self._last_end else None
+
+    @cached_property
+    def _probe(self) -> str | None:
+        """Without tools: they belong to the messages before it."""
+        return try_render(self._render, [_PROBE], None)
+
+
+def _shared_len(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+Render = Callable[[Sequence[Message], Tools | None], str]
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_PROBE_ARGUMENTS = {"probe": "value"}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"probe": {"type": "string"}}},
+    },
+}
+_MARK = "probe-mark"
+_PROBE_ID = "probe0000"  # nine letters and digits: some templates refuse any other id
+
+
+@dataclass(frozen=True)
+class MessageShape:
+    # Text is better where a template writes it unchanged: the prompt then repeats the model's own
+    # tokens, which the prefix cache has.
+    text_arguments: bool
+    one_text_beside_calls: bool  # a turn with calls may have reasoning or content, not both
+    one_system: bool = False  # a system message stands at the beginning, or not at all
+    one_user: bool = False  # no two user messages in a row
+    user_drops_reasoning: bool = False  # a user message behind a tool's result: that before it
+
+    @classmethod
+    def of(cls, render: Render) -> MessageShape:
+        as_text = _try_call(render, json.dumps(_PROBE_ARGUMENTS))
+        as_mapping = _try_call(render, _PROBE_ARGUMENTS)
+        text_arguments = as_text is not None and as_mapping in (None, as_text)
+        shape = cls(text_arguments, one_text_beside_calls=False)
+        with_both = _try_call(render, shape._arguments(_PROBE_ARGUMENTS), "probe", "probe")
+        return replace(
+            shape,
+            one_text_beside_calls=with_both is None,
+            one_system=_MARK
+            not in (_try_roles(render, "user", "assistant", "user", "system") or ""),
+            one_user=_try_roles(render, "user", "user") is None,
+            user_drops_reasoning=_drops_reasoning(render, shape._arguments(_PROBE_ARGUMENTS)),
+        )
+
+    def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Agents send system messages in mid-conversation. For a template that refuses them:
+
+        - those before the first reply join the system prompt, which conversations share;
+        - those behind a tool's result join that, where a user message would be taken for the next
+          question, and the reasoning before it would be dropped in the middle of a turn;
+        - all others become user messages.
+        """
+        shaped: list[dict[str, Any]] = []
+        joined: list[list[str]] = []  # the contents of those that become one message, for each
+        ordered = _system_first(messages) if self.one_system else messages
+        for message in map(self._message, ordered):
+            last = shaped[-1] if shaped else None
+            text = self._joined_text(last, message)
+            if text is None and self.one_system and last and message["role"] == "system":
+                message["role"] = "user"
+                text = self._joined_text(last, message)
+            if text is None:
+                shaped.append(message)
+                joined.append([])
+            else:
+                joined[-1].append(text)
+        for message, more in zip(shaped, joined, strict=True):
+            if more:
+                message["content"] = "\n\n".join([message["content"], *more])
+        return shaped
+
+    def _joined_text(self, last: Message | None, message: Message) -> str | None:
+        """What `message` adds to the one before it; None if it is a message of its own."""
+        text = message.get("content")
+        if last is None or not isinstance(last.get("content"), str) or not isinstance(text, str):
+            return None
+        match last["role"], message["role"]:
+            case ("system", "system") if self.one_system:
+                return text
+            case ("user", "user") if self.one_user:
+                return text
+            case ("tool", "system") if self.one_system and self.user_drops_reasoning:
+                return f"<system-reminder>\n{text.strip()}\n</system-reminder>"
+        return None
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        """With its reasoning under every name and its calls as they should be."""
+        result = _with_reasoning_names(message)
+        if calls := message.get("tool_calls"):
+            result["tool_calls"] = [self._call(call) for call in calls]
+            if self.one_text_beside_calls and result.get("thinking") and result.get("content"):
+                both = f"{result['thinking']}\n\n{result['content']}"
+                result |= {"content": "", **dict.fromkeys(_REASONING_NAMES, both)}
+        return result
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = self._arguments(function.get("arguments", {}))
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _arguments(self, arguments: Any) -> Any:
+        return _as_text(arguments) if self.text_arguments else _as_mapping(arguments)
+
+
+def _try_call(
+    render: Render, arguments: Any, content: str = "", reasoning: str | None = None
+) -> str | None:
+    """A rendered turn with a call; None if the template refuses it."""
+    return try_render(render, _turn(arguments, content, reasoning), [_PROBE_TOOL])
+
+
+def _drops_reasoning(render: Render, arguments: Any) -> bool:
+    """Whether a user message behind a tool's result has the reasoning before it dropped."""
+    turn = _turn(arguments, "", _MARK)
+    turn.append({"role": "tool", "tool_call_id": _PROBE_ID, "content": "probe"})
+    before = try_render(render, turn, [_PROBE_TOOL])
+    after = try_render(render, [*turn, {"role": "user", "content": "probe"}], [_PROBE_TOOL])
+    return before is not None and _MARK in before and after is not None and _MARK not in after
+
+
+def _turn(arguments: Any, content: str, reasoning: str | None) -> list[Message]:
+    function = {"name": "probe", "arguments": arguments}
+    reply = {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"id": _PROBE_ID, "type": "function", "function": function}],
+    }
+    if reasoning is not None:
+        reply |= dict.fromkeys(_REASONING_NAMES, reasoning)
+    return [{"role": "user", "content": "probe"}, reply]
+
+
+def _try_roles(render: Render, *roles: str) -> str | None:
+    """Rendered messages of these roles, the last of them marked; None if refused."""
+    *before, last = [{"role": role, "content": "probe"} for role in roles]
+    return try_render(render, [*before, {**last, "content": _MARK}], None)
+
+
+def try_render(render: Render, messages: Sequence[Message], tools: Tools | None) -> str | None:
+    """None if the template refuses the messages."""
+    try:
+        return render(messages, tools)
+    except RequestError:
+        return None
+
+
+def _system_first(messages: Sequence[Message]) -> list[Message]:
+    """System messages before the first reply stand before the user's."""
+    replies = (i for i, message in enumerate(messages) if message["role"] == "assistant")
+    num_first = next(replies, len(messages))
+    first = sorted(messages[:num_first], key=lambda message: message["role"] != "system")
+    return [*first, *messages[num_first:]]
+
+
+def _with_reasoning_names(message: Message) -> dict[str, Any]:
+    found = (message[name] for name in _REASONING_NAMES if message.get(name) is not None)
+    reasoning = next(found, None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_mapping(arguments: Any) -> Any:
+    """What is no object stays text: the template may know what to do with it."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    if not isinstance(value, dict):
+        return arguments
+    return _without_halves(value) if "\\ud" in arguments.lower() else value
+
+
+def _without_halves(value: Any) -> Any:
+    """Half of a surrogate pair is valid JSON, and no character: no tokenizer reads it."""
+    text = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return json.loads(text.decode("utf-16", "replace"))
+
+
+# A chat of many turns gets boundaries for its first and its last messages: those in between were
+# last messages themselves a few turns ago, and each boundary costs a render.
+NUM_FIRST_BOUNDARIES = 2
+NUM_LAST_BOUNDARIES = 8
+MAX_RENDERED_MESSAGES = 16_000  # for the boundaries of one chat, all renders together
+
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# What a template raises when it meets messages that it was not written for.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    text: str
+    tokens: list[int]
+    boundaries: list[int]  # token positions where messages end, ascending
+
+
+class ChatTemplate:
+    """A checkpoint's own template, run in the sandbox that transformers would use.
+
+    Some checkpoints have another one for chats with tools (`tool_source`).
+    """
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        tool_source: str | None = None,
+    ) -> None:
+        self.source = source
+        self.tool_source = source if tool_source is None else tool_source
+        self._variables = dict(variables or {})
+        self._template = _compile(self.source)
+        self._tool_template = _compile(self.tool_source)
+
+    @classmethod
+    def load(cls, model_dir: Path, variables: Mapping[str, Any]) -> ChatTemplate | None:
+        sources = _find_sources(model_dir)
+        if "default" not in sources:
+            return None
+        return cls(sources["default"], variables, tool_source=sources.get("tool_use"))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        return self._render(
+            self._shape.apply(messages),
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        check: Callable[[str], None] = lambda text: None,
+    ) -> RenderedChat:
+        """The prompt's tokens, and those positions in it where messages end.
+
+        `check` may refuse the rendered text before more is made of it. To continue the final
+        message, the text is cut behind its content.
+        """
+        cut_mark = uuid4().hex if continue_final_message else None
+        shown = messages if cut_mark is None else _with_cut_mark(messages, cut_mark)
+        add_generation_prompt = add_generation_prompt and cut_mark is None
+        render = partial(self._render, variables=variables)
+        with time_limit():
+            shaped = self._shape.apply(shown)
+            text = render(shaped, tools, add_generation_prompt=add_generation_prompt)
+            text = text if cut_mark is None else _before_mark(text, cut_mark)
+            check(text)
+            message_ends = MessageEnds(render, text, shaped, tools)
+            prefixes = _prefixes(len(shaped), has_tools=bool(tools))
+            ends = [message_ends.find(num_messages) for num_messages in prefixes]
+        encoded = tokenizer.encode_rendered(text)
+        boundaries = {_token_position(encoded.ends, end) for end in ends if end}
+        return RenderedChat(text, encoded.ids, sorted(b for b in boundaries if b))
+
+    @cached_property
+    def _shape(self) -> MessageShape:
+        return MessageShape.of(self._render)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        *,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        template = self._tool_template if tools else self._template
+        try:
+            return template.render(
+                {
+                    **self._variables,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": list(tools) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise RequestError(
+                f"the model's chat template refused the messages: {str(error) or repr(error)}",
+                param="messages",
+            ) from error
+
+
+def _compile(source: str) -> BoundedTemplate:
+    try:
+        return compile_bounded(source, filters=_FILTERS, functions=_FUNCTIONS)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise LoadError(f"the chat template does not compile: {error}") from error
+
+
+def _prefixes(num_messages: int, *, has_tools: bool) -> list[int]:
+    """How many messages to look for the end of; the end of none is that of the tools."""
+    first = range(0 if has_tools else 1, min(NUM_FIRST_BOUNDARIES, num_messages) + 1)
+    num_last = max(1, min(NUM_LAST_BOUNDARIES, MAX_RENDERED_MESSAGES // max(1, num_messages)))
+    last = range(max(1, num_messages - num_last + 1), num_messages + 1)
+    return sorted({*first, *last})
+
+
+def _with_cut_mark(messages: Sequence[Message], cut_mark: str) -> list[Message]:
+    """Marked, because templates trim a content and write it in the middle of their own text."""
+    *before, final = messages
+    return [*before, {**final, "content": final["content"] + cut_mark}]
+
+
+def _before_mark(text: str, cut_mark: str) -> str:
+    before, found, _ = text.partition(cut_mark)
+    if not found:
+        raise RequestError(
+            "the model's chat template does not show the content of the final message, which can "
+            "therefore not be continued; end the conversation with a user message",
+            param="messages",
+        )
+    return before
+
+
+def _token_position(ends: list[int], char: int) -> int:
+    """How many tokens cover no more than the first `char` characters."""
+    return bisect.bisect_right(ends, char)
+
+
+def _find_sources(model_dir: Path) -> dict[str, str]:
+    """Templates by name; most checkpoints have one without a name."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return {"default": path.read_text(encoding="utf-8")}
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = read_json(model_dir / name).get("chat_template")
+        if isinstance(template, list):
+            return {entry["name"]: entry["template"] for entry in template}
+        if template is not None:
+            return {"default": str(template)}
+    return {}
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML; prompts must not."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+_FILTERS = {"tojson": _tojson}
+_FUNCTIONS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

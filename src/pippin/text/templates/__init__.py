@@ -1,1 +1,0 @@
-"""Chat templates, rendered in a sandbox from messages in the shape they take. Knows no engine."""
