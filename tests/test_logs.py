@@ -43,7 +43,7 @@ def test_json_is_one_object_a_line() -> None:
 def test_a_server_logs_requests_and_why_it_has_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     names = ("pippin.requests", resolve.__name__)
-    for name in (*names, "pippin.startup.drafts"):
+    for name in names:
         monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
     monkeypatch.setattr(logging.getLogger("pippin"), "level", logging.WARNING)
     configure_logging("text")

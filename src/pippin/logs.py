@@ -17,7 +17,7 @@ def configure_logging(format: Literal["text", "json"]) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if format == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for name in ("pippin.requests", "pippin.startup.drafts"):
+    for name in ("pippin.requests", "pippin.startup.resolve"):
         logging.getLogger(name).setLevel(logging.INFO)
 
 

@@ -411,7 +411,7 @@ def test_user_messages_in_a_row_are_joined_where_a_template_wants_one() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_glibc_has_an_arena_for_each_thread_and_takes_its_thresholds() -> None:
     """With fewer, threads that tokenize wait for each other at every allocation."""
-    code = "from pippin.api.http import freed_memory as f; print(f.return_freed_memory())"
+    code = "from pippin.api.http import workers as f; print(f.return_freed_memory())"
     assert run_python(code) == "True"
     assert workers._SETTINGS[workers._ARENA_MAX] == 1 + NUM_THREADS
 

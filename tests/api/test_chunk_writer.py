@@ -78,6 +78,7 @@ def test_events_of_responses_are_numbered_in_order() -> None:
     with connected(ScriptedEngine(say(TEXT))) as connection:
         body = ask(connection, "/v1/responses").read().decode()
     lines = [line[6:] for line in body.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
     numbers = [json.loads(line)["sequence_number"] for line in lines]
     assert numbers == list(range(len(lines)))
 

@@ -23,7 +23,7 @@ from pippin.api.dialects.responses import parse_responses_request
 from pippin.api.http.request_log import IGNORED_HEADER
 from pippin.api.jobs.prepare import prepare_chat
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import MAX_HEADER_CHARS, Leniency
+from pippin.api.requests.body import HEADER_CHARS, Leniency
 from pippin.api.requests.messages import describe_image
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.config import LimitsConfig, ServerConfig
@@ -332,7 +332,7 @@ def test_the_header_is_bounded_and_plain() -> None:
     for number in range(100_000):
         leniency.ignore(f"messages[].{number}é\r\nx: y, z" + "x" * 1000, "why")
     header = leniency.header()
-    assert len(header) <= MAX_HEADER_CHARS
+    assert len(header) <= HEADER_CHARS
     assert header.isascii()
     assert header.isprintable()
     assert header.endswith(", ...")

@@ -88,6 +88,8 @@ def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -
         before = [make_prompt(name, 160, seed=seed), make_prompt(name, 150, seed=seed + 1)]
         ask_all(client, before, max_tokens=2)
         cache.flush()
+        while cache.flushing:
+            cache.free_flushed(64)
     idle = active_bytes()
     prompts = [make_prompt(name, 160, seed=3), make_prompt(name, 150, seed=4)]
     ask_all(client, prompts, max_tokens=2)

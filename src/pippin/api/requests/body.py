@@ -48,8 +48,8 @@ def check_count(found: Sized, most: int, field: str, what: str) -> None:
         )
 
 
-MAX_NAMES = 32
-MAX_HEADER_CHARS = 1_000
+NUM_NAMES = 32
+HEADER_CHARS = 1_000
 MORE = "..."
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")  # a client's text must not end or split a header
 
@@ -94,7 +94,7 @@ class Leniency:
         if entry in self._names:
             return None
         num_chars = self._num_chars + len(entry) + len(", ")
-        if len(self._names) == MAX_NAMES or num_chars > MAX_HEADER_CHARS - len(MORE):
+        if len(self._names) == NUM_NAMES or num_chars > HEADER_CHARS - len(MORE):
             self._is_full = True
             return None
         self._names[entry] = None
