@@ -9,7 +9,8 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone
@@ -204,7 +205,7 @@ def test_what_is_not_http_is_answered_and_the_connection_closed(
 def test_a_body_in_chunks_is_read_whole(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
-    monkeypatch.setattr(connection, "CHUNKS_A_SLICE", 2)
+    monkeypatch.setattr(connection, "CHUNKS_A_TURN", 2)
     body = BODY + b" " * 50 * nbytes
     pieces = [body[at : at + nbytes] for at in range(0, len(body), nbytes)]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
@@ -212,6 +213,51 @@ def test_a_body_in_chunks_is_read_whole(
     for client in sending(connect, *[request + REQUEST] * 3):  # there is another one behind it
         replies = all_requested(client, 2)
         assert replies.count(b"HTTP/1.1 200 ") == 2
+
+
+def test_large_bodies_take_turns_and_streams_get_time_between_them() -> None:
+    events: list[str] = []
+
+    class Loop:
+        def time(self) -> float:
+            return 0.0
+
+        def call_soon(self, call: Callable[[], None]) -> None:
+            self.next = call
+
+        def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+            events.append(f"{seconds:g} s")
+            self.next = call
+
+    loop, turns = Loop(), connection.Turns()
+
+    class Uploading:
+        def __init__(self, name: str, num_turns: int) -> None:
+            self.name, self.num_turns, self.loop = name, num_turns, loop
+            turns.append(cast(Any, self))
+
+        def take_turn(self) -> None:
+            events.append(self.name)
+            self.num_turns -= 1
+            if self.num_turns:
+                turns.append(cast(Any, self))
+
+    Uploading("a", 3)
+    Uploading("b", 1)
+    for _ in range(4):
+        loop.next()
+    assert events == ["a", "0.001 s", "b", "0.001 s", "a", "0.001 s", "a"]
+
+
+def test_a_body_that_nothing_consumes_is_not_read() -> None:
+    transport = Mock()
+    flow = connection._Flow(transport)
+    flow.pause_reading()  # enough is buffered
+    flow.hold(True)
+    flow.hold(False)
+    transport.resume_reading.assert_not_called()
+    flow.resume_reading()
+    transport.resume_reading.assert_called_once()
 
 
 def test_chunks_of_a_request_without_a_key_are_not_parsed() -> None:

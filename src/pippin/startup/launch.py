@@ -196,6 +196,9 @@ class Drainable(Protocol):
     def close(self) -> None: ...
 
 
+NUM_WAITING = 2_048  # connections, to be accepted
+
+
 class Server(uvicorn.Server):
     """uvicorn, but signals are handled outside and running streams end before it waits for them."""
 
@@ -206,6 +209,12 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio accepts as many connections at once as may wait: few, for the streams' sake."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(NUM_WAITING)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.close()

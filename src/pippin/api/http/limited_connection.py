@@ -5,7 +5,8 @@
     head      must arrive within --header-timeout of its first byte, or after connecting
     idle      a connection between two requests is kept for --idle-timeout
     reader    one that reads nothing for --send-timeout while there is data is disconnected
-    chunks    are parsed once a body is asked for, some at a time, with a bound on their framing
+    chunks    are parsed once a body is asked for, with a bound on their framing
+    turns     of large bodies: one is received, or its chunks parsed, some at a time
 
 h11 refuses heads of more than 16 KiB. What it cannot parse gets an error of the usual shape.
 """
@@ -88,7 +89,10 @@ MAX_HEAD_BYTES = 16_384
 # Framing of chunks that no body needs: each costs h11 10 us, as much as 10 KB of a body.
 FREE_FRAMING_BYTES = 16_384
 BODY_BYTES_PER_FRAMING_BYTE = 64  # above that: chunks of 448 bytes
-CHUNKS_A_SLICE = 128  # parsed before other connections and streams have their turn
+CHUNKS_A_TURN = 128
+READ_BYTES = 65_536  # at once
+PAUSE_S = 0.001  # between two turns
+ACCEPTED_AT_ONCE = 16  # connections
 SPARE_FILES = 128  # for other files of the process
 
 logger = logging.getLogger(__name__)
@@ -104,7 +108,7 @@ def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicor
                 LimitedConnection,
                 limits=limits,
                 waiting=Waiting(limits.max_connections),
-                slices=Slices(),
+                turns=Turns(),
             ),
         ),
         ws="none",
@@ -113,6 +117,7 @@ def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicor
         log_config=None,  # uvicorn logs where we do
         server_header=False,
         proxy_headers=False,
+        backlog=ACCEPTED_AT_ONCE,
         **options,
     )
 
@@ -164,8 +169,9 @@ class Waiting:
         return next(iter(self._idle or (most if len(most) > self._share else ())), None)
 
 
-class Slices:
-    """Connections that have more chunks to parse: one at a time, and then what else waits."""
+class Turns:
+    """Connections that have more to parse or to receive of a body: one has its turn, then what
+    else waits, for a millisecond or as long as the turn took."""
 
     def __init__(self) -> None:
         self._queue: deque[LimitedConnection] = deque()
@@ -173,23 +179,23 @@ class Slices:
 
     def append(self, connection: LimitedConnection) -> None:
         self._queue.append(connection)
-        self._go_on(connection.loop)
-
-    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._queue and not self._is_running:
+        if not self._is_running:
             self._is_running = True
-            loop.call_soon(self._parse_one)
+            connection.loop.call_soon(self._run_one)
 
-    def _parse_one(self) -> None:
-        self._is_running = False
+    def _run_one(self) -> None:
         connection = self._queue.popleft()
-        connection.parse_slice()
-        self._go_on(connection.loop)
+        loop = connection.loop
+        began = loop.time()
+        connection.take_turn()
+        self._is_running = bool(self._queue)
+        if self._is_running:
+            loop.call_later(max(PAUSE_S, loop.time() - began), self._run_one)
 
 
 class LimitedConnection(H11Protocol):
     def __init__(
-        self, *args: Any, limits: LimitsConfig, waiting: Waiting, slices: Slices, **kwargs: Any
+        self, *args: Any, limits: LimitsConfig, waiting: Waiting, turns: Turns, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.conn: ChunkLimits = ChunkLimits()
@@ -197,18 +203,19 @@ class LimitedConnection(H11Protocol):
         self.app = with_chunk_writer(_with_chunks(self.app, self), self)
         self._limits = limits
         self._waiting = waiting
-        self._slices = slices
+        self._turns = turns
         self._address = ""
         self._head_timer = _Timer(self.loop, limits.header_timeout)
         self._stall_timer = _Timer(self.loop, limits.send_timeout)
         self._num_received = 0
         self._discards = False  # what arrives: the reply was the last
-        self._in_slices = False
+        self._waits = False  # for its turn
         self._is_surplus = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's; there is no option
         self._address = network_of(self.client[0]) if self.client else ""
         surplus = len(self.connections) - self._limits.max_connections
         if surplus > 0:
@@ -227,37 +234,46 @@ class LimitedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if len(data) >= READ_BYTES:
+            self._wait()
         if self._discards:
             return
         self._num_received += len(data)
         self._unset_keepalive_if_required()
         self.conn.receive_data(data)
-        if not self._in_slices:
-            self.parse_slice()
+        if self.conn.num_left or not self._waits:
+            self._parse()
         self._expect_head()
 
     def handle_events(self) -> None:
-        self.conn.num_left = CHUNKS_A_SLICE
+        self.conn.num_left = CHUNKS_A_TURN
         super().handle_events()
 
-    def parse_slice(self) -> None:
+    def _parse(self) -> None:
         """Of what was received. The rest waits, and nothing is received until it was parsed."""
-        self._in_slices = False
-        if self.transport.is_closing() or self._discards:
-            return
         self.handle_events()
         if self.conn.num_left == 0:
-            self._in_slices = True
-            self._slices.append(self)
-        if self._in_slices or self.conn.is_held:
-            self.flow.hold()
-        else:
-            self.flow.release()
+            self._wait()
+        self.flow.hold(self._waits or self.conn.is_held)
+
+    def _wait(self) -> None:
+        self.flow.hold(True)
+        if not self._waits:
+            self._waits = True
+            self._turns.append(self)
+
+    def take_turn(self) -> None:
+        self._waits = False
+        if self._discards:
+            self.flow.hold(False)
+        elif not self.transport.is_closing():
+            self._parse()
 
     def ask_for_body(self) -> None:
         if self.conn.is_held:
             self.conn.is_held = False
-            self.parse_slice()
+            if not self._waits:
+                self._parse()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -353,7 +369,7 @@ class LimitedConnection(H11Protocol):
     def _discard(self) -> None:
         """Closing at once, with unread bytes of the client's, could discard the reply."""
         self._discards = True
-        self.flow.release()
+        self.flow.hold(self._waits)
         self.transport.write_eof()
 
 
@@ -437,21 +453,26 @@ def _with_chunks(app: ASGIApp, connection: LimitedConnection) -> ASGIApp:
 
 
 class _Flow(FlowControl):
-    """Reads nothing while it is held, also where the app asks for more."""
+    """Reads nothing while it is held, also where the app asks for more, and the other way round."""
 
-    _is_held = False
+    _is_held = _is_full = False
 
-    def hold(self) -> None:
-        self._is_held = True
-        self.pause_reading()
+    def hold(self, is_held: bool) -> None:
+        self._is_held = is_held
+        self._apply()
 
-    def release(self) -> None:
-        if self._is_held:
-            self._is_held = False
-            self.resume_reading()
+    def pause_reading(self) -> None:
+        self._is_full = True
+        self._apply()
 
     def resume_reading(self) -> None:
-        if not self._is_held:
+        self._is_full = False
+        self._apply()
+
+    def _apply(self) -> None:
+        if self._is_held or self._is_full:
+            super().pause_reading()
+        else:
             super().resume_reading()
 
 

@@ -22,7 +22,7 @@ from pippin.messages import Submit
 MAX_JSON_DEPTH = 128
 MAX_JSON_CONTAINERS = 100_000  # objects and arrays
 MAX_JSON_STRINGS = 500_000  # values and names of members
-MAX_JSON_VALUES = 4_000_000  # token ids may be as many
+MAX_JSON_VALUES = 1_500_000  # token ids may be as many; decoded in one call, of 70 ms
 MAX_JSON_FLOATS = 20_000  # with a point or an exponent: msgspec takes up to 15 us for each
 MAX_JSON_LONG_NUMBERS = 20_000
 LONG_NUMBER_DIGITS = 18  # with more of them msgspec may take Python's slow way
