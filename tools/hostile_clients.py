@@ -7,6 +7,7 @@ every attack the same stream is measured alone. An attack runs in a process of i
 
     chunks      8 connections send bodies in one-byte chunks
     bodies      50 bodies of 28 MB are sent but for their end
+    grammars    4 requests have grammars of 30 to 120 rules that split one text in every way
     integers    3 bodies of 28 MB are integers of 4,000 digits
     heads       1,024 heads are sent by half; then /health is asked
 
@@ -18,6 +19,7 @@ Linux: reads /proc.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -144,6 +146,25 @@ def integers(address: tuple[str, int], key: str, until: float) -> None:
     in_threads([attack] * 3)
 
 
+def grammars(address: tuple[str, int], key: str, until: float) -> None:
+    numbers = itertools.count()
+
+    def attack() -> None:
+        while time.monotonic() < until:
+            number = next(numbers)
+            length = 30 + 10 * (number % 10)
+            rules = [
+                f"s{n}: " + " | ".join(f"s{k} s{n - k}" for k in range(1, n))
+                for n in range(2, length + 1)
+            ]
+            text = "\n".join([f'start: ("x" | "{number}") "-" s{length}', 's1: "a"', *rules])
+            body = json.dumps({"prompt": "x", "max_tokens": 100, "ebnf": text}).encode()
+            framing = head(key, b"Connection: close\r\nContent-Length: %d" % len(body))
+            send(address, iter([framing, body]), answered=True).close()
+
+    in_threads([attack] * 4)
+
+
 def heads(address: tuple[str, int], key: str, until: float) -> None:
     halves = [send(address, iter([b"GET / HT"]), answered=False) for _ in range(1_024)]
     began = time.monotonic()
@@ -165,7 +186,7 @@ def in_threads(attacks: list[Callable[[], None]]) -> None:
         thread.join()
 
 
-ATTACKS = {attack.__name__: attack for attack in (chunks, bodies, integers, heads)}
+ATTACKS = {attack.__name__: attack for attack in (chunks, bodies, integers, grammars, heads)}
 
 
 def measure(server: Server, stream: Stream, name: str, key: str, seconds: float) -> list[str]:

@@ -366,6 +366,27 @@ def test_a_grammar_that_has_become_slow_allows_the_same(
     assert (fast.slow, slow.slow) == (False, True)
 
 
+def splits(length: int) -> GrammarSpec:
+    """After a choice one text is forced, which the grammar splits in every way."""
+    rules = [
+        f"s{n}: " + " | ".join(f"s{k} s{n - k}" for k in range(1, n)) for n in range(2, length + 1)
+    ]
+    text = "\n".join([f'start: ("x" | "y") "-" s{length}', 's1: "a"', *rules])
+    return GrammarSpec("ebnf", text)
+
+
+def test_a_large_grammar_is_followed_by_threads_and_a_small_one_within_fewer_items(
+    vocabulary: Vocabulary,
+) -> None:
+    (choice,) = [n for n, token in enumerate(vocabulary.tokens) if token == b"x"]
+    assert compile_grammar(splits(100), vocabulary).slow
+    small = compile_grammar(splits(50), vocabulary)
+    assert not small.slow
+    small.advance([choice])
+    with pytest.raises(RequestError, match=r"Too many items .limit 3000"):
+        small.advance(small.forced())
+
+
 def test_copies_of_a_grammar_are_slow_together(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:

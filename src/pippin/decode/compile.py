@@ -129,15 +129,23 @@ SLOW_SECONDS = 0.001  # a step that takes longer builds states, which all copies
 MAX_SLOW_SECONDS = 0.03
 
 
+# A small grammar is followed between steps until it has become slow. One step of it then takes at
+# most 60 ms of CPU time: what a row of the parser takes grows with the square of its items, and it
+# has no more of them than the grammar has symbols. 40 tools of 8 parameters are small.
+SMALL = LLParserLimits(verbose_errors=False, max_grammar_size=2_000, step_max_items=3_000)
+LARGE = LLParserLimits(verbose_errors=False)
+
+
 @dataclass
 class Growth:
     """CPU time of steps that are slow. If a grammar's lexer builds states: some 200 MB a second."""
 
     seconds: float = 0.0
+    is_large: bool = False
 
     @property
     def is_slow(self) -> bool:
-        return self.seconds > MAX_SLOW_SECONDS
+        return self.is_large or self.seconds > MAX_SLOW_SECONDS
 
 
 class CompiledGrammar:
@@ -219,14 +227,21 @@ class CompiledGrammar:
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
     """The grammar before a reply's first token. Raises an error for the client."""
-    limits = LLParserLimits(verbose_errors=False)
-    matcher = LLMatcher(vocabulary.tokenizer, _source(spec), log_level=SILENT, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # fails if no reply is possible; otherwise llguidance keeps it
+    source = _source(spec)
+    matcher = _matcher(source, vocabulary, SMALL)
+    if is_large := matcher.is_error():
+        matcher = _matcher(source, vocabulary, LARGE)
     complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if complaints:
         raise RequestError(f"{spec.kind}: {in_one_line(complaints[0])}", param=spec.kind)
-    return CompiledGrammar(matcher, vocabulary.tokenizer)
+    return CompiledGrammar(matcher, vocabulary.tokenizer, Growth(is_large=is_large))
+
+
+def _matcher(source: str, vocabulary: Vocabulary, limits: LLParserLimits) -> LLMatcher:
+    matcher = LLMatcher(vocabulary.tokenizer, source, log_level=SILENT, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # fails if no reply is possible; otherwise llguidance keeps it
+    return matcher
 
 
 @functools.cache
