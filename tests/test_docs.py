@@ -200,16 +200,17 @@ def test_options_are_documented_under_the_headings_of_the_help() -> None:
                 assert bool(star) == (field in EXPERT), option
 
 
-def folders_in_the_tree() -> list[Path]:
-    """What the document's tree names, by indentation."""
+def paths_in_the_tree() -> list[Path]:
+    """The folders and files that the document's tree names, by indentation."""
     tree = chapters(ROOT / "docs" / "internals" / "source-tree.md")["What is where"]
-    folders: list[Path] = []
+    paths: list[Path] = []
     parents = [ROOT]
-    for indent, name in re.findall(r"^( *)([\w./-]+)/ +\S.*$", tree, re.MULTILINE):
+    for indent, names in re.findall(r"^( *)((?:[\w./-]+(?:/|\.py) )+) *\S.*$", tree, re.MULTILINE):
         del parents[len(indent) // 2 + 1 :]
-        folders.append(parents[-1] / name)
-        parents.append(folders[-1])
-    return folders
+        paths += [parents[-1] / name for name in names.split()]
+        if names.endswith("/ "):
+            parents.append(paths[-1])
+    return paths
 
 
 def test_the_tree_names_each_folder_of_the_package_and_no_other() -> None:
@@ -217,8 +218,8 @@ def test_the_tree_names_each_folder_of_the_package_and_no_other() -> None:
     names = (str(path.parent) for path in package.rglob("*") if path.is_file())
     actual = {package, *(Path(name) for name in names if "__pycache__" not in name)}
     actual |= {folder for path in actual for folder in path.parents if package in folder.parents}
-    named = folders_in_the_tree()
-    assert [folder for folder in named if not folder.is_dir()] == []
+    assert [path for path in paths_in_the_tree() if not path.exists()] == []
+    named = [path for path in paths_in_the_tree() if path.suffix != ".py"]
     assert {folder for folder in named if package in (folder, *folder.parents)} == actual
     assert len(set(named)) == len(named)
 
