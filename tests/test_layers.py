@@ -237,14 +237,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "service": set(),
     "switching": {"engine.engine_client", "messages"},
-    "deploy": {
-        "api",
-        "config",
-        "engine.engine_client",
-        "startup.launch",
-        "startup.replicas",
-        "startup.resolve",
-    },
     "supervision": {"config", "engine.engine_client", "engine.engine_spec", "messages"},
     "bench": {""},
     **dict.fromkeys(["", "__main__", "cli"], ANYTHING),
@@ -252,7 +244,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 FOREIGN = {
     **dict.fromkeys(["mlx", "mlx_lm"], "backends.mlx"),
     **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),
-    "ray": "deploy",
+    "ray": "pippin_ray",
 }
 EXEMPT = {"terminal.doctor"}
 
@@ -320,7 +312,7 @@ def test_torchs_compiler_is_not_imported_at_a_start() -> None:
 
 
 SERVER_ONLY = (
-    *("api", "bench", "cli", "deploy", "offline", "service", "startup", "supervision", "terminal"),
+    *("api", "bench", "cli", "offline", "service", "startup", "supervision", "terminal"),
     *("engine.engine_client", "engine.engine_client"),
 )
 

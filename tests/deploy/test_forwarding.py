@@ -6,15 +6,27 @@ import asyncio
 import json
 import pickle
 from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from api.scripted_engine import ScriptedEngine, build_app, hang, say
-from pippin.config import LimitsConfig, ServerConfig
-from pippin.deploy.forwarding import MAX_UNREAD, ForwardedRequest, Ingress, respond
+from api.scripted_engine import BUNDLED, ScriptedEngine, build_app, hang, say
+from cases import cases
+from pippin.config import Config, EngineConfig, LimitsConfig, ModelConfig, ServerConfig
+from pippin.errors import EngineDead, LoadError
+from pippin_ray.forwarding import (
+    MAX_CHARS,
+    MAX_UNREAD,
+    ForwardedRequest,
+    Ingress,
+    RayReplica,
+    prompt_text,
+    respond,
+)
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "stories", "messages": [{"role": "user", "content": "A fox?"}]}
@@ -146,3 +158,75 @@ def scope(path: str) -> Scope:
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     method = {"method": "POST", "path": path, "query_string": b"", "http_version": "1.1"}
     return {"type": "http", **method, "headers": headers, "client": ("127.0.0.1", 5), "state": {}}
+
+
+USER = {"role": "user", "content": "Who are you?"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function"}]}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "4"}]}
+BLOCKS = {"role": "assistant", "content": [{"type": "text", "text": "A fox."}]}
+
+
+def text_of(**fields: Any) -> str:
+    return prompt_text(json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("field", ["messages", "input"])
+def test_each_turn_begins_with_the_text_of_the_turn_before(field: str) -> None:
+    turns: list[dict[str, Any]] = [USER, CALL, RESULT, BLOCKS, USER]
+    before = {"tools": [{"name": "add"}], "system": "Be brief.", "instructions": "Be kind."}
+    texts = [text_of(**before, **{field: turns[:end]}) for end in range(1, len(turns) + 1)]
+    for shorter, longer in pairwise(texts):
+        assert longer.startswith(shorter)
+        assert len(longer) > len(shorter)
+
+
+def test_what_templates_put_before_the_messages_is_before_them() -> None:
+    text = text_of(messages=[USER], system="Be brief.", tools=[{"name": "add"}])
+    assert text.index("add") < text.index("Be brief.") < text.index("Who")
+    assert text_of(messages=[USER], system="Be rude.") not in text
+
+
+def test_branches_of_one_prompt_share_all_characters_before_they_differ() -> None:
+    first, second = (text_of(prompt=f"One story. {end}") for end in ("A fox", "A cat"))
+    assert first[:13] == second[:13] == "One story. A "
+
+
+@cases(
+    "body",
+    [b"", b"{", b"[]", b'"text"', b"{}", b'{"messages": []}', b'{"messages": null}', b"[" * 10**6],
+)
+def test_what_has_no_prompt_or_is_not_valid_has_no_text(body: bytes) -> None:
+    assert prompt_text(body) == ""
+
+
+def test_a_text_is_bounded() -> None:
+    assert len(text_of(prompt="fox " * MAX_CHARS)) == MAX_CHARS
+
+
+@pytest.mark.slow
+def test_a_replica_responds_until_it_is_closed_and_then_fails_its_check() -> None:
+    async def run() -> bytes:
+        model = ModelConfig(model=str(BUNDLED), backend="fake")
+        server = ServerConfig(served_name="stories", batch_bytes=0)
+        replica = await RayReplica.start(Config(model, server=server))
+        replica.check()
+        body = json.dumps({**ASK, "max_tokens": 3, "ignore_eos": True}).encode()
+        request = ForwardedRequest.of(scope(CHAT), body, "")
+        messages = [message async for message in replica.respond(request)]
+        assert messages[0]["status"] == 200
+        await replica.close()
+        with pytest.raises(EngineDead, match="stopped"):
+            replica.check()
+        return b"".join(message.get("body", b"") for message in messages)
+
+    assert json.loads(asyncio.run(run()))["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_start_is_an_error_of_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    model = ModelConfig(model=str(BUNDLED), backend="fake")
+    engine = EngineConfig(cache_dir=str(file), disk="1GB")
+    with pytest.raises(LoadError, match="file"):
+        asyncio.run(RayReplica.start(Config(model, engine)))

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 
 from cli.commands import error_of, output_of
-from pippin.cli.deploy_commands import read_plan
 from pippin.config import Config
-from pippin.deploy.plan import Plan, RayConfig
-from pippin.deploy.serve_options import PREFIX_ROUTER, deployment_options, serve_config
+from pippin_ray.plan import (
+    PREFIX_ROUTER,
+    Plan,
+    RayConfig,
+    deployment_options,
+    read_plan,
+    serve_config,
+)
 
 TWO = """
 model = "stories-hybrid-20m"
@@ -102,7 +107,7 @@ def test_a_file_that_is_missing_is_named(
 def test_without_ray_the_error_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.deploy.run_on_ray.find_spec", lambda _: None)
+    monkeypatch.setattr("pippin_ray.command.find_spec", lambda _: None)
     status, error = error_of(capsys, "deploy", "ray", str(write(tmp_path, TWO)))
     assert (status, error) == (
         1,
@@ -120,7 +125,7 @@ def test_a_dry_run_prints_a_serve_config_that_means_the_same(
     (application,) = printed["applications"]
     assert Plan.from_builtins(application["args"]) == plan
     assert printed["http_options"]["port"] == plan.config.server.port
-    assert application["import_path"] == "pippin.deploy.ray_application:build"
+    assert application["import_path"] == "pippin_ray.application:build"
 
 
 def test_several_replicas_store_nothing_that_a_client_asks_for_later() -> None:
@@ -174,5 +179,5 @@ def test_ray_takes_these_options_and_this_config(tmp_path: Path) -> None:
     inspect.signature(router.initialize_state).bind(None, **kwargs)
     schema = import_module("ray.serve.schema").ServeDeploySchema
     assert schema.model_validate(serve_config(plan)).applications[0].name == "pippin"
-    build = import_module("pippin.deploy.ray_application").build
+    build = import_module("pippin_ray.application").build
     assert build(plan.to_builtins())._bound_deployment.name == "ingress"

@@ -42,7 +42,7 @@ app.command(
     help="Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
 )
 app.command(
-    "pippin.cli.deploy_commands:deploy",
+    "pippin_ray.command:deploy",
     name="deploy",
     help="Run several engines on a cluster.",
 )

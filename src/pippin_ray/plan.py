@@ -1,4 +1,6 @@
-"""What is deployed: the options of `pippin serve`, and how many replicas of it. Knows no Ray.
+"""What is deployed: the file, the options of `pippin serve` in it, and what Ray Serve is given.
+
+Imports no Ray.
 
 model = "Qwen/Qwen3.5-0.8B"     options of `pippin serve`, as in pippin.toml
 [ray]                           replicas, and what each of them reserves
@@ -8,15 +10,23 @@ model = "Qwen/Qwen3.5-0.8B"     options of `pippin serve`, as in pippin.toml
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
+from cyclopts import App
+from cyclopts.config import Dict
 
+from pippin.cli.model_commands import serve
+from pippin.cli.options import SECTIONS, option_name, without_headings
+from pippin.cli.settings import KEYS, MODELS, SECRETS, Setting, read_config_file
 from pippin.config import Config, PeersConfig
 from pippin.config.engine import check_at_least
 from pippin.errors import ConfigError
 
+TABLES = ("ray", "prefill")
 # A replica's own: a second one on the machine could not use it.
 OF_ONE_SERVER = {
     "cache_dir": "engine",
@@ -167,3 +177,130 @@ def _differing(value: Any, default: Any) -> dict[str, Any]:
         else:
             found[entry.name] = msgspec.to_builtins(mine)
     return found
+
+
+T = TypeVar("T", RayConfig, PrefillConfig)
+
+
+def read_plan(path: Path) -> Plan:
+    settings = read_config_file(path, KEYS, TABLES)
+    tables = {setting.name: setting for setting in settings if setting.name in TABLES}
+    ray_table, prefill_table = tables.get("ray"), tables.get("prefill")
+    return Plan(
+        _config([setting for setting in settings if setting.name not in TABLES]),
+        RayConfig() if ray_table is None else _section(ray_table, RayConfig),
+        None if prefill_table is None else _section(prefill_table, PrefillConfig),
+    )
+
+
+def _config(settings: list[Setting]) -> Config:
+    """As `pippin serve` reads them, or the error that it would report."""
+    for setting in settings:
+        if setting.name == MODELS:
+            raise ConfigError(
+                f"{setting.place}: a deployment serves one model: write it as model = and remove "
+                "[models]"
+            )
+        if setting.name in SECRETS:
+            raise ConfigError(
+                f"{setting.place}: Ray's dashboard and logs would show {setting.name}: write it "
+                f"into a file of its own on every machine and set {setting.name}-file"
+            )
+    sources = [
+        Dict({setting.name: setting.value}, source=setting.place, use_commands_as_keys=False)
+        for setting in settings
+    ]
+    options = App(name="pippin serve", config=sources)
+    options.default(serve)
+    _, bound, _ = options.parse_args([])
+    given = {name: value for name, value in bound.arguments.items() if name in SECTIONS}
+    return Config(**{name: without_headings(name, value) for name, value in given.items()})
+
+
+def _section(setting: Setting, kind: type[T]) -> T:
+    table: Any = setting.value
+    where = f"{setting.place}: section [{setting.name}]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{setting.place}: {setting.name} is a section: write [{setting.name}]")
+    known = [option_name(field.name) for field in dataclasses.fields(kind)]
+    for key in table:
+        if option_name(key) not in known:
+            near = difflib.get_close_matches(option_name(key), known, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise ConfigError(f"{where} has no {key}; {meant}")
+    try:
+        return msgspec.convert({key.replace("-", "_"): table[key] for key in table}, kind)
+    except msgspec.ValidationError as error:  # also of a ConfigError: its checks run inside
+        raise ConfigError(f"{where}: {error}") from error
+
+
+# Ray's public name of it, ray.serve.llm.request_router, cannot be imported without vLLM or SGLang.
+PREFIX_ROUTER = (
+    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
+    ".PrefixCacheAffinityRouter"
+)
+MAX_ROUTER_CHARS = 16_000_000  # of prompts, for each replica; the oldest are forgotten
+STOP_SECONDS = 10  # what an engine takes to stop, at most
+MAX_INGRESS_REQUESTS = 1024
+
+
+def deployment_options(plan: Plan) -> dict[str, dict[str, Any]]:
+    """By deployment, what `serve.deployment` takes."""
+    ray = plan.ray
+    stop_s = plan.config.server.drain_timeout + STOP_SECONDS
+    options: dict[str, dict[str, Any]] = {
+        "ingress": {
+            "name": "ingress",
+            "num_replicas": ray.ingress_replicas,
+            "max_ongoing_requests": MAX_INGRESS_REQUESTS,
+            "ray_actor_options": {"num_cpus": 0},
+            "graceful_shutdown_timeout_s": stop_s,
+        },
+        "engine": {
+            "name": "engine",
+            "autoscaling_config": {
+                "min_replicas": ray.min_replicas,
+                "max_replicas": ray.max_replicas,
+                "target_ongoing_requests": ray.target_ongoing_requests,
+            },
+            "max_ongoing_requests": ray.max_ongoing_requests,
+            "ray_actor_options": {"num_cpus": ray.num_cpus, "num_gpus": ray.num_gpus},
+            "graceful_shutdown_timeout_s": stop_s,
+            "request_router_config": {
+                "request_router_class": PREFIX_ROUTER,
+                "request_router_kwargs": {
+                    "imbalanced_threshold": ray.max_imbalance,
+                    "do_eviction": True,
+                    "eviction_threshold_chars": MAX_ROUTER_CHARS,
+                    "eviction_target_chars": MAX_ROUTER_CHARS * 9 // 10,
+                },
+            },
+        },
+    }
+    if plan.prefill is not None:
+        options["prefill"] = {
+            "name": "prefill",
+            "num_replicas": plan.prefill.replicas,
+            "ray_actor_options": {
+                "num_cpus": plan.prefill.num_cpus,
+                "num_gpus": plan.prefill.num_gpus,
+            },
+            "graceful_shutdown_timeout_s": stop_s,
+        }
+    return options
+
+
+def serve_config(plan: Plan) -> dict[str, Any]:
+    """For `serve deploy`, and for the RayService of KubeRay."""
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": plan.config.server.host, "port": plan.config.server.port},
+        "applications": [
+            {
+                "name": plan.ray.name,
+                "route_prefix": "/",
+                "import_path": "pippin_ray.application:build",
+                "args": plan.to_builtins(),
+            }
+        ],
+    }

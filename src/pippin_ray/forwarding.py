@@ -1,32 +1,42 @@
-"""HTTP requests and responses as values that pass between processes. Knows no Ray.
+"""HTTP requests and responses as values that pass between processes. Imports no Ray.
 
 ingress                              replica
-Ingress   ── ForwardedRequest ──▶    respond(app, request)
+Ingress   ── ForwardedRequest ──▶    RayReplica.respond
           ◀── ASGI messages ───
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pippin.api.app import Application
 from pippin.api.http.access_control import key_in, known_keys, network_of, separates_owners
 from pippin.api.http.http_errors import error_response
-from pippin.api.http.read_body import BodyBudget, read_bytes
+from pippin.api.http.read_body import BodyBudget, decode_body, read_bytes
 from pippin.api.http.request_log import RequestLog
 from pippin.api.http.workers import Workers
-from pippin.config import LimitsConfig, ServerConfig
-from pippin.deploy.prompt_text import prompt_text
-from pippin.errors import PippinError
+from pippin.config import Config, LimitsConfig, ServerConfig
+from pippin.errors import EngineDead, LoadError, PippinError, RequestError
+from pippin.startup.launch import Drainable, load_app
+from pippin.startup.replicas import SupervisedEngine, with_remedy
+from pippin.startup.resolve import resolve
+
+log = logging.getLogger(__name__)
 
 KEPT = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 KEPT_LISTS = ("headers", "client", "server")
 DISCONNECT_SECONDS = 5.0
+BEFORE = ("tools", "system", "instructions")
+PROMPTS = ("messages", "input", "prompt")
+MAX_CHARS = 262_144  # of a prompt, for the router; what follows decides little
 MAX_UNREAD = 32  # messages: then a reply waits for its client
 
 
@@ -138,3 +148,73 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{event['type']}.complete"})
         if event["type"] == "lifespan.shutdown":
             return
+
+
+def prompt_text(body: bytes | bytearray) -> str:
+    """The text by which a router compares prefixes: the next turn of a conversation begins with
+    that of the turn before, since messages are taken one by one, in the order of chat templates.
+
+    Empty: the request has none, or cannot be read, which a replica will report.
+    """
+    try:
+        fields = decode_body(body)
+    except RequestError:
+        return ""
+    if not isinstance(fields, dict):
+        return ""
+    prompt = next((fields[name] for name in PROMPTS if fields.get(name)), None)
+    if prompt is None:
+        return ""
+    parts = [_text(fields[name]) for name in BEFORE if fields.get(name)]
+    parts += map(_text, prompt) if isinstance(prompt, list) else [_text(prompt)]
+    return "\n".join(parts)[:MAX_CHARS]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+class RayReplica:
+    """A server without a socket, for one actor of Ray."""
+
+    def __init__(
+        self, app: Application, engine: Drainable, supervising: asyncio.Task[None]
+    ) -> None:
+        self._app = app
+        self._engine = engine
+        self._supervising = supervising
+
+    @classmethod
+    async def start(cls, config: Config) -> RayReplica:
+        """When the model is loaded. Raises LoadError if it cannot be."""
+        config = await asyncio.to_thread(resolve, config)
+        supervised = SupervisedEngine(config, on_loading=log.info)
+        supervising = asyncio.create_task(supervised.run())
+        loading = asyncio.create_task(load_app(config, supervised))
+        await asyncio.wait((supervising, loading), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            try:
+                supervising.result()
+            except LoadError as error:
+                raise LoadError(with_remedy(error.message, config)) from error
+        app = await loading
+        app.resume_batches()
+        return cls(app, supervised.engine, supervising)
+
+    def respond(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+        return respond(self._app, request)
+
+    def check(self) -> None:
+        """Raises if no engine will be started any more. One that is being replaced is no failure:
+        loading a model again may take minutes, and requests wait or get a 503."""
+        if self._supervising.done():
+            reason = None if self._supervising.cancelled() else self._supervising.exception()
+            raise EngineDead(str(reason or "the engine was stopped"))
+
+    async def close(self) -> None:
+        """Requests that still run end with an error."""
+        await self._app.close()
+        self._engine.close()
+        self._supervising.cancel()
+        await asyncio.wait((self._supervising,))

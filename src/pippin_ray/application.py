@@ -19,12 +19,10 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 from starlette.types import ASGIApp, Message
 
-from pippin.deploy.forwarding import ForwardedRequest, Ingress
-from pippin.deploy.plan import Plan
-from pippin.deploy.ray_replica import RayReplica
-from pippin.deploy.serve_options import deployment_options
 from pippin.errors import LoadError
 from pippin.startup.resolve import with_keys
+from pippin_ray.forwarding import ForwardedRequest, Ingress, RayReplica
+from pippin_ray.plan import Plan, deployment_options
 
 PEERS_SECONDS = 1.0
 REPLICA_HEADER = b"x-pippin-replica"
