@@ -225,20 +225,17 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "terminal.doctor": {
         "",
         "amounts",
-        "backends.fallbacks",
-        "backends.host",
-        "backends.mlx",
-        "backends.nvidia",
-        "backends.torch",
+        "backends",
         "config",
         "offline.offline_requests",
         "startup.resolve",
         "types",
+        "version",
     },
     "service": set(),
     "switching": {"engine.engine_client", "messages"},
     "supervision": {"config", "engine.engine_client", "engine.engine_spec", "messages"},
-    "bench": {""},
+    "bench": {"version"},
     **dict.fromkeys(["", "__main__", "cli"], ANYTHING),
 }
 FOREIGN = {

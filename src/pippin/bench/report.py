@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import json
 import math
 import os
@@ -17,8 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from pippin import __version__
 from pippin.errors import PippinError
+from pippin.version import __version__, installed_versions
 
 
 class BenchError(PippinError):
@@ -161,9 +159,7 @@ def describe_machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "pippin": __version__,
     }
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts[name] = importlib.metadata.version(name)
+    facts |= installed_versions(LIBRARIES)
     if TICKS_AT_START is not None and (now := read_ticks()) is not None:
         facts["stolen"] = f"{now.stolen_since(TICKS_AT_START):.1%}"
     return facts

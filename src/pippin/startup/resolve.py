@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import logging
 import os
 import platform
@@ -26,7 +25,7 @@ from pippin.errors import ConfigError, LoadError, UnsupportedLayout
 from pippin.startup.describe_checkpoint import most_context
 from pippin.startup.find_checkpoint import check_checkpoint, find_checkpoint, model_name
 from pippin.text.tokenizer import Tokenizer, read_json
-from pippin.version import __version__
+from pippin.version import __version__, installed_versions
 
 LEAST_GAIN = 1.05  # times as fast: less may be chance
 MOST_KEPT = 64  # gains in the file; the oldest are dropped
@@ -130,16 +129,9 @@ def _device() -> str:
 
 
 def _versions(backend: str) -> str:
-    names = LIBRARIES.get(backend, ())
-    found = [f"{name} {version}" for name in names if (version := _version(name)) is not None]
-    return ", ".join([f"pippin {__version__}", f"Python {platform.python_version()}", *found])
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = installed_versions(LIBRARIES.get(backend, ()))
+    parts = {"pippin": __version__, "Python": platform.python_version(), **found}
+    return ", ".join(f"{name} {version}" for name, version in parts.items())
 
 
 def resolve_draft_model(engine: EngineConfig, model: Path) -> EngineConfig:

@@ -25,7 +25,6 @@ from pippin.terminal.doctor import engine as replies
 from pippin.terminal.doctor import on_mlx
 from pippin.terminal.doctor.engine import Engine
 from pippin.terminal.doctor.on_mlx import decode_steps, products
-from pippin.terminal.doctor.report import TimeLimit
 from pippin.types import TokenLogprobs
 
 
@@ -237,11 +236,11 @@ def test_drafts_are_worth_what_they_were_timed_to_be(
 
     monkeypatch.setattr(drafts, "timed_reply", reply)
     engine = Engine(Config(ModelConfig(backend="fake")))
-    _, not_changed = drafts.drafts(engine, TimeLimit(60.0))
+    _, not_changed = drafts.drafts(engine)
     pays = seconds == (2.0, 1.0) and not wrong
     assert f"not changed: by this it would be {'auto' if pays else 'off'}" in not_changed.value
     assert resolve(Config(ModelConfig(backend="fake"))).engine.speculate == "off"
-    found, default = drafts.drafts(engine, TimeLimit(60.0), saves=True)
+    found, default = drafts.drafts(engine, saves=True)
     assert found.value.startswith(words)
     assert found.level == level
     expected = "`pippin serve` uses --speculate auto" if pays else "off: `pippin serve` has no"
@@ -257,19 +256,19 @@ def test_a_gain_that_cannot_be_kept_is_a_warning(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(drafts, "keep_gain", fail)
     engine = Engine(Config(ModelConfig(backend="fake")))
-    _, default = drafts.drafts(engine, TimeLimit(60.0), saves=True)
+    _, default = drafts.drafts(engine, saves=True)
     assert (default.level, default.value) == ("warning", "not kept: read-only")
 
 
 def test_a_gain_with_a_draft_model_is_of_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(Config(ModelConfig(backend="fake")))
     monkeypatch.setattr(Engine, "has_draft_model", True)
-    (found,) = drafts.drafts(engine, TimeLimit(60.0))
+    (found,) = drafts.drafts(engine)
     assert "with the draft model" in found.value
 
 
 def test_replies_with_and_without_drafts_are_timed() -> None:
     engine = Engine(Config(ModelConfig(backend="fake")))
-    found, _ = drafts.drafts(engine, TimeLimit(60.0))
+    found, _ = drafts.drafts(engine)
     assert found.level == "ok"
     assert found.numbers["ratio"] > 0.0

@@ -14,9 +14,8 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import BlasReport
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import load_backend
-from pippin.terminal.doctor import machine, on_mlx
-from pippin.terminal.doctor.report import Finding, TimeLimit
-from pippin.terminal.doctor.run import sections
+from pippin.terminal.doctor import machine, on_mlx, sections
+from pippin.terminal.doctor.report import Finding
 
 GIB = 1 << 30
 MAC = {
@@ -106,7 +105,7 @@ def test_a_mac_without_metal_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("on_a_mac")
 def test_a_python_for_intel_is_wrong_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     def python() -> Finding:
-        return next(f for f in machine.machine(Config()) if f.name == "python")
+        return next(f for f in machine(Config()) if f.name == "python")
 
     assert python().level == "info"
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
@@ -124,9 +123,9 @@ def test_a_slow_blas_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_options_that_were_given_are_printed() -> None:
     model, engine = ModelConfig(dtype="float16"), EngineConfig(safe=True, memory="6GB")
-    options = {f.name: f.value for f in machine.machine(Config(model, engine))}["options"]
+    options = {f.name: f.value for f in machine(Config(model, engine))}["options"]
     assert options == "--dtype float16 --memory 6GB --safe"
-    assert {f.name: f.value for f in machine.machine(Config())}["options"] == "defaults"
+    assert {f.name: f.value for f in machine(Config())}["options"] == "defaults"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_checks_run_with_the_environment_of_serve(
 ) -> None:
     """Compared with what an engine with the same options sets before it loads a model."""
     config = Config(ModelConfig(backend="mlx"), engine)
-    names = [section.name for section in sections(config, TimeLimit(60.0))]
+    names = [section.name for section in sections(config, 0.0)]
     assert names[:4] == ["machine", "device", "launches", "kernels"]
     checked = settings()
     for name in NAMES:

@@ -14,14 +14,12 @@ import pytest
 
 from pippin.config import Config
 from pippin.errors import ConfigError, LoadError
-from pippin.terminal.doctor import run
+from pippin.terminal import doctor
 from pippin.terminal.doctor.report import (
     SCHEMA,
     SCHEMA_VERSION,
     Examined,
     Finding,
-    Section,
-    TimeLimit,
     as_document,
     as_page,
     checked,
@@ -43,7 +41,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Exception) -> 
             yield finding
 
     monkeypatch.setattr(
-        run, "sections", lambda *_, **__: iter([Section("kernels", "looking", look)])
+        doctor, "sections", lambda *_, **__: iter([doctor.Section("kernels", "looking", look)])
     )
 
 
@@ -63,7 +61,7 @@ def test_the_status_is_1_only_if_something_is_wrong(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     examine(monkeypatch, *findings)
-    assert run.run_doctor(Config(), as_json=True) == status
+    assert doctor.run_doctor(Config(), as_json=True) == status
     printed = capsys.readouterr()
     document = json.loads(printed.out)  # nothing else is there
     validate(document)
@@ -115,20 +113,20 @@ def test_a_section_that_fails_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     examine(monkeypatch, RIGHT, RuntimeError("no such kernel"))
-    assert run.run_doctor(Config(), as_json=False) == 1
+    assert doctor.run_doctor(Config(), as_json=False) == 1
     printed = capsys.readouterr()
     assert "RuntimeError: no such kernel" in printed.out
     assert "--safe" in printed.out
     assert "Traceback" in printed.err
     examine(monkeypatch, LoadError("memory: the model uses 8 GB"))
-    assert run.run_doctor(Config(), as_json=False) == 1
+    assert doctor.run_doctor(Config(), as_json=False) == 1
     assert "memory: the model uses 8 GB" in capsys.readouterr().out
 
 
 def test_an_option_that_is_wrong_is_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     examine(monkeypatch, ConfigError("memory must be an amount"))
     with pytest.raises(ConfigError):
-        run.run_doctor(Config(), as_json=False)
+        doctor.run_doctor(Config(), as_json=False)
 
 
 @pytest.mark.parametrize("words", [["--no-such-option"], ["--memory", "much"]])
@@ -154,11 +152,5 @@ def test_what_is_off_says_what_it_means() -> None:
         Finding("x", "y", "wrong")
     with pytest.raises(AssertionError):
         Finding("x", "y", "ok", "means", "remedy")
-    assert checked("x", "y", ok=True, means="bad").means is None
-    assert checked("x", "y", ok=False, means="bad").level == "wrong"
-
-
-def test_time_that_is_left() -> None:
-    clock = iter([0.0, 10.0, 50.0, 80.0])
-    limit = TimeLimit(60.0, lambda: next(clock))
-    assert [limit.left(), limit.left(), limit.left()] == [50.0, 10.0, 0.0]
+    assert checked("x", "y", {}, ok=True, means="bad").means is None
+    assert checked("x", "y", {}, ok=False, means="bad").level == "wrong"

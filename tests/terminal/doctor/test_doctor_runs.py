@@ -13,8 +13,9 @@ from test_doctor_report import validate
 
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.config import BackendName, Config, EngineConfig, ModelConfig
+from pippin.terminal import doctor
 from pippin.terminal.doctor import engine as replies
-from pippin.terminal.doctor import on_mlx, run
+from pippin.terminal.doctor import on_mlx
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "PROMPTS", replies.PROMPTS[:2])
     monkeypatch.setattr(replies, "REPLY_TOKENS", 6)
     monkeypatch.setattr(replies, "PARAMS", dataclasses.replace(replies.PARAMS, max_tokens=6))
-    monkeypatch.setattr(run, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "LIMIT_SECONDS", 0.0)
     monkeypatch.setattr(on_mlx, "try_operations", lambda _: {})
 
 
@@ -37,7 +38,7 @@ def report(
 ) -> dict[str, dict[str, Any]]:
     """Findings by name, of each section by name."""
     config = Config(ModelConfig(backend=backend, dtype="float32"), engine or EngineConfig())
-    found = run.run_doctor(config, as_json=True)
+    found = doctor.run_doctor(config, as_json=True)
     printed = capsys.readouterr().out
     assert found == status, printed
     document = json.loads(printed)
@@ -98,5 +99,5 @@ def test_a_model_that_is_not_there_is_a_finding(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     config = Config(ModelConfig(str(tmp_path / "absent")))
-    assert run.run_doctor(config, as_json=False) == 1
+    assert doctor.run_doctor(config, as_json=False) == 1
     assert "absent" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The engine that the sections look at: loaded once, as `pippin serve` loads it."""
+"""The engine that `pippin doctor` looks at, loaded as `pippin serve` loads it, and what it does."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from time import monotonic, perf_counter, strftime
+from types import ModuleType
+from typing import Any
 
 from pippin import LLM, SamplingParams
 from pippin.amounts import show_bytes
+from pippin.backends.base import DeviceInfo
 from pippin.backends.fallbacks import logger as fallbacks_log
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.offline.offline_requests import Completion
 from pippin.startup.resolve import LEAST_GAIN, Gain, keep_gain, served_by
-from pippin.terminal.doctor.report import ISSUE, SAFE, Finding, TimeLimit, checked
+from pippin.terminal.doctor.report import ISSUE, Finding, checked
 from pippin.types import TokenLogprobs
 
 ROWS, CONTEXTS = (1, 4, 16), (64, 512, 2048)
 NUM_STEPS = 16
 
 
-def steps(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
+def steps(engine: Engine) -> Iterator[Finding]:
     """From the least work to the most; what would exceed the time limit is left out."""
     llm = engine.llm
     contexts = [n for n in CONTEXTS if n + 8 * NUM_STEPS < llm.max_len]
@@ -33,7 +36,7 @@ def steps(engine: Engine, limit: TimeLimit) -> Iterator[Finding]:
     taken: dict[tuple[int, int], float | None] = {}
     per_token = 0.0
     for num_rows, context in sorted(itertools.product(rows, contexts), key=lambda c: c[0] * c[1]):
-        if per_token * num_rows * context > limit.left() / 2:  # half is for the last section
+        if per_token * num_rows * context > engine.seconds_left / 2:  # half is for the last section
             break
         started = monotonic()
         taken[num_rows, context] = step_seconds(llm, num_rows, context)
@@ -78,15 +81,24 @@ PRODUCT_SIZE = 1024
 Work = Callable[[], None]
 
 
-def launch_findings(one: Work, chain: Work, product: Work) -> Iterator[Finding]:
-    """`one`: the smallest operation; `chain`: CHAIN of them; `product`: of two square matrices."""
-    for work in (one, chain, product):
+def chain(x: Any) -> Any:
+    for _ in range(CHAIN):
+        x = x + 1
+    return x
+
+
+def launch_findings(
+    one: Work, chained: Work, product: Work, error: Callable[[], float]
+) -> Iterator[Finding]:
+    """`one`: the smallest operation; `chained`: CHAIN of them; `product`: of two square matrices;
+    `error`: its largest against numpy's."""
+    for work in (one, chained, product):
         work()  # kernels are built, memory is there
-    trip = sorted(_seconds(one) for _ in range(ROUND_TRIPS))[ROUND_TRIPS // 2]
+    trip = median(_seconds(one) for _ in range(ROUND_TRIPS))
     yield Finding(
         "round trip", f"{1e6 * trip:,.0f} µs for one empty operation", numbers={"seconds": trip}
     )
-    each = min(_seconds(chain) for _ in range(3)) / CHAIN
+    each = min(_seconds(chained) for _ in range(3)) / CHAIN
     yield Finding(
         "launches",
         f"{1 / each:,.0f} a second, {1e6 * each:.1f} µs each",
@@ -94,18 +106,28 @@ def launch_findings(one: Work, chain: Work, product: Work) -> Iterator[Finding]:
     )
     rate = 2 * PRODUCT_SIZE**3 / min(_seconds(product) for _ in range(3)) / 1e9
     yield Finding("float32 product", f"{rate:,.0f} GFLOP/s", numbers={"gflops": rate})
-
-
-def product_finding(error: float) -> Finding:
-    """`error`: the largest, against numpy."""
-    return checked(
+    off = error()
+    yield checked(
         "product = numpy's",
-        f"error {error:.0e}",
-        ok=error < 0.5,
+        f"error {off:.0e}",
+        {"error": off},
+        ok=off < 0.5,
         means="a plain matrix product of the library is wrong: no result can be trusted",
         remedy="install the library again; if that does not help, report it to mlx or torch",
-        numbers={"error": error},
     )
+
+
+def memory_finding(found: DeviceInfo) -> Finding:
+    return Finding(
+        "memory",
+        f"{show_bytes(found.memory_bytes)}; --memory auto uses {found.share:.0%} of it",
+        numbers={"memory_bytes": found.memory_bytes, "share": found.share},
+    )
+
+
+def type_finding(llm: LLM, dtype: str, *, on_cpu: bool) -> Finding:
+    why = "CPUs compute it fastest" if on_cpu else "as the checkpoint is stored"
+    return Finding("type", f"{dtype}: {why if llm.config.model.dtype == 'auto' else '--dtype'}")
 
 
 def _seconds(work: Work) -> float:
@@ -125,39 +147,24 @@ PARAMS = SamplingParams(max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=Tru
 
 
 def batch(engine: Engine) -> Iterator[Finding]:
-    together, alone = _batched(engine.llm), _alone(engine.llm)
-    yield compared(
-        "batched = alone",
-        together,
-        alone,
-        engine.margin,
-        means="replies depend on which other requests run: results are wrong",
-    )
+    llm = engine.llm
+    together = llm.generate(PROMPTS, PARAMS)
+    alone = [llm.generate(prompt, PARAMS)[0] for prompt in PROMPTS]
+    means = "replies depend on which other requests run: results are wrong"
+    yield compared("batched = alone", together, alone, engine.margin, means)
 
 
 def plain(engine: Engine) -> Iterator[Finding]:
     """All that `pippin serve` would use of Pippin's own on this model, against --safe."""
+    name = "as served = --safe"
     if engine.is_plain:
-        yield Finding("as served = --safe", "the same: plain operations already")
+        yield Finding(name, "the same: plain operations already")
         return
-    margin, usual = engine.margin, _batched(engine.llm)
+    margin, usual = engine.margin, engine.llm.generate(PROMPTS, PARAMS)
     with engine.safe() as safe:
-        expected = _batched(safe)
-    yield compared(
-        "as served = --safe",
-        usual,
-        expected,
-        margin,
-        means="an operation or a kernel of Pippin's computes wrong results on this machine",
-    )
-
-
-def _batched(llm: LLM) -> list[Completion]:
-    return llm.generate(PROMPTS, PARAMS)
-
-
-def _alone(llm: LLM) -> list[Completion]:
-    return [llm.generate(prompt, PARAMS)[0] for prompt in PROMPTS]
+        expected = safe.generate(PROMPTS, PARAMS)
+    means = "an operation or a kernel of Pippin's computes wrong results on this machine"
+    yield compared(name, usual, expected, margin, means)
 
 
 def compared(
@@ -185,10 +192,9 @@ def compared(
     return checked(
         name,
         f"{value} (limit {margin:g})",
+        {"equal_tokens": sum(same), "tokens": total, "logprob_difference": moved},
         ok=2 * sum(same) >= total and is_level,
         means=means,
-        remedy=SAFE,
-        numbers={"equal_tokens": sum(same), "tokens": total, "logprob_difference": moved},
     )
 
 
@@ -215,9 +221,9 @@ DRAFT_PARAMS = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
 NUM_PAIRS = 3
 
 
-def drafts(engine: Engine, limit: TimeLimit, *, saves: bool = False) -> Iterator[Finding]:
+def drafts(engine: Engine, *, saves: bool = False) -> Iterator[Finding]:
     """Greedy replies with drafts and without, in turn, by one engine."""
-    if limit.left() <= 0.0:
+    if engine.seconds_left <= 0.0:
         yield Finding(NAME, "not timed: no time was left")
         return
     with engine.drafting() as llm:
@@ -237,19 +243,15 @@ def drafts(engine: Engine, limit: TimeLimit, *, saves: bool = False) -> Iterator
     yield checked(
         NAME,
         f"{ratio:.2f} times as fast, {by}one request at a time, greedy: {advice}",
+        {"ratio": ratio},
         ok=same_reply,
         means="replies with drafts differ from those without",
-        remedy=SAFE,
-        numbers={"ratio": ratio},
     )
     if not engine.has_draft_model:  # which is on where it is given
         gain = Gain(served_by(engine.model), ratio, same_reply, strftime("%Y-%m-%d"))
-        yield kept(gain) if saves else not_saved(gain)
-
-
-def not_saved(gain: Gain) -> Finding:
-    measured = "auto" if gain.pays else "off"
-    return Finding(DEFAULT, f"not changed: by this it would be {measured}, with --save it is")
+        measured = "auto" if gain.pays else "off"
+        not_saved = f"not changed: by this it would be {measured}, with --save it is"
+        yield kept(gain) if saves else Finding(DEFAULT, not_saved)
 
 
 def kept(gain: Gain) -> Finding:
@@ -280,13 +282,36 @@ MARGINS = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
 TF32_MARGIN = MARGINS["float16"]  # the same ten bits
 
 
+def library_of(config: Config) -> ModuleType | None:
+    """What is looked at in a backend's own way."""
+    match config.model.backend:
+        case "mlx":
+            from pippin.terminal.doctor import on_mlx
+
+            return on_mlx
+        case "torch":
+            from pippin.terminal.doctor import on_torch
+
+            return on_torch
+    return None
+
+
 class Engine:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, deadline: float = math.inf) -> None:
+        """`deadline`: when, on time.monotonic(), no further times are measured."""
         engine = replace(config.engine, prefix_cache=False, cache_dir=None, disk=None)
         engine = replace(engine, host_cache=None, canary="off")
         self._config = replace(config, engine=engine)
+        self._deadline = deadline
         self._llm: LLM | None = None
-        self.failed = False
+
+    @property
+    def seconds_left(self) -> float:
+        return max(self._deadline - monotonic(), 0.0)
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._llm is not None
 
     @property
     def llm(self) -> LLM:
@@ -295,10 +320,8 @@ class Engine:
 
     def load(self) -> Iterator[Finding]:
         """One load, as a server would: in the model's own type, within the budget."""
-        self.failed = True
         with _warnings() as warned:
             self._llm = LLM(config=self._config)
-        self.failed = False
         backend = self._llm.loop.backend
         used, room = backend.memory_used(), self._llm.loop.scheduler.budget.capacity
         yield Finding(
@@ -312,33 +335,17 @@ class Engine:
             f"{limits.max_running} requests at the same time ({limits.max_running_reason})",
             numbers={"max_running": limits.max_running},
         )
-        for fallback in backend.fallbacks:
-            yield Finding(
-                "fallback",
-                str(fallback),
-                "warning",
-                means="`pippin serve` does the same: replies are right and may be slower",
-                remedy=ISSUE,
-            )
-        for message in warned:
-            yield Finding(
-                "load warned",
-                message,
-                "warning",
-                means="`pippin serve` does without it: replies are right and may be slower",
-                remedy=ISSUE,
-            )
+        for name, messages, does in (
+            ("fallback", map(str, backend.fallbacks), "does the same"),
+            ("load warned", warned, "does without it"),
+        ):
+            means = f"`pippin serve` {does}: replies are right and may be slower"
+            for message in messages:
+                yield Finding(name, message, "warning", means, ISSUE)
 
     def choices(self) -> Iterator[Finding]:
-        match self._config.model.backend:
-            case "mlx":
-                from pippin.terminal.doctor.on_mlx import choices as of_mlx
-
-                yield from of_mlx(self.llm)
-            case "torch":
-                from pippin.terminal.doctor.on_torch import choices as of_torch
-
-                yield from of_torch(self.llm)
+        if (library := library_of(self._config)) is not None:
+            yield from library.choices(self.llm)
 
     def safe(self) -> LLM:
         """The same model with --safe."""
@@ -370,28 +377,16 @@ class Engine:
     @property
     def is_plain(self) -> bool:
         """Whether --safe would change nothing."""
-        if self._config.model.backend != "torch":
-            return False
-        from pippin.terminal.doctor.on_torch import is_plain
-
-        return is_plain(self.llm)
+        library = library_of(self._config)
+        return library is not None and bool(library.is_plain(self.llm))
 
     @property
     def margin(self) -> float:
         """Of log probabilities that rounding may move."""
-        match self._config.model.backend:
-            case "mlx":
-                from pippin.backends.mlx.environment import products_are_exact
-                from pippin.terminal.doctor.on_mlx import dtype_of as dtype_of_mlx
-
-                margin = MARGINS[dtype_of_mlx(self.llm)]
-                is_rounded = self.llm.loop.backend.device.kind != "cpu" and not products_are_exact()
-                return max(margin, TF32_MARGIN) if is_rounded else margin
-            case "torch":
-                from pippin.terminal.doctor.on_torch import dtype_of as dtype_of_torch
-
-                return MARGINS[dtype_of_torch(self.llm)]
-        return 0.0
+        if (library := library_of(self._config)) is None:
+            return 0.0
+        margin = MARGINS[library.dtype_of(self.llm)]
+        return max(margin, TF32_MARGIN) if library.rounds_products(self.llm) else margin
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What loading a model chose on mlx, and why."""
+"""What loading a model chose on mlx, and why; its device, and Pippin's operations on it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,19 @@ from pippin.backends.mlx.device import device_info, max_buffers, on_cpu, on_meta
 from pippin.backends.mlx.environment import TF32, products_are_exact
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_chunked, gated_delta_step
 from pippin.config import Config
-from pippin.terminal.doctor.engine import CHAIN, PRODUCT_SIZE, launch_findings, product_finding
+from pippin.terminal.doctor.engine import (
+    PRODUCT_SIZE,
+    chain,
+    launch_findings,
+    memory_finding,
+    type_finding,
+)
 from pippin.terminal.doctor.report import ISSUE, SAFE, Finding, checked
 
 
 def choices(llm: LLM) -> Iterator[Finding]:
     config, backend = llm.config, _backend(llm)
-    yield Finding("type", f"{dtype_of(llm)}: {_why_dtype(config)}")
+    yield type_finding(llm, dtype_of(llm), on_cpu=on_cpu())
     compiled, can_compile = backend.steps_are_compiled, backend.loaded.layout.compiles
     steps = decode_steps(config, compiled=compiled, can_compile=can_compile)
     yield Finding("decode steps", steps)
@@ -71,10 +77,12 @@ def _backend(llm: LLM) -> MLXBackend:
     return backend
 
 
-def _why_dtype(config: Config) -> str:
-    if config.model.dtype != "auto":
-        return "--dtype"
-    return "CPUs compute it fastest" if on_cpu() else "as the checkpoint is stored"
+def is_plain(llm: LLM) -> bool:
+    return False
+
+
+def rounds_products(llm: LLM) -> bool:
+    return llm.loop.backend.device.kind != "cpu" and not products_are_exact()
 
 
 def decode_steps(config: Config, *, compiled: bool, can_compile: bool = True) -> str:
@@ -165,19 +173,15 @@ def recurrence() -> Iterator[Finding]:
         inputs = (q[:, :n], k[:, :n], v[:, :n], g[:, :n], beta[:, :n], state)
         found, plain = fast(*inputs), gated_delta_ops(*inputs)
         error = max(relative_error(f, p) for f, p in zip(found[:2], plain, strict=True))
-        most = TOLERANCE if is_exact() else TF32_TOLERANCE
+        most = TOLERANCE if on_cpu() or products_are_exact() else TF32_TOLERANCE
         yield checked(
             name,
             f"equals the plain one: error {error:.0e}, limit {most:.0e}",
+            {"error": error, "limit": most},
             ok=error < most,
             means="models with Gated DeltaNet layers (Qwen3.5 and others) give wrong replies",
             remedy="start with --deterministic, which rounds no products; " + ISSUE,
-            numbers={"error": error, "limit": most},
         )
-
-
-def is_exact() -> bool:
-    return on_cpu() or products_are_exact()
 
 
 def relative_error(actual: mx.array, expected: mx.array) -> float:
@@ -187,11 +191,7 @@ def relative_error(actual: mx.array, expected: mx.array) -> float:
 def device() -> Iterator[Finding]:
     found, info = device_info(), mx.device_info(mx.default_device())
     yield _kind(found.kind, found.name, info)
-    yield Finding(
-        "memory",
-        f"{show_bytes(found.memory_bytes)}; --memory auto uses {found.share:.0%} of it",
-        numbers={"memory_bytes": found.memory_bytes, "share": found.share},
-    )
+    yield memory_finding(found)
     if on_metal():
         yield from _metal_limits(info)
     if not on_cpu():
@@ -267,13 +267,8 @@ def launches() -> Iterator[Finding]:
     a, b = mx.random.normal((n, n)), mx.random.normal((n, n))
     mx.eval(a, b)
     yield from launch_findings(
-        lambda: mx.eval(one + 1), lambda: mx.eval(_chain(one)), lambda: mx.eval(a @ b)
+        lambda: mx.eval(one + 1),
+        lambda: mx.eval(chain(one)),
+        lambda: mx.eval(a @ b),
+        lambda: float(np.abs(np.array(a @ b) - np.array(a) @ np.array(b)).max()),
     )
-    error = float(np.abs(np.array(a @ b) - np.array(a) @ np.array(b)).max())
-    yield product_finding(error)
-
-
-def _chain(x: mx.array) -> mx.array:
-    for _ in range(CHAIN):
-        x = x + 1
-    return x

@@ -1,4 +1,4 @@
-"""What loading a model chose on torch, and why; its kernels against plain operations."""
+"""What loading a model chose on torch, and why; its device, and Pippin's kernels on it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from pippin.backends.nvidia import compute_capability
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.device import device_info, find_device
 from pippin.config import Config
-from pippin.terminal.doctor.engine import CHAIN, PRODUCT_SIZE, launch_findings, product_finding
+from pippin.terminal.doctor.engine import (
+    PRODUCT_SIZE,
+    chain,
+    launch_findings,
+    memory_finding,
+    type_finding,
+)
 from pippin.terminal.doctor.report import ISSUE, Finding
 
 
 def choices(llm: LLM) -> Iterator[Finding]:
     config, backend = llm.config, _backend(llm)
-    yield Finding("type", f"{dtype_of(llm)}: {_why_dtype(config, backend.device.kind)}")
+    yield type_finding(llm, backend.dtype, on_cpu=backend.device.kind == "cpu")
     if not backend.has_kernels:
         yield Finding("layers", f"plain operations of torch: {_why_plain(config, backend)}")
         return
@@ -47,16 +53,14 @@ def is_plain(llm: LLM) -> bool:
     return not _backend(llm).has_kernels
 
 
+def rounds_products(llm: LLM) -> bool:
+    return False
+
+
 def _backend(llm: LLM) -> TorchBackend:
     backend = llm.loop.backend
     assert isinstance(backend, TorchBackend)
     return backend
-
-
-def _why_dtype(config: Config, kind: str) -> str:
-    if config.model.dtype != "auto":
-        return "--dtype"
-    return "CPUs compute it fastest" if kind == "cpu" else "as the checkpoint is stored"
 
 
 def _why_plain(config: Config, backend: TorchBackend) -> str:
@@ -80,11 +84,7 @@ def device() -> Iterator[Finding]:
         )
     else:
         yield Finding("device", value)
-    yield Finding(
-        "memory",
-        f"{show_bytes(found.memory_bytes)}; --memory auto uses {found.share:.0%} of it",
-        numbers={"memory_bytes": found.memory_bytes, "share": found.share},
-    )
+    yield memory_finding(found)
     if found.kind == "cuda":
         free, _ = torch.cuda.mem_get_info()
         yield Finding("free memory", show_bytes(free), numbers={"free_bytes": free})
@@ -98,10 +98,11 @@ def launches() -> Iterator[Finding]:
     a, b = torch.randn(n, n, device=where), torch.randn(n, n, device=where)
     with torch.inference_mode():
         yield from launch_findings(
-            _waited(lambda: one + 1), _waited(lambda: _chain(one)), _waited(lambda: a @ b)
+            _waited(lambda: one + 1),
+            _waited(lambda: chain(one)),
+            _waited(lambda: a @ b),
+            lambda: float(np.abs((a @ b).cpu().numpy() - a.cpu().numpy() @ b.cpu().numpy()).max()),
         )
-        error = np.abs((a @ b).cpu().numpy() - a.cpu().numpy() @ b.cpu().numpy()).max()
-    yield product_finding(float(error))
 
 
 def _waited(compute: Callable[[], torch.Tensor]) -> Callable[[], None]:
@@ -110,9 +111,3 @@ def _waited(compute: Callable[[], torch.Tensor]) -> Callable[[], None]:
             torch.cuda.synchronize()
 
     return work
-
-
-def _chain(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(CHAIN):
-        x = x + 1
-    return x

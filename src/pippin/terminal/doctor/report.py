@@ -1,4 +1,4 @@
-"""The findings as one page of text to paste, and as JSON (schema.json). Looks at no machine.
+"""The findings as one page of text to paste, and as JSON (schema.json).
 
 Paths of the user's home are shortened to ~.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import Any, Literal
 
 from pippin import __version__
@@ -39,47 +38,19 @@ class Finding:
 
 
 def checked(
-    name: str,
-    value: str,
-    *,
-    ok: bool,
-    means: str,
-    remedy: str = SAFE,
-    numbers: Mapping[str, float] | None = None,
+    name: str, value: str, numbers: Mapping[str, float], *, ok: bool, means: str, remedy: str = SAFE
 ) -> Finding:
     """`means` and `remedy`: where it is not right."""
     if ok:
-        return Finding(name, value, "ok", numbers=numbers or {})
-    return Finding(name, value, "wrong", means, remedy, numbers or {})
-
-
-class TimeLimit:
-    """What may be left out is not started once this much time has passed."""
-
-    def __init__(self, seconds: float, now: Callable[[], float] = monotonic) -> None:
-        self.seconds = seconds
-        self._now = now
-        self._started = now()
-
-    def passed(self) -> float:
-        return self._now() - self._started
-
-    def left(self) -> float:
-        return max(self.seconds - self.passed(), 0.0)
-
-
-@dataclass(frozen=True)
-class Section:
-    name: str  # stable: programs look for it
-    doing: str  # shown while it runs
-    look: Callable[[], Iterator[Finding]]
+        return Finding(name, value, "ok", numbers=numbers)
+    return Finding(name, value, "wrong", means, remedy, numbers)
 
 
 @dataclass(frozen=True)
 class Examined:
     """A section that has run."""
 
-    name: str
+    name: str  # stable: programs look for it
     seconds: float
     findings: tuple[Finding, ...]
 
@@ -106,14 +77,10 @@ def as_page(examined: Sequence[Examined], seconds: float) -> str:
 
 def _verdict(examined: Sequence[Examined]) -> str:
     levels = [found.level for part in examined for found in part.findings]
-    counts = {level: levels.count(level) for level in ("wrong", "warning")}
-    said = []
-    if counts["wrong"]:
-        said.append(f"{_count(counts['wrong'], 'check')} failed")
-    if counts["warning"]:
-        said.append(_count(counts["warning"], "warning"))
-    passed = f"{_count(levels.count('ok'), 'check')} passed"
-    return ", ".join([*said, passed]) if said else f"all right, {passed}"
+    wrong, warnings = levels.count("wrong"), levels.count("warning")
+    said = [f"{_count(wrong, 'check')} failed"] if wrong else []
+    said += [_count(warnings, "warning")] if warnings else []
+    return ", ".join([*(said or ["all right"]), f"{_count(levels.count('ok'), 'check')} passed"])
 
 
 def _count(number: int, noun: str) -> str:
