@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-from pippin.startup.find_checkpoint import find_checkpoint
+from pippin.startup.checkpoint import find_checkpoint
 from pippin.config import ModelConfig
 
 CONFIG = {

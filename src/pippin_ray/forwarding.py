@@ -24,9 +24,9 @@ from pippin.api.http.read_body import BodyBudget, decode_body, read_bytes
 from pippin.api.http.request_log import RequestLog
 from pippin.api.http.workers import Workers
 from pippin.config import Config, LimitsConfig, ServerConfig
-from pippin.errors import EngineDead, LoadError, PippinError, RequestError
-from pippin.startup.launch import Drainable, load_app
-from pippin.startup.replicas import SupervisedEngine, with_remedy
+from pippin.errors import EngineDead, PippinError, RequestError
+from pippin.startup.launch import Engines, load_app
+from pippin.startup.replicas import SupervisedEngine
 from pippin.startup.resolve import resolve
 
 log = logging.getLogger(__name__)
@@ -177,9 +177,7 @@ def _text(value: Any) -> str:
 class RayReplica:
     """A server without a socket, for one actor of Ray."""
 
-    def __init__(
-        self, app: Application, engine: Drainable, supervising: asyncio.Task[None]
-    ) -> None:
+    def __init__(self, app: Application, engine: Engines, supervising: asyncio.Task[None]) -> None:
         self._app = app
         self._engine = engine
         self._supervising = supervising
@@ -194,10 +192,7 @@ class RayReplica:
         await asyncio.wait((supervising, loading), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()
-            try:
-                supervising.result()
-            except LoadError as error:
-                raise LoadError(with_remedy(error.message, config)) from error
+            supervising.result()
         app = await loading
         app.resume_batches()
         return cls(app, supervised.engine, supervising)

@@ -19,7 +19,7 @@ from pippin import cli
 from pippin.config import ModelConfig
 from pippin.hub import cached_models
 from pippin.hub.pull import SPARE_BYTES
-from pippin.startup.find_checkpoint import find_checkpoint
+from pippin.startup.checkpoint import find_checkpoint
 from pippin.startup.server_file import announced
 from processes import environment, wait_until
 

@@ -24,8 +24,12 @@ from pippin.backends.torch.config import read_config
 from pippin.config import Config, ModelConfig
 from pippin.errors import LoadError
 from pippin.hub.pull import HUB_FILES, HUB_FOLDERS
-from pippin.startup.describe_checkpoint import describe_checkpoint, log_unserved
-from pippin.startup.find_checkpoint import checkpoint_names, find_checkpoint
+from pippin.startup.checkpoint import (
+    checkpoint_names,
+    describe_checkpoint,
+    find_checkpoint,
+    log_unserved,
+)
 from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
 from pippin.text.tokenizer import Tokenizer
@@ -73,8 +77,8 @@ def test_a_directory_is_served_under_its_name_however_it_is_spelt(
 def test_the_demo_model_is_the_checkouts_or_an_installed_package_s(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("pippin.startup.find_checkpoint.CHECKOUT_MODELS", tmp_path / "nothing")
-    monkeypatch.setattr("pippin.startup.find_checkpoint.DEMO_PACKAGE", "some_demo")
+    monkeypatch.setattr("pippin.startup.checkpoint.CHECKOUT_MODELS", tmp_path / "nothing")
+    monkeypatch.setattr("pippin.startup.checkpoint.DEMO_PACKAGE", "some_demo")
     with pytest.raises(LoadError, match=r'not installed: pip install "pippin\[demo\]", or give'):
         find_checkpoint(ModelConfig())
     with pytest.raises(LoadError, match=r"nor an installed demo model \(none\)"):

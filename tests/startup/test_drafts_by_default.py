@@ -20,7 +20,6 @@ from pippin.startup import resolve as measured_gain
 from pippin.startup.resolve import (
     MOST_KEPT,
     Gain,
-    Served,
     gains_path,
     keep_gain,
     resolve,
@@ -165,12 +164,11 @@ def test_one_gain_is_kept_of_each_and_no_more_than_the_last_ones() -> None:
     first = measure(ratio=0.5)
     assert measure(ratio=2.0).served == first.served
     for number in range(MOST_KEPT):
-        served = msgspec.structs.replace(first.served, model=str(number))
+        served = first.served | {"model": str(number)}
         keep_gain(Gain(served, 1.0, True, "2026-11-19"))
     kept = msgspec.json.decode(gains_path().read_bytes())["gains"]
     assert [gain["served"]["model"] for gain in kept] == [*map(str, range(MOST_KEPT))]
     assert [path.name for path in gains_path().parent.iterdir()] == [gains_path().name]
-    assert set(kept[0]["served"]) == {*Served.__struct_fields__}
 
 
 def test_llm_has_the_same_default() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,13 @@ from pippin.startup.launch import Entrance
 
 def test_no_collection_looks_at_what_was_made_before_the_first_request() -> None:
     app: Any = SimpleNamespace(resume_batches=lambda: None)
+
+    async def load() -> Any:
+        return app
+
     before = gc.get_freeze_count()
     try:
-        Entrance(ServerConfig()).open(app)
+        asyncio.run(Entrance(ServerConfig()).open_with(load()))
         assert gc.get_freeze_count() > before
         assert app not in gc.get_objects()
     finally:

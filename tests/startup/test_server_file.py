@@ -75,8 +75,7 @@ def test_only_its_user_can_read_it(runtime: Path) -> None:
             "model",
             "pid",
             "started_s",
-            "checkpoint",
-            "others",
+            "checkpoints",
         }
 
 

@@ -39,7 +39,7 @@ from pippin.bench.serve import find_target, warm_up
 from pippin.cli.bench import ApiKey, Count
 from pippin.config import Config, ModelConfig
 from pippin.metrics import StepLog, StepRecord, read_step_log
-from pippin.startup.find_checkpoint import find_checkpoint
+from pippin.startup.checkpoint import find_checkpoint
 from servers import as_options, pippin_server, write_endless_copy
 from shared import Positive, run, verdict
 from steps import first_token_seconds, generate, last_step, prompts_for

@@ -27,7 +27,7 @@ from pippin.bench.report import BenchError, Report, Table, busy_note, median, nu
 from pippin.bench.serve import warm_up
 from pippin.cli.bench import Count
 from pippin.config import ModelConfig
-from pippin.startup.find_checkpoint import find_checkpoint
+from pippin.startup.checkpoint import find_checkpoint
 from pippin.startup.resolve import choose_backend
 from scenarios import (
     BRANCHES,

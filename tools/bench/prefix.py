@@ -17,7 +17,7 @@ from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import Report, say
 from pippin.cli.bench import Count
 from pippin.config import Config
-from pippin.startup.find_checkpoint import find_checkpoint
+from pippin.startup.checkpoint import find_checkpoint
 from scenarios import PROMPT_TOKENS, REPLY_TOKENS, TURNS, fan_out, warm_server
 from shared import ColdWarm, Names, Part, cold_warm_table, report_parts, run
 

@@ -36,7 +36,7 @@ from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import BenchError, Report, Table, percentile, ratio
 from pippin.cli.bench import Count
 from pippin.config import Config
-from pippin.startup.find_checkpoint import find_checkpoint
+from pippin.startup.checkpoint import find_checkpoint
 from scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_server
 from shared import (
     ColdWarm,

@@ -105,7 +105,7 @@ def _check_known(name: str, models: Mapping[str, Any], table: Setting | None) ->
     near = difflib.get_close_matches(name, list(models), n=1)
     if table is None or name in models or not near or "/" in name or Path(name).exists():
         return
-    from pippin.startup.find_checkpoint import bundled_models
+    from pippin.startup.checkpoint import bundled_models
 
     if name in bundled_models():
         return

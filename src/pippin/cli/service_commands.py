@@ -15,7 +15,7 @@ from pippin.config import Config
 from pippin.errors import ConfigError
 from pippin.hub.pull import HUB_ID
 from pippin.service.service import Manager, define, manager_of
-from pippin.startup.find_checkpoint import find_checkpoint
+from pippin.startup.checkpoint import find_checkpoint
 
 service = App(
     name="service",

@@ -1,4 +1,1 @@
-"""Before a model is loaded: its files, what a config leaves open, a server that already listens.
-
-Knows no requests and no arrays.
-"""
+"""From options to a server: a model's files, what a config leaves open, processes, the socket."""

@@ -12,11 +12,10 @@ import errno
 import gc
 import signal
 import socket
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import uvicorn
 from rich.console import Console
@@ -26,26 +25,25 @@ from pippin.api.app import Application, create_app, create_waiting_app
 from pippin.api.http.access_control import warn_if_open
 from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
 from pippin.api.http.workers import return_freed_memory
-from pippin.api.model_info import ModelInfo
 from pippin.api.served_models import ServedModels
 from pippin.backends.nvidia import gpu_ids
 from pippin.config import Config, LimitsConfig, ServerConfig
+from pippin.engine.engine_client import EngineClient
+from pippin.engine.engine_pool import EnginePool
 from pippin.engine.events.trace import TraceFile
 from pippin.errors import ConfigError, LoadError
 from pippin.logs import configure_logging
-from pippin.messages import Ready
-from pippin.startup.describe_checkpoint import describe_checkpoint, log_unserved
-from pippin.startup.find_checkpoint import checkpoint_names
+from pippin.startup.checkpoint import load_text, model_info
 from pippin.startup.on_demand_models import (
     BATCH_RUNNING,
     OnDemandModels,
     check_several,
     is_on_demand,
 )
-from pippin.startup.replicas import SupervisedEngine, plan_replicas, with_remedy
+from pippin.startup.replicas import SupervisedEngine, plan_replicas
 from pippin.startup.resolve import resolve
 from pippin.startup.server_file import announced
-from pippin.text.bundle import TextBundle
+from pippin.switching.model_engines import ModelEngines
 from pippin.text.parsers.formats import ReplyFormats
 
 NEXT_PORTS = 100  # tried in order for a free one
@@ -54,22 +52,24 @@ FIRST_UNPRIVILEGED = 1024
 
 def listen(config: ServerConfig) -> socket.socket:
     """Before a model is downloaded or loaded: a port in use is an error at once."""
-    listener = _new_socket(config.host)
     try:
-        listener.bind((config.host, config.port))
-        listener.listen()  # a client that reads the banner may connect at once
+        return _listen(config.host, config.port)
     except OSError as error:
-        listener.close()
         reason = f"cannot listen on {config.host}:{config.port}: {error.strerror}"
         raise LoadError(f"{reason}{_remedy(config, error)}") from error
-    return listener
 
 
-def _new_socket(host: str) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By name, since asyncio sends small pieces at once (TCP_NODELAY) only where it sees this.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()  # a client that reads the banner may connect at once
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
@@ -92,12 +92,7 @@ def _remedy(config: ServerConfig, error: OSError) -> str:
 def _free_port(host: str, taken: int) -> int | None:
     """The next one that can be bound now."""
     for port in range(taken + 1, min(taken + 1 + NEXT_PORTS, 65536)):
-        with _new_socket(host) as probe:
-            try:
-                probe.bind((host, port))
-                probe.listen()
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), _listen(host, port):
             return port
     return None
 
@@ -169,9 +164,10 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
 
-    def open(self, app: Application) -> None:
-        """What was made so far is kept: a full collection over it would stop all streams for a
-        tenth of a second."""
+    async def open_with(self, loading: Coroutine[Any, Any, Application]) -> None:
+        """Accept requests when the model is loaded. What was made so far is kept: a full collection
+        over it would stop all streams for a tenth of a second."""
+        app = await loading
         gc.collect()
         gc.freeze()
         self.app = self.loaded = app
@@ -183,26 +179,14 @@ class Entrance:
             await self.loaded.close()
 
 
-class Drainable(Protocol):
-    """One engine, or those of several models."""
-
-    @property
-    def num_open(self) -> int: ...
-
-    def drain(self) -> None: ...
-
-    async def drained(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
+Engines = EngineClient | EnginePool | ModelEngines  # one, replicas, or those of several models
 NUM_WAITING = 2_048  # connections, to be accepted
 
 
 class Server(uvicorn.Server):
     """uvicorn, but signals are handled outside and running streams end before it waits for them."""
 
-    def __init__(self, app: ASGIApp, engine: Drainable, limits: LimitsConfig) -> None:
+    def __init__(self, app: ASGIApp, engine: Engines, limits: LimitsConfig) -> None:
         super().__init__(uvicorn_config(app, limits, lifespan="off", timeout_graceful_shutdown=3))
         self._engine = engine
 
@@ -245,31 +229,32 @@ async def _serve(configs: Sequence[Config], shared: Config, listener: socket.soc
     console = Console()
     with console.status(f"loading {config.server.served_name}") as progress:
         source: OnDemandModels | SupervisedEngine
+        loading: Coroutine[Any, Any, Application]
         if is_on_demand(configs):
             source = OnDemandModels(configs, shared)
-            work = _open_on_demand(entrance, source)
+            loading = _app_on_demand(source)
         else:
             source = SupervisedEngine(config, on_loading=progress.update)
-            work = _open(entrance, config, source)
-        engine = source.engine
-        server = Server(entrance, engine, config.limits)
+            loading = load_app(config, source)
+        server = Server(entrance, source.engine, config.limits)
         supervising = asyncio.create_task(source.run())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        opening = asyncio.create_task(work)
+        opening = asyncio.create_task(entrance.open_with(loading))
         await _first_of(opening, supervising, serving, stop.first)
     try:
         if opening.done():
             opening.result()
             url = _url_of(listener)
-            others = tuple(each.model.model for each in configs[1:])
-            with announced(url, str(config.server.served_name), config.model.model, others):
-                names = [str(each.server.served_name) for each in configs]
+            names = [str(each.server.served_name) for each in configs]
+            checkpoints = tuple(each.model.model for each in configs)
+            with announced(url, names[0], *checkpoints):
                 text = _banner(config.server, url, ", ".join(names))
                 console.print(text, highlight=False, soft_wrap=True)
                 await _first_of(supervising, serving, stop.first)
         await entrance.close_batches()
         if stop.first.done():
-            await _drain(config.server, engine, (supervising, serving, stop.second), console)
+            ends = (supervising, serving, stop.second)
+            await _drain(config.server, source.engine, ends, console)
     finally:
         opening.cancel()
         server.should_exit = True
@@ -277,36 +262,23 @@ async def _serve(configs: Sequence[Config], shared: Config, listener: socket.soc
         supervising.cancel()  # unless it is done: then it says why
         await asyncio.wait((supervising,))
     if not supervising.cancelled():
-        try:
-            supervising.result()
-        except LoadError as error:
-            raise LoadError(with_remedy(error.message, config)) from error
-
-
-async def _open(entrance: Entrance, config: Config, supervised: SupervisedEngine) -> None:
-    """Accept requests when the model is loaded."""
-    entrance.open(await load_app(config, supervised))
+        supervising.result()
 
 
 async def load_app(config: Config, supervised: SupervisedEngine) -> Application:
     """The app of a resolved config, when the model is loaded."""
-    text = await asyncio.to_thread(
-        TextBundle.load,
-        Path(config.model.model),
-        tool_parser=config.server.tool_parser,
-        reasoning_parser=config.server.reasoning_parser,
-    )
+    text = await asyncio.to_thread(load_text, config)
     ready = await supervised.loaded
-    model = _model_info(config, ready)
-    log_unserved(model.name, model.checkpoint)
+    predicts = ready.takes_predictions
+    model = model_info(config, ready.max_len, ready.vocab_size, takes_predictions=predicts)
     server = with_batch_running(config.server, ready.num_slots)
     models = ServedModels.of_one(supervised.engine, text, model, server, config.limits)
     return create_app(models, server, config.limits)
 
 
-async def _open_on_demand(entrance: Entrance, source: OnDemandModels) -> None:
+async def _app_on_demand(source: OnDemandModels) -> Application:
     server = with_batch_running(source.config.server, 4 * BATCH_RUNNING)
-    entrance.open(create_app(source.models, server, source.config.limits))
+    return create_app(source.models, server, source.config.limits)
 
 
 def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:
@@ -316,7 +288,7 @@ def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:
 
 async def _drain(
     config: ServerConfig,
-    engine: Drainable,
+    engine: Engines,
     ends: tuple[asyncio.Future[None], ...],
     console: Console,
 ) -> None:
@@ -334,20 +306,6 @@ async def _drain(
 
 async def _first_of(*works: asyncio.Future[None], timeout: float | None = None) -> None:
     await asyncio.wait(works, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _model_info(config: Config, ready: Ready) -> ModelInfo:
-    assert config.server.served_name is not None, "resolved"
-    return ModelInfo(
-        config.server.served_name,
-        ready.max_len,
-        ready.vocab_size,
-        created_s=int(time.time()),
-        aliases=config.server.alias,
-        checkpoint_names=checkpoint_names(Path(config.model.model)),
-        checkpoint=describe_checkpoint(Path(config.model.model)),
-        takes_predictions=ready.takes_predictions,
-    )
 
 
 def _url_of(listener: socket.socket) -> str:

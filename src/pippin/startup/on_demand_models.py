@@ -1,4 +1,4 @@
-"""Several models of one server, each loaded when a request needs it. Knows no route.
+"""Several models of one server, each loaded when a request needs it.
 
 One memory budget for all is divided at start; a model that does not fit alone is refused then.
 """
@@ -6,36 +6,26 @@ One memory budget for all is divided at start; a model that does not fit alone i
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from pippin.amounts import parse_bytes
-from pippin.api.model_info import ModelInfo
 from pippin.api.served_models import ServedModels, SwitchedModel, TextCache
 from pippin.config import Config, PeersConfig
 from pippin.durations import FOR_EVER, parse_duration
-from pippin.errors import ConfigError, LoadError
-from pippin.startup.describe_checkpoint import (
-    context_length,
-    describe_checkpoint,
-    log_unserved,
-    vocabulary_size,
-)
-from pippin.startup.find_checkpoint import checkpoint_names
+from pippin.errors import ConfigError
+from pippin.startup.checkpoint import context_length, load_text, model_info, vocabulary_size
 from pippin.startup.replicas import (
     SupervisedEngine,
     budget_bytes,
     check_fit,
     divide,
     least_bytes,
-    with_remedy,
 )
 from pippin.switching.model_engines import ModelEngines
 from pippin.switching.turns import ModelTurn, Turns
-from pippin.text.bundle import TextBundle
 
 DEFAULT_KEEP_ALIVE_S = 300.0  # as Ollama's
 BATCH_RUNNING = 8  # requests of batches in all engines; see --batch-running
@@ -70,29 +60,20 @@ class OnDemandModels:
     def __init__(self, configs: Sequence[Config], memory: Config) -> None:
         """Of resolved configs; `memory`: with the budget for all."""
         self.config = configs[0]
-        names = [str(config.server.served_name) for config in configs]
         _check_names(configs)
         budget = budget_bytes(memory)
         leasts = [_claim(config) for config in configs]
         for config, least in zip(configs, leasts, strict=True):
             check_fit(budget, config, least)
-        claims = divide(budget, leasts)
-        self._configs = {
-            name: _alone(config, claim, len(configs))
-            for name, config, claim in zip(names, configs, claims, strict=True)
-        }
-        turns = [
-            ModelTurn(name, claim, keep_alive_s(config))
-            for name, config, claim in zip(names, configs, claims, strict=True)
-        ]
+        self._configs: dict[str, Config] = {}
+        turns = []
+        for config, claim in zip(configs, divide(budget, leasts), strict=True):
+            name = str(config.server.served_name)
+            self._configs[name] = _alone(config, claim, len(configs))
+            turns.append(ModelTurn(name, claim, keep_alive_s(config)))
+        turn_s, max_waiting = self.config.server.model_turn, self.config.engine.max_queue
         self.engine = ModelEngines(
-            Turns(
-                turns,
-                budget=budget,
-                turn_s=self.config.server.model_turn,
-                max_waiting=self.config.engine.max_queue,
-            ),
-            self._start,
+            Turns(turns, budget=budget, turn_s=turn_s, max_waiting=max_waiting), self._start
         )
         texts = TextCache()
         self.models = ServedModels([self._served(config, texts) for config in configs])
@@ -100,30 +81,21 @@ class OnDemandModels:
     async def run(self) -> None:
         await self.engine.run()
 
-    def _start(self, name: str) -> _Host:
-        return _Host(self._configs[name])
+    def _start(self, name: str) -> SupervisedEngine:
+        return SupervisedEngine(self._configs[name], on_loading=lambda stage: None)
 
     def _served(self, config: Config, texts: TextCache) -> SwitchedModel:
-        load = partial(
-            TextBundle.load,
-            Path(config.model.model),
-            tool_parser=config.server.tool_parser,
-            reasoning_parser=config.server.reasoning_parser,
+        """Described as far as its files say: exactly when it is loaded."""
+        path, own = Path(config.model.model), str(config.server.served_name)
+        info = model_info(
+            config,
+            config.model.max_len or context_length(path),
+            vocabulary_size(path),
+            other_names=tuple(name for name in self._configs if name != own),
+            on_demand=True,
         )
-        info = _described(config, list(self._configs.values()))
+        load = partial(load_text, config)
         return SwitchedModel(info, self.engine, texts, load, self.config.server, config.limits)
-
-
-class _Host(SupervisedEngine):
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, on_loading=lambda stage: None)
-        self._config = config
-
-    async def run(self) -> None:
-        try:
-            await super().run()
-        except LoadError as error:
-            raise LoadError(with_remedy(error.message, self._config)) from error
 
 
 def keep_alive_s(config: Config) -> float | None:
@@ -148,26 +120,6 @@ def _alone(config: Config, claim: int, num_models: int) -> Config:
         own = replace(own, cache_dir=str(Path(own.cache_dir) / folder), disk=str(part))
     memory = claim if own.memory == "auto" else parse_bytes("memory", own.memory)
     return replace(config, engine=replace(own, memory=str(memory)))
-
-
-def _described(config: Config, others: Sequence[Config]) -> ModelInfo:
-    """As far as its files say: exactly when it is loaded."""
-    path = Path(config.model.model)
-    own = config.server.served_name
-    names = [str(o.server.served_name) for o in others if o.server.served_name != own]
-    checkpoint = describe_checkpoint(path)
-    log_unserved(str(own), checkpoint)
-    return ModelInfo(
-        str(own),
-        config.model.max_len or context_length(path),
-        vocabulary_size(path),
-        created_s=int(time.time()),
-        aliases=config.server.alias,
-        checkpoint_names=checkpoint_names(path),
-        checkpoint=checkpoint,
-        other_names=tuple(names),
-        on_demand=True,
-    )
 
 
 def _check_names(configs: Sequence[Config]) -> None:

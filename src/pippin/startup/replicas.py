@@ -1,8 +1,4 @@
-"""What to do when the engine ran out of memory while it loaded a model. Knows no backend.
-
-A backend that measures its memory names a remedy itself ("memory: ..."). This is for the others:
-an allocation that failed inside a library, or a process that the system killed.
-"""
+"""The engine processes of one model: their options and memory, and what keeps them running."""
 
 from __future__ import annotations
 
@@ -21,12 +17,13 @@ import msgspec
 from pippin.amounts import option_bytes, parse_bytes, parse_memory, show_bytes, split_amount
 from pippin.backends.host import THREAD_LIMITS, host_memory_bytes, num_threads
 from pippin.backends.nvidia import memory_bytes
-from pippin.config import Config, EngineConfig, ServerConfig
+from pippin.config import Config
 from pippin.config.server import event_address
 from pippin.engine.engine_client import EngineClient
 from pippin.engine.engine_pool import EnginePool, Replica
 from pippin.errors import ConfigError, EngineDead, LoadError
 from pippin.messages import Ready
+from pippin.startup.checkpoint import text_options
 from pippin.supervision.supervisor import Supervisor
 from pippin.text.tokenizer import read_json
 
@@ -38,26 +35,28 @@ SIGNS = re.compile(
 
 
 def with_remedy(reason: str, config: Config) -> str:
-    """Why a resolved config's model could not be loaded, with a remedy if memory was too small."""
+    """Why a resolved config's model could not be loaded, with a remedy if memory was too small.
+
+    A backend that measures its memory names a remedy itself ("memory: ..."). This is for the
+    others: an allocation that failed inside a library, or a process that the system killed.
+    """
     if reason.startswith("memory:") or not SIGNS.search(reason):
         return reason
-    paths = [Path(path) for path in (config.model.model, config.engine.draft_model) if path]
-    files = [file for path in paths for file in path.glob("model*.safetensors")]
-    weights = sum(file.stat().st_size for file in files)
     if "killed by SIGKILL" in reason:
         reason += " while it loaded the model, probably because memory ran out"
+    widened = ""  # 16-bit weights take twice their size on disk on a CPU
+    if config.model.dtype in ("auto", "float32"):
+        widened = " (on a CPU 16-bit weights take twice that: --dtype bfloat16 keeps their size)"
     return (
-        f"{reason}. The weights are {show_bytes(weights)} on disk, and this machine has "
-        f"{show_bytes(host_memory_bytes())} of memory{_float32(config)}: stop other programs, use "
-        "a smaller or quantized model, or lower --max-model-len and --max-running"
+        f"{reason}. The weights are {show_bytes(_weight_bytes(config))} on disk, and this machine "
+        f"has {show_bytes(host_memory_bytes())} of memory{widened}: stop other programs, use a "
+        "smaller or quantized model, or lower --max-model-len and --max-running"
     )
 
 
-def _float32(config: Config) -> str:
-    """16-bit weights take twice their size on disk on a CPU, unless they are left as they are."""
-    if config.model.dtype not in ("auto", "float32"):
-        return ""
-    return " (on a CPU 16-bit weights take twice that: --dtype bfloat16 keeps their size)"
+def _weight_bytes(config: Config) -> int:
+    paths = [Path(path) for path in (config.model.model, config.engine.draft_model) if path]
+    return sum(file.stat().st_size for path in paths for file in path.glob("model*.safetensors"))
 
 
 SHARE_OF_GPU, SHARE_OF_METAL, SHARE_OF_HOST = 0.85, 0.65, 0.5
@@ -82,13 +81,10 @@ def budget_bytes(config: Config) -> int:
 
 def least_bytes(config: Config) -> int:
     """About what a model needs: its weights, buffers, and the keys and values of a short prompt."""
-    paths = [Path(path) for path in (config.model.model, config.engine.draft_model) if path]
-    checkpoint = read_json(paths[0] / "config.json")
-    text = checkpoint.get("text_config")
-    options: dict[str, Any] = {**checkpoint, **(text if isinstance(text, dict) else {})}
+    options = text_options(read_json(Path(config.model.model) / "config.json"))
     factor = _widening(config, options)
-    on_disk = sum(f.stat().st_size for path in paths for f in path.glob("model*.safetensors"))
-    return int(SPARE * factor * on_disk) + ENGINE_BYTES + _least_kv_bytes(config, options, factor)
+    kv = _least_kv_bytes(config, options, factor)
+    return int(SPARE * factor * _weight_bytes(config)) + ENGINE_BYTES + kv
 
 
 def divide(budget: int, leasts: Sequence[int]) -> list[int]:
@@ -150,7 +146,7 @@ def plan_replicas(config: Config) -> list[ReplicaPlan]:
 
 
 def _plan(config: Config, number: int, count: int) -> ReplicaPlan:
-    server = config.server
+    server, engine = config.server, config.engine
     environment: dict[str, str] = {}
     sharing = count
     if server.devices is not None:
@@ -159,38 +155,29 @@ def _plan(config: Config, number: int, count: int) -> ReplicaPlan:
         environment[CUDA_DEVICES] = device
     if count == 1:
         return ReplicaPlan(config, environment)
-    threads = str(max(num_threads() // count, 1))
-    environment |= dict.fromkeys(THREAD_LIMITS, threads)
+    environment |= dict.fromkeys(THREAD_LIMITS, str(max(num_threads() // count, 1)))
+    amount, parts = split_amount(engine.memory)
+    folder = engine.cache_dir and str(Path(engine.cache_dir) / f"replica-{number}")
     own = replace(
         config,
-        engine=_engine(config.engine, number, count, sharing),
-        server=_server(server, number),
+        engine=replace(
+            engine,
+            memory=f"{amount}/{parts * sharing}" if parts * sharing > 1 else engine.memory,
+            host_cache=_divided("host_cache", engine.host_cache, count),
+            cache_dir=folder,
+            disk=_divided("disk", engine.disk, count),
+        ),
+        server=replace(
+            server,
+            kv_events=_next_port("kv_events", server.kv_events, number),
+            kv_events_replay=_next_port("kv_events_replay", server.kv_events_replay, number),
+        ),
     )
     return ReplicaPlan(own, environment)
 
 
-def _engine(engine: EngineConfig, number: int, count: int, sharing: int) -> EngineConfig:
-    amount, parts = split_amount(engine.memory)
-    folder = None if engine.cache_dir is None else Path(engine.cache_dir) / f"replica-{number}"
-    return replace(
-        engine,
-        memory=f"{amount}/{parts * sharing}" if parts * sharing > 1 else engine.memory,
-        host_cache=_divided("host_cache", engine.host_cache, count),
-        cache_dir=None if folder is None else str(folder),
-        disk=_divided("disk", engine.disk, count),
-    )
-
-
 def _divided(name: str, amount: str | None, count: int) -> str | None:
     return None if amount is None else str(parse_bytes(name, amount) // count)
-
-
-def _server(server: ServerConfig, number: int) -> ServerConfig:
-    return replace(
-        server,
-        kv_events=_next_port("kv_events", server.kv_events, number),
-        kv_events_replay=_next_port("kv_events_replay", server.kv_events_replay, number),
-    )
 
 
 def _next_port(option: str, address: str | None, number: int) -> str | None:
@@ -228,6 +215,7 @@ class SupervisedEngine:
 
         Raises ConfigError for options that replicas cannot have.
         """
+        self._config = config
         plans = plan_replicas(config)
         self.engine: EngineClient | EnginePool
         clients: list[EngineClient]
@@ -264,6 +252,8 @@ class SupervisedEngine:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
+        except LoadError as error:
+            raise LoadError(with_remedy(error.message, self._config)) from error
         finally:
             for task in (loading, *running):
                 task.cancel()  # once: each stops its process then

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -20,10 +19,14 @@ from pippin.api.http.access_control import read_key_file
 from pippin.backends.host import cpu_name, num_threads
 from pippin.backends.nvidia import compute_capability, gpu_name
 from pippin.backends.torch.config import FAMILIES, read_config, read_shape, suit_kernels
-from pippin.config import BackendName, Config, EngineConfig, ModelConfig, ServerConfig, Speculate
+from pippin.config import BackendName, Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import ConfigError, LoadError, UnsupportedLayout
-from pippin.startup.describe_checkpoint import most_context
-from pippin.startup.find_checkpoint import check_checkpoint, find_checkpoint, model_name
+from pippin.startup.checkpoint import (
+    check_checkpoint,
+    find_checkpoint,
+    model_name,
+    most_context,
+)
 from pippin.text.tokenizer import Tokenizer, read_json
 from pippin.version import __version__, installed_versions
 
@@ -35,19 +38,8 @@ LIBRARIES = {"mlx": ("mlx", "mlx-lm"), "torch": ("torch", "triton")}
 logger = logging.getLogger(__name__)
 
 
-class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a gain is of."""
-
-    model: str  # a directory
-    files: str  # a digest of their names, sizes and times
-    backend: str
-    dtype: str
-    device: str
-    versions: str
-
-
 class Gain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    served: Served
+    served: dict[str, str]
     ratio: float  # of one greedy reply: how many times as fast
     same_reply: bool  # where rounding leaves no choice
     day: str
@@ -66,26 +58,25 @@ def gains_path() -> Path:
     return user_cache_path("pippin") / "draft_gains.json"
 
 
-def served_by(model: ModelConfig) -> Served:
-    """Of a resolved config."""
+def served_by(model: ModelConfig) -> dict[str, str]:
+    """What a gain is of: a resolved model, on this machine."""
     folder = Path(model.model).resolve()
-    return Served(
-        model=str(folder),
-        files=_digest(folder),
-        backend=model.backend,
-        dtype=model.dtype,
-        device=_device(),
-        versions=_versions(model.backend),
-    )
-
-
-def measured_gain(model: ModelConfig) -> Gain | None:
-    """The last one of this model on this machine; None if there is none."""
-    gains = _read()
-    if not gains:
-        return None
-    served = served_by(model)
-    return next((gain for gain in gains if gain.served == served), None)
+    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    # Weights that were replaced in place have other times.
+    states = [(path.name, (facts := path.stat()).st_size, facts.st_mtime_ns) for path in paths]
+    # A GPU's speed counts, and so does the host's, which launches.
+    chosen = os.environ.get("MLX_DEFAULT_DEVICE")
+    device = [gpu_name(), cpu_name(), f"{num_threads()} threads", chosen]
+    libraries = installed_versions(LIBRARIES.get(model.backend, ()))
+    versions = {"pippin": __version__, "Python": platform.python_version(), **libraries}
+    return {
+        "model": str(folder),
+        "files": hashlib.blake2b(repr(states).encode(), digest_size=16).hexdigest(),
+        "backend": model.backend,
+        "dtype": model.dtype,
+        "device": ", ".join(part for part in device if part),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
 
 
 def keep_gain(gain: Gain) -> None:
@@ -114,26 +105,6 @@ def _read() -> tuple[Gain, ...]:
     return found.gains
 
 
-def _digest(folder: Path) -> str:
-    """Weights that were replaced in place have other times."""
-    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    states = [(path.name, (facts := path.stat()).st_size, facts.st_mtime_ns) for path in paths]
-    return hashlib.blake2b(repr(states).encode(), digest_size=16).hexdigest()
-
-
-def _device() -> str:
-    """A GPU's speed counts, and so does the host's, which launches."""
-    chosen = os.environ.get("MLX_DEFAULT_DEVICE")
-    parts = [gpu_name(), cpu_name(), f"{num_threads()} threads", chosen]
-    return ", ".join(part for part in parts if part)
-
-
-def _versions(backend: str) -> str:
-    found = installed_versions(LIBRARIES.get(backend, ()))
-    parts = {"pippin": __version__, "Python": platform.python_version(), **found}
-    return ", ".join(f"{name} {version}" for name, version in parts.items())
-
-
 def resolve_draft_model(engine: EngineConfig, model: Path) -> EngineConfig:
     """With the draft model as a directory, and drafts on unless they were turned off."""
     if (name := engine.draft_model) is None:
@@ -153,40 +124,35 @@ def resolve_draft_model(engine: EngineConfig, model: Path) -> EngineConfig:
 
 
 def _check_tokens(draft: dict[int, str], own: dict[int, str], name: str) -> None:
+    def shown(token: str | None) -> str:
+        return "missing" if token is None else repr(token[:40])
+
     differing = [id for id in draft.keys() | own.keys() if draft.get(id) != own.get(id)]
     if differing:
         first = min(differing)
         raise LoadError(
             f"draft_model: {name} has another tokenizer than the model: token {first:,} is "
-            f"{_shown(draft.get(first))} there and {_shown(own.get(first))} in the model, and "
+            f"{shown(draft.get(first))} there and {shown(own.get(first))} in the model, and "
             f"{len(differing):,} tokens differ in all; use a draft model of the same family"
         )
-
-
-def _shown(token: str | None) -> str:
-    return "missing" if token is None else repr(token[:40])
 
 
 def resolve_speculate(engine: EngineConfig, model: ModelConfig) -> EngineConfig:
     """`model` is resolved. What was given stays."""
     if engine.speculate is not None:
         return engine
-    return replace(engine, speculate=_by_default(engine, model))
-
-
-def _by_default(engine: EngineConfig, model: ModelConfig) -> Speculate:
-    if engine.deterministic or engine.safe:  # which have no drafts
-        return "off"
-    gain = measured_gain(model)
+    gains = () if engine.deterministic or engine.safe else _read()  # neither has drafts
+    served = served_by(model) if gains else {}
+    gain = next((gain for gain in gains if gain.served == served), None)
     if gain is None or not gain.pays:
-        return "off"
+        return replace(engine, speculate="off")
     logger.info(
         "speculate: auto: pippin doctor measured %.2f times as fast here on %s, for %s",
         gain.ratio,
         gain.day,
-        gain.served.model,
+        gain.served["model"],
     )
-    return "auto"
+    return replace(engine, speculate="auto")
 
 
 LEAST_CAPABILITY = (8, 0)
@@ -197,24 +163,21 @@ def resolve(config: Config) -> Config:
     """Every "auto" that can be decided without the device; the model as a directory."""
     model, server = config.model, with_keys(config.server)
     path = find_checkpoint(model)
-    check_max_len(model, path)
-    served_name = server.served_name or model_name(model)
-    model = dataclasses.replace(
-        model, model=str(path), backend=choose_backend(model.backend, path, config.engine)
-    )
-    return dataclasses.replace(
+    _check_max_len(model, path)
+    name = server.served_name or model_name(model)
+    # Requests name their model: what they were sent for is served there again.
+    batches = user_state_path("pippin") / "batches" / re.sub(r"[^\w.-]|^\.+", "_", name)
+    backend = choose_backend(model.backend, path, config.engine)
+    model = replace(model, model=str(path), backend=backend)
+    return replace(
         config,
         engine=resolve_speculate(resolve_draft_model(config.engine, path), model),
         model=model,
-        server=dataclasses.replace(
-            server,
-            served_name=served_name,
-            batch_dir=server.batch_dir or str(_batch_dir(served_name)),
-        ),
+        server=replace(server, served_name=name, batch_dir=server.batch_dir or str(batches)),
     )
 
 
-def check_max_len(model: ModelConfig, path: Path) -> None:
+def _check_max_len(model: ModelConfig, path: Path) -> None:
     """Raises ConfigError where positions would be beyond what the checkpoint is for."""
     if model.max_len is None or model.backend == "fake":
         return
@@ -228,20 +191,11 @@ def check_max_len(model: ModelConfig, path: Path) -> None:
 
 def with_keys(server: ServerConfig) -> ServerConfig:
     """Also those in files."""
-    return dataclasses.replace(
-        server,
-        api_key=(*server.api_key, *_keys_in(server.api_key_file)),
-        admin_key=(*server.admin_key, *_keys_in(server.admin_key_file)),
+    api, admin = (
+        () if path is None else read_key_file(path)
+        for path in (server.api_key_file, server.admin_key_file)
     )
-
-
-def _batch_dir(served_name: str) -> Path:
-    """Requests name their model: what they were sent for is served there again."""
-    return user_state_path("pippin") / "batches" / re.sub(r"[^\w.-]|^\.+", "_", served_name)
-
-
-def _keys_in(path: str | None) -> tuple[str, ...]:
-    return () if path is None else read_key_file(path)
+    return replace(server, api_key=(*server.api_key, *api), admin_key=(*server.admin_key, *admin))
 
 
 def choose_backend(name: str, checkpoint: Path, engine: EngineConfig = NO_OPTIONS) -> BackendName:
@@ -264,12 +218,12 @@ def choose_backend(name: str, checkpoint: Path, engine: EngineConfig = NO_OPTION
 
 def has_mlx() -> bool:
     """Whether its library is installed: on Linux the wheel `mlx` does not contain it."""
-    return _has_library("mlx", "libmlx.*")
+    return _has_file("mlx", "lib", "libmlx.*")
 
 
 def has_torch_for_cuda() -> bool:
     """Whether torch is installed for CUDA, with a GPU that supports Triton and bfloat16."""
-    if not _has_library("torch", "libtorch_cuda.*"):
+    if not _has_file("torch", "lib", "libtorch_cuda.*"):
         return False
     capability = compute_capability()
     return capability is not None and capability >= LEAST_CAPABILITY
@@ -284,10 +238,11 @@ def torch_kernels_take(checkpoint: Path) -> bool:
         return False
 
 
-def _has_library(package: str, pattern: str) -> bool:
+def _has_file(package: str, folder: str, pattern: str) -> bool:
+    """Whether an installed package has it, which is not imported."""
     found = find_spec(package)
-    folders = found.submodule_search_locations if found is not None else None
-    return any(any(Path(folder, "lib").glob(pattern)) for folder in folders or ())
+    places = found.submodule_search_locations if found is not None else None
+    return any(any(Path(place, folder).glob(pattern)) for place in places or ())
 
 
 Servable = Literal["yes", "no", "unknown"]
@@ -322,8 +277,4 @@ def _check_family(family: str) -> None:
 
 
 def _has_file_in_mlx_lm(family: str) -> bool:
-    found = find_spec("mlx_lm")
-    folders = found.submodule_search_locations if found is not None else None
-    return family.isidentifier() and any(
-        Path(folder, "models", f"{family}.py").is_file() for folder in folders or ()
-    )
+    return family.isidentifier() and _has_file("mlx_lm", "models", f"{family}.py")

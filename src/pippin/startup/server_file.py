@@ -1,7 +1,7 @@
 """A small file by which commands find a running server: its address, model and process.
 
-It lies in a directory that only its user can enter, holds no key, and is locked while its server
-runs: a file without a lock was left by a process that was killed, and is ignored. Knows no HTTP.
+It lies in a directory that only its user can enter, contains no key, and is locked while its server
+runs: a file without a lock was left by a process that was killed, and is ignored.
 
     $XDG_RUNTIME_DIR/pippin/PID.json, or without such a directory $TMPDIR/run-pippin-UID/PID.json
 """
@@ -29,12 +29,7 @@ class RunningServer:
     model: str  # as the API calls it
     pid: int
     started_s: float  # since the epoch
-    checkpoint: str = ""  # the directory of the model's files
-    others: tuple[str, ...] = ()  # those of its other models
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        return (self.checkpoint, *self.others)
+    checkpoints: tuple[str, ...] = ()  # directories of its models' files
 
 
 def runtime_directory() -> Path:
@@ -53,11 +48,9 @@ def make_runtime_directory() -> Path:
 
 
 @contextlib.contextmanager
-def announced(
-    url: str, model: str, checkpoint: str = "", others: tuple[str, ...] = ()
-) -> Iterator[None]:
+def announced(url: str, model: str, *checkpoints: str) -> Iterator[None]:
     """Let commands of this user find the server at `url` meanwhile."""
-    server = RunningServer(url, model, os.getpid(), time.time(), checkpoint, others)
+    server = RunningServer(url, model, os.getpid(), time.time(), checkpoints)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(_locked_file(server))

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from pippin.config import ModelConfig
 from pippin.errors import ConfigError, LoadError
-from pippin.startup.find_checkpoint import checkpoint_names, find_checkpoint
+from pippin.startup.checkpoint import checkpoint_names, find_checkpoint
 from pippin.startup.server_file import RunningServer, make_runtime_directory, running_servers
 from pippin.terminal.chat import HELP, Conversation, ServerSpeaker, terminal_lines
 from pippin.terminal.server_client import ServerClient, api_key_of_environment
@@ -62,10 +62,10 @@ def find_model_server(name: str) -> RunningServer | None:
     """A server of this user that serves a model, by any of the names that it is served under."""
     path = Path(name).expanduser()
     for server in running_servers():
-        checkpoint = Path(server.checkpoint)
-        names = {server.model, *checkpoint_names(checkpoint)} if server.checkpoint else ()
-        if name in names or (path.is_dir() and path.resolve() == checkpoint.resolve()):
-            return server
+        for checkpoint in map(Path, server.checkpoints[:1]):  # of the model that it replies with
+            same = path.is_dir() and path.resolve() == checkpoint.resolve()
+            if same or name in (server.model, *checkpoint_names(checkpoint)):
+                return server
     return None
 
 
