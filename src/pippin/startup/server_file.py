@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def _locked_file(server: RunningServer) -> Iterator[None]:
     new = path.with_suffix(".new")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump(asdict(server), file)
+        file.write(msgspec.json.encode(server).decode())
         file.flush()
         new.rename(path)  # seen by others from here on, and locked
         try:
@@ -111,7 +112,7 @@ def _read_locked(path: Path) -> RunningServer | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:  # its server runs
-                return RunningServer(**json.load(file))
+                return msgspec.json.decode(file.read(), type=RunningServer)
     except FileNotFoundError:  # its server has exited meanwhile
         pass
     return None
