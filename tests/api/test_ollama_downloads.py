@@ -20,7 +20,7 @@ from fake_hub import COMMIT, CONFIG, FILES, MODEL, FakeHub, fake_hub
 from pippin.api.http.access_control import check_downloads
 from pippin.api.http.http_errors import Forbidden
 from pippin.config import ServerConfig
-from pippin.hub.pull import download
+from pippin.hub import download
 from pippin.startup.server_file import announced
 from processes import environment, wait_until
 

@@ -6,7 +6,7 @@ from pippin.cache.disk.segment_log import MAX_SEGMENT_BYTES
 from pippin.engine import build_loop, run
 from pippin.engine.engine_spec import LAST_STEP_SECONDS, SLOWEST_DISK
 from pippin.scheduler.request import FLUSH_SECONDS
-from pippin.service.service import STOP_MARGIN_S
+from pippin.service import STOP_MARGIN_S
 from pippin.supervision import engine_process
 
 

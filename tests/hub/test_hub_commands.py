@@ -17,8 +17,7 @@ from cli.commands import error_of, output_of
 from fake_hub import COMMIT, CONFIG, FILES, MODEL, FakeHub, fake_hub
 from pippin import cli
 from pippin.config import ModelConfig
-from pippin.hub import cached_models
-from pippin.hub.pull import SPARE_BYTES
+from pippin.hub import SPARE_BYTES, cached_models
 from pippin.startup.checkpoint import find_checkpoint
 from pippin.startup.server_file import announced
 from processes import environment, wait_until
@@ -247,7 +246,7 @@ def test_a_model_that_a_server_serves_is_not_deleted(
     hub: FakeHub, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output_of(capsys, "pull", MODEL)
-    (model,) = cached_models.cached_models()
+    (model,) = cached_models()
     with announced("http://127.0.0.1:4321", "m", str(model.snapshot)):
         status, text = error_of(capsys, "rm", MODEL, "--yes")
         assert listed(capsys)[0]["served_at"] == "http://127.0.0.1:4321"

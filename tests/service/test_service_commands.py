@@ -12,7 +12,7 @@ import pytest
 
 from cli.commands import error_of, output_of
 from pippin import cli
-from pippin.service.service import quote
+from pippin.service import quote
 from service.fakes import FakeCommands
 
 SHOW = "show) printf 'ActiveState=active\\nSubState=running\\nMainPID=42\\nNRestarts=0\\n' ;;"
@@ -38,7 +38,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCommands:
 
 @pytest.fixture
 def linux(monkeypatch: pytest.MonkeyPatch, commands: FakeCommands) -> FakeCommands:
-    monkeypatch.setattr("pippin.service.service.PLATFORM", "linux")
+    monkeypatch.setattr("pippin.service.PLATFORM", "linux")
     commands.add("systemctl", f'case "$2" in {SHOW} esac')
     commands.add("loginctl", "echo Linger=no")
     return commands
@@ -47,7 +47,7 @@ def linux(monkeypatch: pytest.MonkeyPatch, commands: FakeCommands) -> FakeComman
 @pytest.fixture
 def macos(monkeypatch: pytest.MonkeyPatch, commands: FakeCommands, home: Path) -> FakeCommands:
     """launchctl knows the agent between bootstrap and bootout."""
-    monkeypatch.setattr("pippin.service.service.PLATFORM", "darwin")
+    monkeypatch.setattr("pippin.service.PLATFORM", "darwin")
     loaded = home / "loaded"
     commands.add(
         "launchctl",
@@ -213,5 +213,5 @@ def test_keys_in_a_file_stay_there(capsys: pytest.CaptureFixture[str], home: Pat
 def test_other_systems_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pippin.service.service.PLATFORM", "freebsd")
+    monkeypatch.setattr("pippin.service.PLATFORM", "freebsd")
     assert "services are not supported on freebsd" in error_of(capsys, "service", "status")[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cases import cases
-from pippin.service.service import Definition, Launchd, Systemd, quote
+from pippin.service import Definition, Launchd, Systemd, quote
 
 ODD_WORDS = (
     "with a space",

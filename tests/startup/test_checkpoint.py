@@ -23,7 +23,7 @@ from pippin.backends.mlx.load import load
 from pippin.backends.torch.config import read_config
 from pippin.config import Config, ModelConfig
 from pippin.errors import LoadError
-from pippin.hub.pull import HUB_FILES, HUB_FOLDERS
+from pippin.hub import HUB_FILES, HUB_FOLDERS
 from pippin.startup.checkpoint import (
     checkpoint_names,
     describe_checkpoint,

@@ -110,7 +110,7 @@ def test_a_server_that_still_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         connect(None, None)
 
 
-@pytest.mark.parametrize("command", ["status", "cache flush", "cache", "chat"])
+@pytest.mark.parametrize("command", ["status", "cache flush", "chat"])
 def test_without_a_server_a_command_says_how_to_start_one(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,32 +119,6 @@ def test_without_a_server_a_command_says_how_to_start_one(
     assert "no running server was found at http://127.0.0.1:8000" in text
     assert "start one with `pippin serve MODEL`, or name one with --url" in text
     assert ("`pippin chat MODEL`" in text) == (command == "chat")
-
-
-@pytest.mark.parametrize(
-    ("old", "note"),
-    [
-        ("cache", "`pippin cache` is now `pippin status`"),
-        ("cache --flush", "`pippin cache --flush` is now `pippin cache flush`"),
-    ],
-)
-def test_old_spellings_work_with_a_note(
-    old: str,
-    note: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from pippin import cli
-
-    body = {"freed_bytes": 1, "kept_bytes": 0, "status": "ready"}
-    answer_with(monkeypatch, lambda request: httpx.Response(200, json=body))
-    with pytest.raises(SystemExit) as exited:
-        cli.main(old.split())
-    assert exited.value.code == 0
-    shown = capsys.readouterr()
-    assert note in shown.err
-    assert ("freed 1 bytes" in shown.out) == ("--flush" in old)
-    assert "kept_bytes" in shown.out
 
 
 def test_a_model_and_a_server_are_not_given_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from api.scripted_engine import TOKENIZER, ScriptedEngine, fail, say, serving
 from bundled import BUNDLED_PATH
 from cli.commands import error_of, output_of
 from pippin.startup.server_file import announced, running_servers
-from pippin.terminal.run_model import find_model_server
+from pippin.terminal.chat import find_model_server
 from processes import environment_without_compiler, wait_until
 
 NAME = BUNDLED_PATH.name

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pippin.terminal.chat import HELP, Conversation, ServerSpeaker
+from pippin.terminal.chat import HELP, Conversation, reply_of_server
 from pippin.terminal.server_client import ServerClient, ServerError
 
 
@@ -34,7 +34,7 @@ class Echo:
 
 def talk(*lines: str, speaker: Echo | None = None, system: str | None = None) -> str:
     out = io.StringIO()
-    Conversation(speaker or Echo(), out, system).run(iter(lines))
+    Conversation((speaker or Echo()).reply, out, system).run(iter(lines))
     return out.getvalue()
 
 
@@ -100,8 +100,8 @@ def event(text: str) -> str:
 def test_a_server_streams_its_reply() -> None:
     events = [event("Hel"), event("lo"), "data: [DONE]\n\n"]
     with http_server(events) as (url, bodies), ServerClient(url + "/v1") as client:
-        speaker = ServerSpeaker(client, {"max_tokens": 5})
-        assert list(speaker.reply([{"role": "user", "content": "hi"}])) == ["Hel", "lo"]
+        reply = reply_of_server(client, {"max_tokens": 5})
+        assert list(reply([{"role": "user", "content": "hi"}])) == ["Hel", "lo"]
     sent = json.loads(bodies[0])
     assert (sent["model"], sent["max_tokens"], sent["stream"]) == ("m", 5, True)
 

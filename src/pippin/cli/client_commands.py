@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,7 +40,7 @@ def run(
     max_tokens
         Maximum length of a reply, in tokens. Default: as many as fit.
     """
-    from pippin.terminal.run_model import run_model
+    from pippin.terminal.chat import run_model
 
     given = {"temperature": temperature, "max_tokens": max_tokens}
     run_model(
@@ -114,27 +113,6 @@ def status(*, url: Url = None) -> None:
     """Print the state of a running server: its engine, requests, memory and prefix cache."""
     from pippin.terminal.server_client import show_status
 
-    show_status(url)
-
-
-@cache.default
-def of_server(*, url: Url = None, flush: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Print the state of a running server (old spelling of `pippin status`).
-
-    Parameters
-    ----------
-    flush
-        Flush the prefix cache first (old spelling of `pippin cache flush`).
-    """
-    from pippin.terminal.server_client import flush_cache, show_status
-
-    old, new = ("cache --flush", "cache flush") if flush else ("cache", "status")
-    print(
-        f"pippin: `pippin {old}` is now `pippin {new}`; the next release removes the old spelling",
-        file=sys.stderr,
-    )
-    if flush:
-        flush_cache(url)
     show_status(url)
 
 

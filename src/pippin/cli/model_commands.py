@@ -33,7 +33,7 @@ def pull(model: HubId, *, revision: str | None = None, json: Json = False) -> No
     json
         Print the progress as lines of JSON, as /api/pull of Ollama's API does.
     """
-    from pippin.hub.pull import pull, pull_as_lines
+    from pippin.hub import pull, pull_as_lines
 
     if json:
         raise SystemExit(pull_as_lines(model, revision))

@@ -13,8 +13,8 @@ from pippin.cli.options import SECTIONS
 from pippin.cli.settings import OPTION, PREFIX, SECRETS, SETTINGS
 from pippin.config import Config
 from pippin.errors import ConfigError
-from pippin.hub.pull import HUB_ID
-from pippin.service.service import Manager, define, manager_of
+from pippin.hub import HUB_ID
+from pippin.service import define, installed, manager_of
 from pippin.startup.checkpoint import find_checkpoint
 
 service = App(
@@ -61,17 +61,17 @@ def install(
     print(manager.start_hint())
     if "HF_TOKEN" in os.environ:
         print("The service does not inherit HF_TOKEN: run `hf auth login` to store a token for it.")
-    _print_logs(manager)
+    print(f"Logs: {manager.logs}")
 
 
 @service.command
 def status(*, name: Name = "pippin") -> None:
     """Print the state of the service and where its logs are. Exit status 3 if it is not running."""
-    manager = manager_of(name)
+    manager = installed(name)
     found = manager.status()
     print(f"{name} is {found.description}")
     print(f"File: {manager.file}")
-    _print_logs(manager)
+    print(f"Logs: {manager.logs}")
     if not found.is_running:
         raise SystemExit(3)
 
@@ -79,13 +79,9 @@ def status(*, name: Name = "pippin") -> None:
 @service.command
 def uninstall(*, name: Name = "pippin") -> None:
     """Stop the service and delete its file. Models, caches and pippin.toml are kept."""
-    manager = manager_of(name)
+    manager = installed(name)
     manager.uninstall()
     print(f"Removed {manager.file}")
-
-
-def _print_logs(manager: Manager) -> None:
-    print(f"Logs: {manager.logs}")
 
 
 def _parse(options: tuple[str, ...]) -> Config:

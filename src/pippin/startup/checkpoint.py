@@ -15,7 +15,7 @@ from typing import Any
 from pippin.api.model_info import CheckpointInfo, ModelInfo
 from pippin.config import Config, ModelConfig
 from pippin.errors import LoadError
-from pippin.hub.pull import HUB_ID, download
+from pippin.hub import HUB_ID, download
 from pippin.text.bundle import TextBundle
 from pippin.text.tokenizer import Tokenizer, read_json
 

@@ -1,1 +1,1 @@
-"""What commands do in a terminal: a chat, tables, a check of the machine. Knows no options."""
+"""What commands do in a terminal: a chat, tables, a check of the machine."""

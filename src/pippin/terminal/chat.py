@@ -1,4 +1,7 @@
-"""`pippin chat`: a conversation in the terminal. Knows how to talk, not who answers.
+"""`pippin chat` and `pippin run`: a conversation in the terminal.
+
+`run` finds a server of the model, or starts one: a process in a session of its own, so that Ctrl-C
+at the terminal stops a reply, not the server. It ends with this command.
 
 Lines from a terminal are edited with history; piped lines are answered one by one. Ctrl-C stops a
 reply and keeps its text; /reset starts a new conversation; /exit or end of file ends the command.
@@ -7,57 +10,46 @@ reply and keeps its text; /reset starts a new conversation; /exit or end of file
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, TextIO
+from pathlib import Path
+from typing import IO, Any, TextIO
 
 from rich.console import Console
 
-from pippin import LLM, SamplingParams
-from pippin.config import Config
-from pippin.errors import PippinError
+from pippin.config import Config, ModelConfig
+from pippin.errors import ConfigError, LoadError, PippinError
+from pippin.startup.checkpoint import checkpoint_names, find_checkpoint
+from pippin.startup.server_file import RunningServer, make_runtime_directory, running_servers
 from pippin.terminal.server_client import NoServer, ServerClient, api_key_of_environment, connect
 
 PROMPT = "› "
 HELP = "/reset starts a new conversation, /exit ends it, Ctrl-C stops a reply"
 
+POLL_SECONDS = 0.1
+STOP_SECONDS = 30.0
+SHOWN_LINES = 10  # of the log of a server that did not start
+
 Message = dict[str, str]
 
 
-class Speaker(Protocol):
-    """A model that replies. Closing the iterator stops the reply."""
-
-    def reply(self, messages: list[Message]) -> Iterator[str]: ...
+Reply = Callable[[list[Message]], Iterator[str]]  # closing the iterator stops the reply
 
 
-class ServerSpeaker:
-    """A running server's model."""
-
-    def __init__(self, client: ServerClient, options: dict[str, Any]) -> None:
-        self._client = client
-        self._options = options
-        self.model = str(client.get("/v1/models")["data"][0]["id"])
-
-    def reply(self, messages: list[Message]) -> Iterator[str]:
-        body = {"model": self.model, "messages": messages, "stream": True, **self._options}
-        return self._client.stream_chat(body)
-
-
-class LocalSpeaker:
-    """A model loaded into this process."""
-
-    def __init__(self, llm: LLM, options: dict[str, Any]) -> None:
-        self._llm = llm
-        self._params = SamplingParams(**{**asdict(llm.text.defaults), **options})
-
-    def reply(self, messages: list[Message]) -> Iterator[str]:
-        return self._llm.stream_chat(messages, self._params)
+def reply_of_server(client: ServerClient, options: dict[str, Any]) -> Reply:
+    model = str(client.get("/v1/models")["data"][0]["id"])
+    fields = {"model": model, "stream": True, **options}
+    return lambda messages: client.stream_chat({**fields, "messages": messages})
 
 
 class Conversation:
-    def __init__(self, speaker: Speaker, out: TextIO, system: str | None = None) -> None:
-        self._speaker = speaker
+    def __init__(self, reply: Reply, out: TextIO, system: str | None = None) -> None:
+        self._reply = reply
         self._out = out
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._system)
@@ -79,7 +71,7 @@ class Conversation:
     def _turn(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
-        reply = self._speaker.reply(self.messages)
+        reply = self._reply(self.messages)
         try:
             for piece in reply:
                 pieces.append(piece)
@@ -120,19 +112,24 @@ def run_chat(
 ) -> None:
     """Chat with the model of `config`, loaded into this process; without one, with a server."""
     with contextlib.ExitStack() as stack:
-        speaker: Speaker
         if config is None:
             client = stack.enter_context(_connect(url))
-            speaker = ServerSpeaker(client, options)
+            reply = reply_of_server(client, options)
         else:
+            from pippin import LLM, SamplingParams  # slow to import
+
             with Console(stderr=True).status(f"loading {config.model.model}"):
                 llm = stack.enter_context(LLM(config=config))
-            speaker = LocalSpeaker(llm, options)
+            params = SamplingParams(**{**asdict(llm.text.defaults), **options})
+
+            def reply(messages: list[Message]) -> Iterator[str]:
+                return llm.stream_chat(messages, params)
+
         interactive = sys.stdin.isatty()
         if interactive:
             print(HELP)
         lines = terminal_lines() if interactive else iter(sys.stdin)
-        Conversation(speaker, sys.stdout, system).run(lines)
+        Conversation(reply, sys.stdout, system).run(lines)
 
 
 def _connect(url: str | None) -> ServerClient:
@@ -140,3 +137,113 @@ def _connect(url: str | None) -> ServerClient:
         return connect(url, api_key_of_environment())
     except NoServer as error:
         raise NoServer(f"{error.message}; or load a model here with `pippin chat MODEL`") from error
+
+
+def run_model(
+    model: ModelConfig,
+    prompt: Sequence[str],
+    *,
+    serve_options: Sequence[str],
+    config_file: Path | None,
+    system: str | None,
+    options: dict[str, Any],
+) -> None:
+    """`serve_options`: of a server that is started for it; without them any server will do."""
+    asked = _asked(prompt)
+    with contextlib.ExitStack() as stack:
+        server = None if serve_options else find_model_server(model.model)
+        if server is None:
+            file = [] if config_file is None else [f"--config={config_file}"]
+            server = stack.enter_context(_started(model, [*serve_options, *file]))
+        key = api_key_of_environment()
+        reply = reply_of_server(stack.enter_context(ServerClient(server.url, key)), options)
+        if asked is None:
+            print(HELP)
+            Conversation(reply, sys.stdout, system).run(terminal_lines())
+            return
+        messages = [{"role": "system", "content": system}] if system else []
+        for text in reply([*messages, {"role": "user", "content": asked}]):
+            print(text, end="", flush=True)
+        print()
+
+
+def find_model_server(name: str) -> RunningServer | None:
+    """A server of this user that serves a model, by any of the names that it is served under."""
+    path = Path(name).expanduser()
+    for server in running_servers():
+        for checkpoint in map(Path, server.checkpoints[:1]):  # of the model that it replies with
+            same = path.is_dir() and path.resolve() == checkpoint.resolve()
+            if same or name in (server.model, *checkpoint_names(checkpoint)):
+                return server
+    return None
+
+
+def _asked(prompt: Sequence[str]) -> str | None:
+    """What was piped, then what is on the command line; None: a person types."""
+    parts = [" ".join(prompt)]
+    if not sys.stdin.isatty():
+        parts.insert(0, sys.stdin.read())
+    text = "\n\n".join(filter(None, map(str.strip, parts)))
+    if not text and not sys.stdin.isatty():
+        raise ConfigError("prompt is empty: write it after the model, or pipe it into this command")
+    return text or None
+
+
+@contextlib.contextmanager
+def _started(model: ModelConfig, options: Sequence[str]) -> Iterator[RunningServer]:
+    find_checkpoint(model)  # downloads it here, where a person sees the progress
+    try:
+        make_runtime_directory()
+    except OSError as error:
+        raise LoadError(f"a server that is started here could not be found: {error}") from error
+    command = [sys.executable, "-m", "pippin", "serve", f"--model={model.model}", "--port=0"]
+    with tempfile.TemporaryFile() as log, _exiting_at_signals():
+        process = subprocess.Popen(
+            [*command, "--no-page", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            with Console(stderr=True).status(f"starting a server for {model.model}"):
+                server = _wait_until_ready(process, log)
+            yield server
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes]) -> RunningServer:
+    """Its file appears when its model is loaded."""
+    while process.poll() is None:
+        server = next((s for s in running_servers() if s.pid == process.pid), None)
+        if server is not None:
+            return server
+        time.sleep(POLL_SECONDS)
+    log.seek(0)
+    last = log.read().decode(errors="replace").strip().splitlines()[-SHOWN_LINES:]
+    raise LoadError("the server exited before its model was loaded:\n" + "\n".join(last))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def _exiting_at_signals() -> Iterator[None]:
+    """A closed terminal, or `kill`, must not leave the server behind."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

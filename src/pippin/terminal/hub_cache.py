@@ -16,7 +16,7 @@ from rich.table import Table
 from pippin.amounts import show_bytes
 from pippin.cache.disk.disk_store import ModelReport, empty, look
 from pippin.errors import ConfigError
-from pippin.hub.cached_models import (
+from pippin.hub import (
     CachedModel,
     cached_models,
     delete_cached_model,

@@ -1,4 +1,4 @@
-"""A small client of a running server, for the terminal commands. Knows only HTTP."""
+"""A small client of a running server, for the terminal commands."""
 
 from __future__ import annotations
 
@@ -33,12 +33,6 @@ class ServerClient:
     def __exit__(self, *exc: object) -> None:
         self._http.close()
 
-    def get(self, path: str) -> dict[str, Any]:
-        return self._json("GET", path)
-
-    def post(self, path: str) -> dict[str, Any]:
-        return self._json("POST", path)
-
     def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
         """The text of one reply as it arrives. Closing the iterator aborts the request."""
         try:
@@ -51,7 +45,7 @@ class ServerClient:
         except httpx.TransportError as error:
             raise ServerError(f"no answer from {self.url}: {error}") from error
 
-    def _json(self, method: str, path: str) -> dict[str, Any]:
+    def get(self, path: str, method: str = "GET") -> dict[str, Any]:
         try:
             response = self._http.request(method, path)
         except httpx.TransportError as error:
@@ -160,7 +154,7 @@ def show_status(url: str | None) -> None:
 
 def flush_cache(url: str | None) -> None:
     with connect(url, admin_key_of_environment()) as client:
-        freed = client.post("/flush_cache")
+        freed = client.get("/flush_cache", "POST")
     print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")
 
 

@@ -53,8 +53,7 @@ from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
 from pippin.api.served_models import ServedModel, ServedText
 from pippin.durations import FOR_EVER, parse_duration
 from pippin.errors import LoadError, Overloaded, RequestError, cut
-from pippin.hub.cached_models import delete_cached_model, find_cached_model
-from pippin.hub.pull import HUB_ID, pull_progress
+from pippin.hub import HUB_ID, delete_cached_model, find_cached_model, pull_progress
 from pippin.text.tokenizer import Tokenizer
 
 Progress = dict[str, Any]

@@ -1,4 +1,8 @@
-"""What a service runs, for any service manager. Has no keys: other users may read its file."""
+"""`pippin serve` as a service of the user's: systemd on Linux, launchd on macOS.
+
+A definition is what is run; a manager writes it into a file of its own kind, and calls the system's
+commands to start, show and stop it. It has no keys: other users may read the file.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +34,6 @@ STOP_MARGIN_S = 15  # beyond what requests get to finish
 
 class ServiceError(PippinError):
     """A service cannot be installed, shown or removed here."""
-
-
-def not_installed(file: Path) -> ServiceError:
-    return ServiceError(
-        f"no service is installed ({file} does not exist): run `pippin service install`"
-    )
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,6 @@ class Launchd:
         must_run("launchctl", "bootstrap", self._domain, str(self.file))
 
     def status(self) -> Status:
-        if not self.file.exists():
-            raise not_installed(self.file)
         shown = run_command("launchctl", "print", self._target)
         if shown.returncode != 0:
             return Status(False, "not loaded")
@@ -113,8 +109,6 @@ class Launchd:
         return Status(state == "running", description)
 
     def uninstall(self) -> None:
-        if not self.file.exists():
-            raise not_installed(self.file)
         if self._is_loaded():
             must_run("launchctl", "bootout", self._target)
         self.file.unlink()
@@ -176,8 +170,6 @@ class Systemd:
         must_run("systemctl", "--user", "restart", self.unit)
 
     def status(self) -> Status:
-        if not self.file.exists():
-            raise not_installed(self.file)
         shown = must_run(
             *("systemctl", "--user", "show", self.unit),
             "--property=ActiveState,SubState,MainPID,NRestarts",
@@ -191,8 +183,6 @@ class Systemd:
         return Status(facts.get("ActiveState") == "active", description)
 
     def uninstall(self) -> None:
-        if not self.file.exists():
-            raise not_installed(self.file)
         must_run("systemctl", "--user", "disable", "--now", self.unit)
         self.file.unlink()
         must_run("systemctl", "--user", "daemon-reload")
@@ -230,6 +220,15 @@ def manager_of(name: str) -> Manager:
         f"services are not supported on {PLATFORM}, only on Linux (systemd) and macOS (launchd): "
         "run `pippin serve` with another process manager"
     )
+
+
+def installed(name: str) -> Manager:
+    manager = manager_of(name)
+    if not manager.file.exists():
+        raise ServiceError(
+            f"no service is installed ({manager.file} does not exist): run `pippin service install`"
+        )
+    return manager
 
 
 @dataclass(frozen=True)

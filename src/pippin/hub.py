@@ -1,7 +1,8 @@
-"""One download in a process of its own, which may be stopped at any time. Knows no server.
+"""Models in the Hugging Face hub's cache: downloaded, listed, deleted, by the hub's own library.
 
-The hub's threads cannot be stopped, and its library waits for them: a signal deletes what this
-process has written of unfinished files, and ends it.
+A download may be stopped at any time, in a process of its own. The hub's threads cannot be stopped,
+and its library waits for them: a signal deletes what this process has written of unfinished files,
+and ends it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from pippin.amounts import show_bytes
-from pippin.errors import DownloadFailed, LoadError
+from pippin.errors import DownloadFailed, LoadError, NotFound
+from pippin.startup.server_file import RunningServer, running_servers
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo, HFCacheInfo
 
 
 class ByteCount:
@@ -85,12 +89,6 @@ WEIGHTS = re.compile(r"model.*\.safetensors")
 SPARE_BYTES = 1_000_000_000  # that a download leaves free on the disk
 
 
-@dataclass(frozen=True)
-class DownloadPlan:
-    commit: str
-    nbytes: int  # of the files that are not in the cache
-
-
 def download(name: str, revision: str | None = None, **options: Any) -> Path:
     """The directory of a model's files. `options` are of the hub's `snapshot_download`."""
     from huggingface_hub import snapshot_download
@@ -99,12 +97,18 @@ def download(name: str, revision: str | None = None, **options: Any) -> Path:
         return Path(snapshot_download(name, revision=revision, **FILTERS, **options))
 
 
-def plan_download(name: str, revision: str | None = None) -> DownloadPlan:
-    """What `download` would transfer. Raises if the hub cannot be reached, also if the model is in
-    the cache, if it has no weights that can be read, or if it does not fit the disk."""
+def plan_download(name: str, revision: str | None = None) -> tuple[str, int]:
+    """The commit, and the bytes that `download` would transfer.
+
+    Raises if the hub cannot be reached, also if the model is in the cache, if it has no weights
+    that can be read, or if it does not fit the disk.
+    """
     from huggingface_hub import constants, snapshot_download
 
-    check_hub_id(name)
+    if not HUB_ID.fullmatch(name):
+        raise LoadError(
+            f"{name!r} is not a Hugging Face id: use owner/name, such as Qwen/Qwen3.5-0.8B"
+        )
     with _explained(name, revision):
         silent: Any = ByteCount().bar
         files = snapshot_download(
@@ -123,14 +127,7 @@ def plan_download(name: str, revision: str | None = None) -> DownloadPlan:
             f"{show_bytes(free)} free, of which {show_bytes(SPARE_BYTES)} are not used: delete "
             "models with `pippin rm`, or set HF_HUB_CACHE to a directory on another disk"
         )
-    return DownloadPlan(files[0].commit_hash, needed)
-
-
-def check_hub_id(name: str) -> None:
-    if not HUB_ID.fullmatch(name):
-        raise LoadError(
-            f"{name!r} is not a Hugging Face id: use owner/name, such as Qwen/Qwen3.5-0.8B"
-        )
+    return files[0].commit_hash, needed
 
 
 @contextlib.contextmanager
@@ -235,13 +232,12 @@ def pull_as_lines(name: str, revision: str | None) -> int:
     """Print the progress as Ollama's `/api/pull` has it, a JSON object a line; the exit status."""
     try:
         _print_line({"status": "pulling manifest"})
-        plan = plan_download(name, revision)
+        commit, total = plan_download(name, revision)
         count = ByteCount()
 
         def report() -> None:
-            completed = min(plan.nbytes, count.completed)
-            sizes = {"digest": plan.commit, "total": plan.nbytes, "completed": completed}
-            _print_line({"status": f"pulling {plan.commit[:12]}", **sizes})
+            sizes = {"digest": commit, "total": total, "completed": min(total, count.completed)}
+            _print_line({"status": f"pulling {commit[:12]}", **sizes})
 
         with _stopping_at_signals(name) as unfinished, _repeated(report, unfinished):
             download(name, revision, tqdm_class=count.bar)
@@ -257,7 +253,7 @@ def _print_line(line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _repeated(report: Callable[[], None], unfinished: Unfinished) -> Iterator[None]:
     """Also once at the end."""
     done = Event()
@@ -279,7 +275,7 @@ def _repeated(report: Callable[[], None], unfinished: Unfinished) -> Iterator[No
     report()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _stopping_at_signals(name: str) -> Iterator[Unfinished]:
     unfinished = Unfinished(name)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -310,3 +306,78 @@ class Unfinished:
 
     def _files(self) -> set[Path]:
         return set(self._folder.glob("*.incomplete"))
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    name: str
+    path: Path  # of all its revisions
+    snapshot: Path | None  # of the revision that is served by default; None: only named ones
+    nbytes: int
+    used_s: float  # since the epoch, of its weights: listing models reads their other files
+    revisions: tuple[str, ...]  # commits
+
+    def server(self) -> RunningServer | None:
+        """A server of this user that serves it."""
+        for server in running_servers():
+            if any(self.path in Path(checkpoint).parents for checkpoint in server.checkpoints):
+                return server
+        return None
+
+
+def cached_models() -> list[CachedModel]:
+    """The one that was used last is first."""
+    cache = _scan()
+    models = [_model(repo) for repo in (cache.repos if cache else ()) if repo.repo_type == "model"]
+    return sorted(models, key=lambda model: (-model.used_s, model.name))
+
+
+def find_cached_model(name: str) -> CachedModel:
+    models = cached_models()
+    for model in models:
+        if model.name.lower() == name.lower():  # as the hub reads it
+            return model
+    listed = ", ".join(model.name for model in models) or "none"
+    raise NotFound(f"no model {name!r} is in the Hugging Face hub's cache; it contains {listed}")
+
+
+def delete_cached_model(model: CachedModel) -> int:
+    """The bytes that were freed. Raises if a server of this user serves the model."""
+    if (server := model.server()) is not None:
+        raise LoadError(
+            f"model {model.name!r} is served at {server.url} (process {server.pid}): stop that "
+            "server first"
+        )
+    cache = _scan()
+    if cache is None:
+        return 0
+    # Copies of a model have the same commits, and the hub's library finds revisions by commit.
+    alone = frozenset(repo for repo in cache.repos if Path(repo.repo_path) == model.path)
+    deletion = replace(cache, repos=alone).delete_revisions(*model.revisions)
+    deletion.execute()
+    return int(deletion.expected_freed_size)
+
+
+def _scan() -> HFCacheInfo | None:
+    """None: nothing was ever downloaded."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return None
+
+
+def _model(repo: CachedRepoInfo) -> CachedModel:
+    main = repo.refs.get("main")
+    files = [file for revision in repo.revisions for file in revision.files]
+    weights = [file for file in files if WEIGHTS.fullmatch(file.file_name)]
+    return CachedModel(
+        name=repo.repo_id,
+        path=Path(repo.repo_path),
+        snapshot=None if main is None else Path(main.snapshot_path),
+        nbytes=repo.size_on_disk,
+        used_s=max((file.blob_last_accessed for file in weights), default=repo.last_modified),
+        revisions=tuple(sorted(revision.commit_hash for revision in repo.revisions)),
+    )
