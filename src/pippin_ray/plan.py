@@ -10,18 +10,22 @@ model = "Qwen/Qwen3.5-0.8B"     options of `pippin serve`, as in pippin.toml
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from cyclopts import App
-from cyclopts.config import Dict
 
-from pippin.cli.model_commands import serve
-from pippin.cli.options import SECTIONS, option_name, without_headings
-from pippin.cli.settings import KEYS, MODELS, SECRETS, Setting, read_config_file
+from pippin.cli.options import option_name, parse_serve
+from pippin.cli.settings import (
+    KEYS,
+    MODELS,
+    SECRETS,
+    Setting,
+    near_name,
+    read_config_file,
+    source_of,
+)
 from pippin.config import Config, PeersConfig
 from pippin.config.engine import check_at_least
 from pippin.errors import ConfigError
@@ -206,15 +210,7 @@ def _config(settings: list[Setting]) -> Config:
                 f"{setting.place}: Ray's dashboard and logs would show {setting.name}: write it "
                 f"into a file of its own on every machine and set {setting.name}-file"
             )
-    sources = [
-        Dict({setting.name: setting.value}, source=setting.place, use_commands_as_keys=False)
-        for setting in settings
-    ]
-    options = App(name="pippin serve", config=sources)
-    options.default(serve)
-    _, bound, _ = options.parse_args([])
-    given = {name: value for name, value in bound.arguments.items() if name in SECTIONS}
-    return Config(**{name: without_headings(name, value) for name, value in given.items()})
+    return parse_serve((), [source_of(setting) for setting in settings])
 
 
 def _section(setting: Setting, kind: type[T]) -> T:
@@ -225,8 +221,7 @@ def _section(setting: Setting, kind: type[T]) -> T:
     known = [option_name(field.name) for field in dataclasses.fields(kind)]
     for key in table:
         if option_name(key) not in known:
-            near = difflib.get_close_matches(option_name(key), known, n=1)
-            meant = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            meant = near_name(option_name(key), known, f"it has {', '.join(known)}")
             raise ConfigError(f"{where} has no {key}; {meant}")
     try:
         return msgspec.convert({key.replace("-", "_"): table[key] for key in table}, kind)

@@ -118,7 +118,6 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["serve", "--requests", "0"], "--requests. Must be > 0"),
         (["serve", "--concurrency", "4,0"], "--concurrency. Must be > 0"),
-        (["one-batch", "--batch", "1,4"], "python tools/bench/one_batch.py --help"),
     ],
 )
 def test_a_mistake_of_pippin_bench_is_named(

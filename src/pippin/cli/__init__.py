@@ -1,4 +1,4 @@
-"""The `pippin` command, a file for each family of commands. Options in, a call out.
+"""The `pippin` command.
 
 Imports no model library until a command needs one.
 """
@@ -12,8 +12,20 @@ from collections.abc import Sequence
 from cyclopts import App
 
 from pippin import __version__
-from pippin.cli.client_commands import add_completion, cache, launch, run, status
-from pippin.cli.model_commands import chat, doctor, list_models, pull, rm, serve
+from pippin.cli.commands import (
+    add_completion,
+    cache,
+    chat,
+    doctor,
+    launch,
+    list_models,
+    pull,
+    rm,
+    run,
+    serve,
+    service,
+    status,
+)
 from pippin.cli.options import HELP_ALL, HelpPage, option_name
 from pippin.cli.settings import SETTINGS, config
 from pippin.errors import ConfigError, PippinError
@@ -30,17 +42,12 @@ app = App(
     config=SETTINGS,
 )
 
-for command in (serve, run, chat, launch, pull, rm, status, cache, doctor, config):
+for command in (serve, run, chat, launch, pull, rm, status, cache, doctor, config, service):
     app.command(command)
 app.command(list_models, name="list")
 add_completion(app)
 
 # By name, so that other commands do not wait for their imports.
-app.command(
-    "pippin.cli.service_commands:service",
-    name="service",
-    help="Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
-)
 app.command(
     "pippin_ray.command:deploy",
     name="deploy",

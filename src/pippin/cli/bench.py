@@ -1,4 +1,4 @@
-"""`pippin bench serve`: options in, a report out. Measures nothing itself."""
+"""`pippin bench serve`: options in, a report out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 from cyclopts import App, CoercionError, Group, Parameter, Token, validators
 
-from pippin.bench.report import PRINT_ONLY, BenchError, Outputs
+from pippin.bench.report import PRINT_ONLY, Outputs
 
 bench = App(name="bench", help="Measure the speed of a server.")
 
@@ -29,7 +29,6 @@ LIST = Parameter(converter=split_list, consume_multiple=True, negative="")
 Numbers = Annotated[list[int] | None, LIST, POSITIVE]
 Rates = Annotated[list[float] | None, LIST, POSITIVE]
 ApiKey = Annotated[str | None, Parameter(env_var="PIPPIN_API_KEY")]
-Words = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 
 
 @bench.command
@@ -74,14 +73,3 @@ def serve(
     loads = [Load(n) for n in concurrency or ()] + [Load(rate=r) for r in rate or ()]
     sizes = RequestSizes(requests, input, output)
     measure_server(url, loads, sizes, model=model, api_key=api_key).publish(outputs)
-
-
-@bench.default
-def moved(*words: Words) -> None:
-    if not words:
-        return bench.help_print()
-    name = words[0].replace("-", "_")
-    raise BenchError(
-        f"`pippin bench` has no {words[0]!r}, only `serve`; developers' benchmarks are in Pippin's "
-        f"repository: `python tools/bench/{name}.py --help`, where there is one"
-    )

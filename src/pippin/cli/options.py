@@ -1,7 +1,7 @@
-"""Turns config sections into command-line options. Knows no command and starts nothing.
+"""Turns config sections into command-line options.
 
 cyclopts reads the dataclasses: a field becomes `--its-name`, the string after it the help text.
-Headings are in `option_groups.py`; values that are not on the command line in `settings.py`.
+Values that are not on the command line are in `settings.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
-from cyclopts import Group, Parameter
+from cyclopts import App, Group, Parameter
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel
 
 from pippin.config import Config
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 HELP_ALL = "--help-all"
+T = TypeVar("T")
 
 # heading: (fields that --help lists, fields that only --help-all lists)
 _FIELDS: dict[str, tuple[str, str]] = {
@@ -110,32 +111,24 @@ ConfigFile = Annotated[
     ),
 ]
 # Options of vLLM that have no field of their own here; `settings.py` moves their values.
+VLLM = Parameter(group=HEADINGS["API"], negative="", show_default=False)
 ServedModelName = Annotated[
     tuple[str, ...],
+    VLLM,
     Parameter(
-        name=SERVED_MODEL_NAME,
-        group=HEADINGS["API"],
         consume_multiple=True,
-        negative="",
-        show_default=False,
         help="The same as --served-name, as vLLM spells it; further names after the first are "
         "the same as --alias.",
     ),
 ]
 EnableAutoToolChoice = Annotated[
     bool,
+    VLLM,
     Parameter(
-        group=HEADINGS["API"],
-        negative="",
-        show_default=False,
         help="Accepted because vLLM requires it for tool calls. It has no effect: the model "
         "may always choose a tool.",
     ),
 ]
-VLLM_OPTIONS: dict[str, tuple[Any, Any]] = {  # annotations and defaults
-    "served_model_name": (ServedModelName, ()),
-    "enable_auto_tool_choice": (EnableAutoToolChoice, False),
-}
 
 
 def option_name(field: str) -> str:
@@ -144,36 +137,36 @@ def option_name(field: str) -> str:
 
 def takes_config(
     *sections: str, without: tuple[str, ...] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Give a command `(config, ...)` the options of the named sections in place of `config`.
 
     `without`: fields that the command decides by itself.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         further = [p.name for p in own if p.kind is inspect.Parameter.VAR_POSITIONAL]
-        options = [_section_parameter(name, without) for name in sections]
         read_by_settings = [_keyword("config_file", ConfigFile, None)]
         if "server" in sections:
             read_by_settings += [
-                _keyword(field, annotation, default)
-                for field, (annotation, default) in VLLM_OPTIONS.items()
+                _keyword("served_model_name", ServedModelName, ()),
+                _keyword("enable_auto_tool_choice", EnableAutoToolChoice, False),
             ]
+        options = [_section_parameter(name, without) for name in sections]
         signature = inspect.Signature(
             sorted([*options, *own, *read_by_settings], key=lambda p: p.kind)
         )
 
         @functools.wraps(command)
-        def with_config(*args: Any, **kwargs: Any) -> None:
+        def with_config(*args: Any, **kwargs: Any) -> T:
             given = signature.bind(*args, **kwargs).arguments
             for parameter in read_by_settings:
                 given.pop(parameter.name, None)
             parts = {
-                name: without_headings(name, given.pop(name)) for name in sections if name in given
+                name: _without_headings(name, given.pop(name)) for name in {*given} & {*sections}
             }
             rest = [value for name in further for value in given.pop(name, ())]
-            command(Config(**parts), *rest, **given)
+            return command(Config(**parts), *rest, **given)
 
         with_config.__signature__ = signature  # type: ignore[attr-defined]
         return with_config
@@ -182,45 +175,47 @@ def takes_config(
 
 
 def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _section_parameter(name: str, without: Iterable[str]) -> inspect.Parameter:
-    section = _with_headings(SECTIONS[name])
+    """The section for cyclopts: the same fields, each with its heading and its vLLM spelling."""
+    kind = SECTIONS[name]
+    annotations = {
+        field: Annotated[hint, Parameter(group=GROUP_OF[field], alias=ALIASES.get(field, ()))]
+        for field, hint in get_type_hints(kind).items()
+        if field in GROUP_OF
+    }
+    section = type(kind.__name__, (kind,), {"__annotations__": annotations})
     parameter = Parameter(
         name="*",
         parse=re.compile(rf"^(?!(?:{'|'.join(without)})$)") if without else None,
         negative_iterable=(),
-        show_default=_shown_default,
+        show_default=lambda value: None if value in (None, ()) else str(value),
     )
+    option = _keyword(name, Annotated[section, parameter], section())
     is_positional = name == "model"  # the model's name; its other fields are keywords
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if is_positional
-        else inspect.Parameter.KEYWORD_ONLY,
-        default=section(),
-        annotation=Annotated[section, parameter],
-    )
+    return option.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if is_positional else option
 
 
-def _with_headings(section: type) -> type:
-    """The section for cyclopts: the same fields, each with its heading and its vLLM spelling."""
-    annotations = {
-        name: Annotated[hint, Parameter(group=GROUP_OF[name], alias=ALIASES.get(name, ()))]
-        for name, hint in get_type_hints(section).items()
-        if name in GROUP_OF
-    }
-    return type(section.__name__, (section,), {"__annotations__": annotations})
-
-
-def without_headings(name: str, given: Any) -> Any:
+def _without_headings(name: str, given: Any) -> Any:
     """The section itself: cyclopts, and pydantic where it is imported, make the class above."""
     section = SECTIONS[name]
     return section(**{field.name: getattr(given, field.name) for field in fields(section)})
 
 
-def _shown_default(value: Any) -> str | None:
-    return None if value in (None, ()) else str(value)
+@takes_config(*SECTIONS)
+def _serve_config(config: Config, *models: str) -> Config:
+    return config
+
+
+def parse_serve(words: Sequence[str], values: Any) -> Config:
+    """The config that `pippin serve WORDS` would have, or the error that it would report.
+
+    `values`: where cyclopts looks for options that are not given.
+    """
+    app = App(name="pippin serve", config=values, result_action="return_value")
+    app.default(_serve_config)
+    config: Config = app(list(words))
+    return config

@@ -4,12 +4,11 @@
 
 cyclopts calls `Settings` for every command, after it has read the command line. Only the fields of
 config sections are looked up; a command's own options, such as --url, are read from its command
-line alone. Runs nothing.
+line alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import os
@@ -17,11 +16,12 @@ import re
 import stat
 import sys
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 from cyclopts import App, Argument, ArgumentCollection, Token
 from cyclopts.config import Dict, Env
 from platformdirs import user_config_path
@@ -38,7 +38,7 @@ from pippin.config import Config
 from pippin.errors import ConfigError
 
 NAME = "pippin.toml"
-MODELS = "models"  # the only table: see `model_table.py`
+MODELS = "models"  # the only table: of several models
 SECRETS = {"api-key", "admin-key"}  # never printed, nor read from a file that other users can read
 
 
@@ -116,9 +116,13 @@ def _unknown(name: str, value: Any, known: Iterable[str], sections: Collection[s
         return f"section [{name}] is not known: a model's table is [{MODELS}.NAME]"
     if isinstance(value, dict):
         return f"section [{name}] is not supported: write options at the top level: port = 8000"
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    meant = f"did you mean {near[0]}?" if near else "`pippin serve --help-all` lists the options"
+    meant = near_name(name, known, "`pippin serve --help-all` lists the options")
     return f"{name} is not an option of `pippin serve`; {meant}"
+
+
+def near_name(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def _places(
@@ -144,7 +148,10 @@ def _line_of(key: str, text: str) -> int:
 PREFIX = "PIPPIN_"
 OPTION = "option"
 ENVIRONMENT = Env(PREFIX, command=False, show=False)
-FIELDS = {option_name(f.name) for section in SECTIONS.values() for f in dataclasses.fields(section)}
+TYPES = {
+    name: hint for section in SECTIONS.values() for name, hint in get_type_hints(section).items()
+}
+FIELDS = {option_name(f.name) for section in SECTIONS.values() for f in fields(section)}
 OTHER_VARIABLES = {"PIPPIN_BLAS", "PIPPIN_CONFIG"}
 IS_NEAR = 0.85  # of a variable's name, which begins like all others
 # The keys of pippin.toml, and which option each sets.
@@ -173,22 +180,24 @@ class Settings:
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         self.file, self.origins, self.models = None, {}, None
-        fields = ArgumentCollection(a for a in arguments if _is_field(a))
-        if not fields:
+        given = ArgumentCollection(a for a in arguments if _is_field(a))
+        if not given:
             return
         _split_served_model_name(arguments)
-        _refuse_empty_variables(fields)
+        _refuse_empty_variables(given)
         _note_misspelt_variables()
-        ENVIRONMENT(app, commands, fields)
+        ENVIRONMENT(app, commands, given)
         self.file = find_config_file(_named_file(arguments))
         for setting in read_config_file(self.file, KEYS) if self.file is not None else ():
             if setting.name == MODELS:
                 self.models = setting
                 continue
-            _add(setting, app, commands, fields)
+            # What this command does not have is ignored: one file serves all commands.
+            if any(f"--{setting.name}" in option.names for option in given):
+                source_of(setting)(app, commands, given)
         self.origins = {
             argument.name.removeprefix("--"): _origin(argument.tokens[0])
-            for argument in fields
+            for argument in given
             if argument.tokens
         }
 
@@ -222,10 +231,10 @@ def _named_file(arguments: ArgumentCollection) -> str | None:
     return None
 
 
-def _refuse_empty_variables(fields: ArgumentCollection) -> None:
+def _refuse_empty_variables(options: ArgumentCollection) -> None:
     """An empty variable has no value; for a key it would mean that none is required."""
-    for section_field in fields:
-        variable = _variable(section_field.name.removeprefix("--"))
+    for option in options:
+        variable = _variable(option.name.removeprefix("--"))
         if os.environ.get(variable) == "":
             raise ConfigError(f"{variable} is set and empty: set a value, or unset the variable")
 
@@ -243,13 +252,9 @@ def _variable(option: str) -> str:
     return PREFIX + option.replace("-", "_").upper()
 
 
-def _add(setting: Setting, app: App, commands: tuple[str, ...], fields: ArgumentCollection) -> None:
-    """A setting that this command does not have is ignored: one file serves all commands."""
-    if f"--{setting.name}" in (name for section_field in fields for name in section_field.names):
-        source = Dict(
-            {setting.name: setting.value}, source=setting.place, use_commands_as_keys=False
-        )
-        source(app, commands, fields)
+def source_of(setting: Setting) -> Dict:
+    values = {setting.name: setting.value}
+    return Dict(values, source=setting.place, use_commands_as_keys=False)
 
 
 def _origin(token: Token) -> str:
@@ -261,7 +266,7 @@ def _origin(token: Token) -> str:
 SETTINGS = Settings()
 
 
-@takes_config("model", "engine", "server", "limits", "peers")
+@takes_config(*SECTIONS)
 def config(config: Config) -> None:
     """Print the values that `pippin serve` would use, in the format of pippin.toml.
 
@@ -272,18 +277,15 @@ def config(config: Config) -> None:
 
 
 def describe(config: Config) -> Iterator[str]:
-    yield f"# {_file_in_force()}"
-    for section in dataclasses.fields(config):
+    looked = " or ".join(map(str, default_paths()))
+    found = SETTINGS.file
+    yield f"# read from {found}" if found is not None else f"# no file was found at {looked}"
+    for section in SECTIONS:
         yield ""
-        yield f"# {section.name}"
-        values = getattr(config, section.name)
-        for section_field in dataclasses.fields(values):
-            yield _line(option_name(section_field.name), getattr(values, section_field.name))
-    yield from _model_tables()
-
-
-def _model_tables() -> Iterator[str]:
-    """Of several models, as the file has them."""
+        yield f"# {section}"
+        values = getattr(config, section)
+        for each in fields(values):
+            yield _line(option_name(each.name), getattr(values, each.name))
     if (tables := SETTINGS.models) is None:
         return
     for name, table in tables.value.items():
@@ -291,12 +293,6 @@ def _model_tables() -> Iterator[str]:
         yield f"[models.{_toml(name)}]  # {tables.place}"
         for key, value in table.items() if isinstance(table, dict) else ():
             yield f"{key} = {_toml(value)}"
-
-
-def _file_in_force() -> str:
-    if SETTINGS.file is not None:
-        return f"read from {SETTINGS.file}"
-    return f"no file was found at {' or '.join(map(str, default_paths()))}"
 
 
 def _line(name: str, value: Any) -> str:
@@ -311,3 +307,95 @@ def _line(name: str, value: Any) -> str:
 def _toml(value: Any) -> str:
     """Strings, numbers, booleans and lists of strings are in TOML what they are in JSON."""
     return json.dumps(value, ensure_ascii=False)
+
+
+OF_ONE_MODEL = (  # what its table may set
+    *("model", "backend", "dtype", "revision", "max_len"),
+    *("memory", "max_running", "speculate", "draft_model"),
+    *("alias", "tool_parser", "reasoning_parser", "keep_alive"),
+)
+
+
+def configs_of(config: Config, named: Sequence[str], table: Setting | None) -> list[Config]:
+    """One for each model that was named, or without a name for each in the table.
+
+    Empty: the config itself is that of the only model.
+    """
+    models: Mapping[str, Any] = {} if table is None else table.value
+    names = list(named) or list(models)
+    for name in names:
+        _check_known(name, models, table)
+    if len(names) < 2 and not any(name in models for name in names):
+        return []
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"model {name!r} is given twice: give it once")
+    return [
+        _config_of(config, name, models.get(name), table, is_first=number == 0)
+        for number, name in enumerate(names)
+    ]
+
+
+def _check_known(name: str, models: Mapping[str, Any], table: Setting | None) -> None:
+    """A name that is nearly one of the table's is a mistake, unless it names a model itself."""
+    near = difflib.get_close_matches(name, list(models), n=1)
+    if table is None or name in models or not near or "/" in name or Path(name).exists():
+        return
+    from pippin.startup.checkpoint import bundled_models
+
+    if name in bundled_models():
+        return
+    raise ConfigError(
+        f"no model {name!r} is in the table at {table.place}, which has {', '.join(models)}; did "
+        f"you mean {near[0]}?"
+    )
+
+
+def _config_of(
+    config: Config, name: str, given: Any, table: Setting | None, *, is_first: bool
+) -> Config:
+    # The budget at the top level is for all: a model's own is in its table.
+    values: dict[str, Any] = {"model": name, "memory": "auto"}
+    if not is_first:
+        values["alias"] = ()
+    if given is not None:
+        assert table is not None, "it has an entry"
+        values |= {"served_name": name, **_checked(name, given, table)}
+    try:
+        return replace(
+            config,
+            **{
+                section: replace(
+                    getattr(config, section),
+                    **{f.name: values[f.name] for f in fields(kind) if f.name in values},
+                )
+                for section, kind in SECTIONS.items()
+            },
+        )
+    except ConfigError as error:
+        if table is None:
+            raise
+        place = table.places.get((name, ""), table.place)
+        raise ConfigError(f"{place}: models.{name}: {error.message}") from error
+
+
+def _checked(name: str, given: Any, table: Setting) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"{table.place}: models.{name} must be a table such as [models.{name}] with "
+            'model = "Qwen/Qwen3.5-0.8B"'
+        )
+    known = {key: option.replace("-", "_") for key, option in KEYS.items()}
+    known = {key: field for key, field in known.items() if field in OF_ONE_MODEL}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        place = f"{table.places.get((name, key), table.place)}: models.{name}.{key}"
+        field = known.get(spelt := key.replace("_", "-"))
+        if field is None:
+            meant = near_name(spelt, known, f"known are {', '.join(sorted(known))}")
+            raise ConfigError(f"{place} is not an option of one model; {meant}")
+        try:
+            values[field] = msgspec.convert(value, TYPES[field])
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{place}: {error}") from error
+    return values
