@@ -25,10 +25,10 @@ from pippin.bench.client import (
     send_load,
     summarize_load,
 )
-from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import BenchError
 from pippin.config import Config, ModelConfig
 from processes import environment
+from prompts import Prompts, count_with
 
 
 def drawn(seed: str, count: int) -> list[LoadRequest]:
@@ -112,7 +112,7 @@ def test_a_server_out_of_reach_is_an_error_of_each_request() -> None:
 
 def test_clients_share_the_requests_of_one_size() -> None:
     client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
-    requests = RequestSizes(5, 8, 2).requests(Prompts("a"))
+    requests = RequestSizes(5, 8, 2).requests(Prompts("a").text)
     sent = asyncio.run(send_load(client, Load(2), requests))
     assert len({each.request.prompt for each in sent}) == len(sent) == 5
     assert {each.request.max_tokens for each in sent} == {2}

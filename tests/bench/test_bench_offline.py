@@ -18,10 +18,10 @@ from features import FeatureBench, features
 from growth import growth
 from one_batch import Timing, one_batch, summarize
 from pippin import LLM, SamplingParams
-from pippin.bench.prompts import Prompts
 from pippin.bench.report import BenchError
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.types import Component, LayerSpec, ModelSpec
+from prompts import Prompts
 from shared import WARM_UPS, Compared, Pairs, in_turn
 
 TOY = Config(model=ModelConfig(backend="fake"))

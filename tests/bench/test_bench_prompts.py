@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.bench.prompts import Prompts, count_with
 from pippin.text.tokenizer import Tokenizer
+from prompts import Prompts, count_with
 
 
 @pytest.mark.parametrize("num_tokens", [1, 24, 64, 600, 2000])

@@ -19,12 +19,12 @@ import watchers
 from bundled import BUNDLED_PATH
 from cli.commands import served_with
 from pippin.bench.client import Load, LoadClient, RequestSizes, Target, TimedReply
-from pippin.bench.prompts import Prompts
 from pippin.bench.report import BenchError, number
 from pippin.bench.serve import find_target, measure_server
 from pippin.config import Config, EngineConfig, ModelConfig
 from prefix import prefix
 from processes import environment
+from prompts import Prompts
 from shared import ColdWarm, cold_warm_table
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scenarios, "RUNNING_TOKENS", 8000)
     with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
         client = LoadClient(target)
-        asyncio.run(scenarios.warm_up(client, Prompts("warm-up")))
+        asyncio.run(scenarios.warm_up(client, Prompts("warm-up").text))
         for scenario in compare.all_scenarios():
             numbers = asyncio.run(scenario.run(client, Prompts(scenario.name)))
             assert set(numbers) >= {measure.name for measure in scenario.measures}

@@ -31,17 +31,16 @@ from pippin.bench.client import (
     Target,
     send_load,
     summarize_load,
-    without_collections,
 )
-from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import BenchError, Report, Table, busy_note, median, number, say
 from pippin.bench.serve import find_target, warm_up
 from pippin.cli.bench import ApiKey, Count
 from pippin.config import Config, ModelConfig
 from pippin.metrics import StepLog, StepRecord, read_step_log
 from pippin.startup.checkpoint import find_checkpoint
+from prompts import Prompts, count_with
 from servers import as_options, pippin_server, write_endless_copy
-from shared import Positive, run, verdict
+from shared import Positive, run, verdict, without_collections
 from steps import first_token_seconds, generate, last_step, prompts_for
 
 PROMPT_TOKENS = (5, 2500)  # of a request's own; every order of magnitude is as likely
@@ -379,7 +378,7 @@ def _churn_here(config: Config, load: Load, seed: int, step_log: Path | None) ->
 
 def _run(target: Target, load: Load, prompts: Prompts) -> LoadOutcome:
     client = LoadClient(target)
-    asyncio.run(warm_up(client, prompts.beside("warm-up")))
+    asyncio.run(warm_up(client, prompts.beside("warm-up").text))
     say(f"{load}, for {load.seconds:g} s")
     with without_collections():
         sent = asyncio.run(send_load(client, load, churn_requests(prompts)))

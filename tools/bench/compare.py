@@ -21,14 +21,14 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from pippin.bench.client import LoadClient, without_collections
-from pippin.bench.prompts import Prompts, count_with
+from pippin.bench.client import LoadClient
 from pippin.bench.report import BenchError, Report, Table, busy_note, median, number, ratio, say
 from pippin.bench.serve import warm_up
 from pippin.cli.bench import Count
 from pippin.config import ModelConfig
 from pippin.startup.checkpoint import find_checkpoint
 from pippin.startup.resolve import choose_backend
+from prompts import Prompts, count_with
 from scenarios import (
     BRANCHES,
     CONVERSATIONS,
@@ -50,7 +50,7 @@ from scenarios import (
     streams,
 )
 from servers import computes_on_cpu, mlx_lm_server, pippin_server, read_header, write_endless_copy
-from shared import Names, run, verdict
+from shared import Names, run, verdict, without_collections
 
 LONGER_REPLY_TOKENS = 50
 DECODE_TARGETS = {True: (1.6, 1.8, 1.8, 1.8), False: (1.3, 1.5, 1.5, 1.5)}  # by: bundled
@@ -253,7 +253,7 @@ def compare(
         }
         for name, client in clients.items():
             say(f"warming up {name}")
-            asyncio.run(warm_up(client, Prompts(f"warm-up {name}", count)))
+            asyncio.run(warm_up(client, Prompts(f"warm-up {name}", count).text))
         results: Rounds = {s.name: {name: [] for name in clients} for s in scenarios}
         for scenario in scenarios:
             for turn in range(rounds):

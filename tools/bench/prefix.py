@@ -13,13 +13,13 @@ from functools import cached_property
 from pathlib import Path
 
 from pippin.bench.client import LoadClient, TimedReply, parse
-from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import Report, say
 from pippin.cli.bench import Count
 from pippin.config import Config
 from pippin.startup.checkpoint import find_checkpoint
+from prompts import Prompts, count_with
 from scenarios import PROMPT_TOKENS, REPLY_TOKENS, TURNS, fan_out, warm_server
-from shared import ColdWarm, Names, Part, cold_warm_table, report_parts, run
+from shared import ColdWarm, Names, Part, chat, cold_warm_table, report_parts, run
 
 WARM_SHARE = 0.12  # of the cold time: what a known prompt may take
 
@@ -76,7 +76,7 @@ class PrefixBench:
         for _ in range(TURNS):
             messages.append({"role": "user", "content": prompts.question()})
             warm, cold = (
-                parse(asyncio.run(client.chat(messages, max_tokens=REPLY_TOKENS)))
+                parse(asyncio.run(chat(client, messages, REPLY_TOKENS)))
                 for client in (cached, uncached)
             )
             messages.append({"role": "assistant", "content": warm.text})

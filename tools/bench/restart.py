@@ -32,11 +32,11 @@ from pippin.bench.client import (
     send_load,
     summarize_load,
 )
-from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import BenchError, Report, Table, percentile, ratio
 from pippin.cli.bench import Count
 from pippin.config import Config
 from pippin.startup.checkpoint import find_checkpoint
+from prompts import Prompts, count_with
 from scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_server
 from shared import (
     ColdWarm,
@@ -45,6 +45,7 @@ from shared import (
     Pairs,
     Part,
     Positive,
+    chat,
     cold_warm_table,
     pairs_table,
     report_parts,
@@ -153,7 +154,7 @@ class RestartBench:
         errors = turn = 0
         sizes = RequestSizes(8, STEADY_PROMPT_TOKENS, REPLY_TOKENS)
         while time.monotonic() < ends:
-            requests = sizes.requests(Prompts(f"steady {turn}", self._count))
+            requests = sizes.requests(Prompts(f"steady {turn}", self._count).text)
             sent = await send_load(client, Load(STEADY_CLIENTS), requests)
             errors += summarize_load(sent).num_errors
             turn += 1
@@ -202,7 +203,7 @@ def _conversation(prompts: Prompts) -> list[dict[str, str]]:
 
 
 def _ask(client: LoadClient, messages: list[dict[str, str]]) -> TimedReply:
-    return parse(asyncio.run(client.chat(messages, max_tokens=REPLY_TOKENS)))
+    return parse(asyncio.run(chat(client, messages, REPLY_TOKENS)))
 
 
 async def _begin_writing(client: LoadClient, prompts: Prompts) -> None:

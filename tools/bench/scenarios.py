@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from pippin.bench.client import Exchange, LoadClient, TimedReply, parse
-from pippin.bench.prompts import CountTokens, Prompts
 from pippin.bench.report import median, percentile, ratio
 from pippin.bench.serve import warm_up
 from pippin.config import Config
+from prompts import CountTokens, Prompts
 from servers import as_options, pippin_server
+from shared import chat
 
 PROMPT_TOKENS = 2000
 SHORT_TOKENS = 24
@@ -138,7 +139,7 @@ async def converse(
     replies = []
     for question in questions:
         messages.append({"role": "user", "content": question})
-        reply = parse(await client.chat(messages, max_tokens=reply_tokens))
+        reply = parse(await chat(client, messages, reply_tokens))
         messages.append({"role": "assistant", "content": reply.text})
         replies.append(reply)
     return replies
@@ -191,5 +192,5 @@ def warm_server(
     name, *options = as_options(config)
     with pippin_server(name, options, killed=killed) as target:
         client = LoadClient(target)
-        asyncio.run(warm_up(client, Prompts("warm-up", count)))
+        asyncio.run(warm_up(client, Prompts("warm-up", count).text))
         yield client

@@ -10,14 +10,15 @@ import functools
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, TypeVar
 
 from cyclopts import App
 
-from pippin.bench.client import TimedReply
+from pippin.bench.client import LoadClient, Recording, TimedReply
 from pippin.bench.report import (
     PRINT_ONLY,
     BenchError,
@@ -219,3 +220,19 @@ def cold_warm_table(title: str, rows: Sequence[ColdWarm], most: float) -> Table:
             for row in rows
         ],
     )
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """A garbage collection in the client would look like a pause of the server."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def chat(client: LoadClient, messages: list[dict[str, str]], max_tokens: int) -> Recording:
+    fields = {"messages": messages, "max_tokens": max_tokens}
+    return await (await client.start_stream("/v1/chat/completions", fields)).done

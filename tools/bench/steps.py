@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippin import LLM, SamplingParams
-from pippin.bench.prompts import Prompts
 from pippin.bench.report import BenchError, median
+from prompts import Prompts
 
 FEWEST_STEPS = 8
 

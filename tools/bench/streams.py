@@ -121,7 +121,7 @@ async def _cost(target: Target, dialect: str, num_streams: int, seconds: float) 
     client = LoadClient(target)
     path, fields = DIALECTS[dialect]
     body = {"model": target.model, **fields}
-    exchanges = [await client.start_post(path, body) for _ in range(num_streams)]
+    exchanges = [await client.send("POST", path, body) for _ in range(num_streams)]
     try:
         async with asyncio.timeout(START_SECONDS):
             for exchange in exchanges:

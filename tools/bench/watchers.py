@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from pippin.bench.client import Load, LoadClient, RequestSizes, Sent, send_load, summarize_load
-from pippin.bench.prompts import Prompts
 from pippin.bench.report import BenchError, Report, number, say
 from pippin.bench.serve import find_target
 from pippin.cli.bench import ApiKey, Count, Numbers
+from prompts import Prompts
 from shared import Compared, Pairs, in_turn, pairs_table, run
 
 LEAST_RATIO = 0.99  # tokens a second with watchers, over those without
@@ -80,7 +80,7 @@ def _rate(
     name: str,
 ) -> float:
     """Tokens a second of one run; the bytes that each watcher got are added to `received`."""
-    requests = sizes.requests(Prompts(f"{load}, {name}, {num_watchers} watchers"))
+    requests = sizes.requests(Prompts(f"{load}, {name}, {num_watchers} watchers").text)
 
     async def run() -> list[Sent]:
         async with _watching(client, num_watchers) as counts:
@@ -94,7 +94,7 @@ def _rate(
 @asynccontextmanager
 async def _watching(client: LoadClient, num_watchers: int) -> AsyncIterator[list[int]]:
     """So many watchers meanwhile; at the end, the bytes that each got."""
-    exchanges = [await client.start_get("/events") for _ in range(num_watchers)]
+    exchanges = [await client.send("GET", "/events") for _ in range(num_watchers)]
     counts: list[int] = []
     try:
         for exchange in exchanges:

@@ -7,21 +7,18 @@ next to nothing: one callback appends one tuple. `parse` reads the recording whe
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import json
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from pippin.bench.prompts import Prompts
 from pippin.bench.report import BenchError, Spread
 
 
@@ -92,17 +89,6 @@ class Exchange(asyncio.Protocol):
         self._transport.abort()
 
 
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """A garbage collection in the client would look like a pause of the server."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 class LoadClient:
     """Streams completions and chats from one server."""
 
@@ -117,18 +103,14 @@ class LoadClient:
     async def complete(self, prompt: str, max_tokens: int) -> Recording:
         return await (await self.start_completion(prompt, max_tokens)).done
 
-    async def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Recording:
-        fields = {"messages": messages, "max_tokens": max_tokens}
-        return await (await self._start("/v1/chat/completions", fields)).done
-
     async def start_completion(
         self, prompt: str, max_tokens: int, *, disconnect_after: int | None = None, **sampling: Any
     ) -> Exchange:
         """`disconnect_after`: so many reads; `sampling`: more fields."""
         fields = {"prompt": prompt, "max_tokens": max_tokens, **sampling}
-        return await self._start("/v1/completions", fields, disconnect_after)
+        return await self.start_stream("/v1/completions", fields, disconnect_after)
 
-    async def _start(
+    async def start_stream(
         self, path: str, fields: dict[str, Any], disconnect_after: int | None = None
     ) -> Exchange:
         body = {
@@ -139,18 +121,17 @@ class LoadClient:
             **fields,
             **self.target.extra,
         }
-        return await self._exchange("POST", path, json.dumps(body).encode(), disconnect_after)
+        return await self.send("POST", path, body, disconnect_after)
 
-    async def start_post(self, path: str, fields: dict[str, Any]) -> Exchange:
-        """A request of any dialect, as it is."""
-        return await self._exchange("POST", path, json.dumps(fields).encode())
-
-    async def start_get(self, path: str) -> Exchange:
-        return await self._exchange("GET", path, b"")
-
-    async def _exchange(
-        self, method: str, path: str, body: bytes, disconnect_after: int | None = None
+    async def send(
+        self,
+        method: str,
+        path: str,
+        fields: dict[str, Any] | None = None,
+        disconnect_after: int | None = None,
     ) -> Exchange:
+        """A request of any dialect, as it is."""
+        body = b"" if fields is None else json.dumps(fields).encode()
         key = self.target.api_key
         head = [
             f"{method} {self._path}{path} HTTP/1.1",
@@ -387,9 +368,9 @@ class RequestSizes:
     prompt_tokens: int
     output_tokens: int
 
-    def requests(self, prompts: Prompts) -> Iterator[LoadRequest]:
-        """New prompts; all are made before the first is sent."""
-        texts = [prompts.text(self.prompt_tokens) for _ in range(self.number)]
+    def requests(self, text: Callable[[int], str]) -> Iterator[LoadRequest]:
+        """Each with a new text of that length; all are made before the first is sent."""
+        texts = [text(self.prompt_tokens) for _ in range(self.number)]
         return (LoadRequest(text, self.prompt_tokens, self.output_tokens) for text in texts)
 
 

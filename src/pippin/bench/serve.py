@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import httpx
@@ -18,8 +19,18 @@ from pippin.bench.client import (
     send_load,
     summarize_load,
 )
-from pippin.bench.prompts import Prompts
 from pippin.bench.report import BenchError, Report, Table, busy_note, number, say
+
+WORDS = (
+    "a the little big old new red blue brave dog cat bird fox bear tree house ball box boat saw "
+    "found liked followed helped lost watched in near garden forest beach farm river hill ."
+)
+
+
+def words_of(seed: str) -> Callable[[int], str]:
+    """Texts of so many words, each of which is about a token. Two share no prefix but by chance."""
+    pick, words = random.Random(seed).choice, WORDS.split()
+    return lambda num_words: "".join(f" {pick(words)}" for _ in range(num_words))
 
 
 def find_target(url: str, model: str | None, api_key: str | None) -> Target:
@@ -41,9 +52,9 @@ def first_model(url: str, api_key: str | None = None) -> str:
         raise BenchError(f"{url}/v1/models names no model: {error}; give --model") from error
 
 
-async def warm_up(client: LoadClient, prompts: Prompts) -> None:
+async def warm_up(client: LoadClient, text: Callable[[int], str]) -> None:
     """Run every path once, so that no measurement includes a first time."""
-    texts = [prompts.text(600), *(prompts.text(24) for _ in range(3))]
+    texts = [text(600), *(text(24) for _ in range(3))]
     for recording in await asyncio.gather(*(client.complete(t, max_tokens=8) for t in texts)):
         parse(recording)
 
@@ -68,11 +79,11 @@ def measure_server(
     notes = busy_note()
     target = find_target(url, model, api_key)
     client = LoadClient(target)
-    asyncio.run(warm_up(client, Prompts("warm-up")))
+    asyncio.run(warm_up(client, words_of("warm-up")))
     outcomes = []
     for load in loads:
         say(f"{sizes.number} requests, {load}")
-        requests = sizes.requests(Prompts(f"serve {load}"))
+        requests = sizes.requests(words_of(f"serve {load}"))
         outcome = summarize_load(asyncio.run(send_load(client, load, requests)))
         outcomes.append((load, outcome))
         notes += [f"{load}: {n} x {message}" for message, n in outcome.errors.items()]

@@ -1,4 +1,4 @@
-"""Story-like prompts of an exact number of tokens. Knows a tokenizer file, no model and no server.
+"""Story-like prompts of an exact number of tokens.
 
 Two prompts share a prefix only if one was built from the other: each draws its own random words.
 """
