@@ -15,7 +15,7 @@ import pytest
 from api.scripted_engine import ScriptedEngine, answer_anything, serving
 from cli.commands import error_of
 from pippin import cli
-from pippin.cli.client_commands import AgentName
+from pippin.cli.commands import AgentName
 from pippin.config import ServerConfig
 from pippin.startup.server_file import announced
 from pippin.terminal.coding_agents import CODING_AGENTS
