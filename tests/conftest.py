@@ -32,7 +32,7 @@ LONGEST_FILES = (
     *("test_torch_gpu_check", "test_page_chat", "test_page_engine", "test_shared_prefix"),
     *("test_openapi", "test_proving", "test_worked_examples", "test_pressure", "test_row_bytes"),
     *("test_speculated_replies", "test_structured_output", "test_preemption", "test_crashes"),
-    *("test_bench_serving", "test_random_operations", "test_bench_restart", "test_run_model"),
+    *("test_bench_serving", "test_random_operations", "test_run_model"),
     *("test_documented_commands", "test_supervisor", "test_mlx_lm_package", "test_served_disk"),
     *("test_malformed", "test_ollama_downloads", "test_connections", "test_bench_commands"),
     *("test_hostile_grammars", "test_bench_compare", "test_random_tiers", "test_plain_drafts"),

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them. Knows no option."""
+"""Amounts of memory as people write and read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durations as Ollama's users write them. Knows no option and no field."""
+"""Durations as Ollama's users write them."""
 
 from __future__ import annotations
 

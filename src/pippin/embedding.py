@@ -1,4 +1,4 @@
-"""Embedding requests and their vectors: shared by the server and `LLM`. Knows no engine.
+"""Embedding requests and their vectors: shared by the server and `LLM`.
 
 The vector of a text is what the model's head reads after its last token, at length 1: the last
 token is the only one that has seen all of the text, and models that are made for embeddings out of

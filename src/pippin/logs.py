@@ -1,4 +1,4 @@
-"""The format of log lines: text or JSON. Knows no logger.
+"""The format of log lines: text or JSON.
 
 A record's `fields` (a dictionary, in `extra`) follow its words as `name=value`, or are members of
 its JSON object.

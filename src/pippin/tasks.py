@@ -1,4 +1,4 @@
-"""Coroutines that succeed or are cancelled together. Knows none of them."""
+"""Coroutines that succeed or are cancelled together."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cases import cases
 from churn import Breakdown, Rates, break_down, widths_to_measure
 from pippin.metrics import StepRecord
 from pippin.types import DeviceReading, StepForwards
@@ -51,31 +52,75 @@ def step(
     )
 
 
-def explain(last: StepRecord, *before: StepRecord) -> Breakdown:
-    return break_down([*before, last], RATES, 0.0, last.resumed)
-
-
 def check(parts: Breakdown, **expected: float) -> None:
     assert {name: value for name, value in vars(parts).items() if abs(value) > 1e-9} == (
         pytest.approx(expected)
     )
 
 
-def test_work_is_what_one_batch_takes_for_the_same_rows_and_tokens() -> None:
-    parts = explain(step(0, 0.0, 0.3, rows=2, tokens=200))
-    check(parts, work=0.215, rest=0.085)
-    assert parts.efficiency == pytest.approx(0.215 / 0.3)
+NEW_SHAPES = StepForwards(new_prefill=1, new_decode=1)
+KNOWN = step(0, 0.0, 0.01, busy=5.0)
 
 
-def test_a_new_shape_costs_what_it_was_measured_to_cost() -> None:
-    ran = StepForwards(new_prefill=1, new_decode=1)
-    check(explain(step(0, 0.0, 0.5, forwards=ran)), work=0.01, new_shapes=0.4, rest=0.09)
-
-
-def test_small_chunks_cost_more_than_their_tokens_in_a_batch() -> None:
-    ran = StepForwards(prefill=2)
-    parts = explain(step(0, 0.0, 0.41, tokens=200, forwards=ran))
-    check(parts, work=0.21, small_chunks=0.1, rest=0.1)
+@cases(
+    ("what", "last", "before", "expected"),
+    [
+        (
+            "work is what one batch takes for the same rows and tokens",
+            step(0, 0.0, 0.3, rows=2, tokens=200),
+            (),
+            {"work": 0.215, "rest": 0.085},
+        ),
+        (
+            "a new shape costs what it was measured to cost",
+            step(0, 0.0, 0.5, forwards=NEW_SHAPES),
+            (),
+            {"work": 0.01, "new_shapes": 0.4, "rest": 0.09},
+        ),
+        (
+            "small chunks cost more than their tokens in a batch",
+            step(0, 0.0, 0.41, tokens=200, forwards=StepForwards(prefill=2)),
+            (),
+            {"work": 0.21, "small_chunks": 0.1, "rest": 0.1},
+        ),
+        (
+            "a device that keeps account tells when it was idle",
+            step(1, 0.01, 0.05, busy=5.02, launch=0.02),
+            (KNOWN,),
+            {"work": 0.02, "launching": 0.02, "idle_device": 0.01, "rest": 0.01},
+        ),
+        (
+            "a device that is idle over a new shape counts once",
+            step(1, 0.01, 0.13, busy=5.01, launch=0.12, forwards=replace(SETTLED, new_decode=1)),
+            (KNOWN,),
+            {"work": 0.02, "new_shapes": 0.1, "launching": 0.02},
+        ),
+        (
+            "without an account it is busy while the host waits for it",
+            step(0, 0.0, 0.05, waited=0.02),
+            (),
+            {"work": 0.01, "rest": 0.04},
+        ),
+        (
+            "and idle while the host does not",
+            step(0, 0.0, 0.05, waited=0.0, launch=0.03),
+            (),
+            {"work": 0.01, "launching": 0.03, "idle_device": 0.01},
+        ),
+        (
+            "faster than one batch is a rest below zero",
+            step(0, 0.0, 0.015, rows=3),
+            (),
+            {"work": 0.02, "rest": -0.005},
+        ),
+    ],
+)
+def test_each_second_has_one_cause(
+    what: str, last: StepRecord, before: tuple[StepRecord, ...], expected: dict[str, float]
+) -> None:
+    parts = break_down([*before, last], RATES, 0.0, last.resumed)
+    check(parts, **expected)
+    assert parts.efficiency == pytest.approx(expected["work"] / last.resumed), what
 
 
 def test_a_chunk_that_costs_no_more_than_in_a_batch_is_not_small() -> None:
@@ -83,19 +128,6 @@ def test_a_chunk_that_costs_no_more_than_in_a_batch_is_not_small() -> None:
     fast = replace(RATES, chunks=((100, 0.01), (500, 0.02)))
     parts = break_down([step(0, 0.0, 0.41, tokens=400, forwards=ran)], fast, 0.0, 0.41)
     check(parts, work=0.41)
-
-
-def test_a_device_that_keeps_account_tells_when_it_was_idle() -> None:
-    before = step(0, 0.0, 0.01, busy=5.0)
-    parts = explain(step(1, 0.01, 0.05, busy=5.02, launch=0.02), before)
-    check(parts, work=0.02, launching=0.02, idle_device=0.01, rest=0.01)
-
-
-def test_a_device_that_is_idle_over_a_new_shape_counts_once() -> None:
-    before = step(0, 0.0, 0.01, busy=5.0)
-    new = replace(SETTLED, new_decode=1)
-    parts = explain(step(1, 0.01, 0.13, busy=5.01, launch=0.12, forwards=new), before)
-    check(parts, work=0.02, new_shapes=0.1, launching=0.02)
 
 
 def test_an_account_that_lags_by_a_tick_is_right_in_sum() -> None:
@@ -106,12 +138,6 @@ def test_an_account_that_lags_by_a_tick_is_right_in_sum() -> None:
         steps.append(step(number, last.resumed, 0.01, busy=last.device.busy + busy))
     parts = break_down(steps, RATES, 0.0, steps[-1].resumed)
     assert parts.idle_device + parts.launching == pytest.approx(0.006)  # not ten times that
-
-
-def test_without_an_account_a_device_is_busy_while_the_host_waits_for_it() -> None:
-    check(explain(step(0, 0.0, 0.05, waited=0.02)), work=0.01, rest=0.04)
-    host_bound = explain(step(0, 0.0, 0.05, waited=0.0, launch=0.03))
-    check(host_bound, work=0.01, launching=0.03, idle_device=0.01)
 
 
 def test_under_overlap_the_next_step_is_launched_within_this_one_s_span() -> None:
@@ -127,10 +153,6 @@ def test_time_without_requests_is_nobody_s_fault() -> None:
     second = replace(step(1, 3.0, 0.01), after_pause=True)
     parts = break_down([first, second], RATES, 0.5, 3.5)
     check(parts, work=0.02, no_requests=2.98)
-
-
-def test_faster_than_one_batch_shows_as_a_rest_below_zero() -> None:
-    check(explain(step(0, 0.0, 0.015, rows=3)), work=0.02, rest=-0.005)
 
 
 def test_steps_outside_the_period_do_not_count() -> None:

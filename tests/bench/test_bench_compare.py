@@ -60,11 +60,6 @@ def test_what_is_wanted_of_the_bundled_model_is_not_wanted_of_every_other() -> N
     assert targets == {True: [2.5, None, 1.6, 1.0], False: [None, None, 1.3, 1.0]}
 
 
-def test_an_unknown_scenario_is_named() -> None:
-    with pytest.raises(BenchError, match="no scenario 'decode-5'; there are prefill"):
-        choose(["prefill", "decode-5"])
-
-
 def test_the_table_shows_medians_and_ratios() -> None:
     scenario: Scenario = choose(["prefill"])[0]
     ours = [{"prefill": rate, "TTFT": 2000 / rate} for rate in (1000.0, 2000.0, 900.0)]
@@ -79,30 +74,33 @@ def test_the_table_shows_medians_and_ratios() -> None:
     assert report.data["scenarios"]["prefill"]["advantage"] == {"prefill": 2.5, "TTFT": 2.5}
 
 
-def test_the_copy_holds_the_same_numbers_in_float32(tmp_path: Path) -> None:
-    write_endless_copy(BUNDLED_PATH, tmp_path, float32=True)
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("copy")
+    write_endless_copy(BUNDLED_PATH, path, float32=True)
+    return path
+
+
+def test_the_copy_holds_the_same_numbers_in_float32(copy: Path) -> None:
     before = mx.load(str(BUNDLED_PATH / "model.safetensors"))
-    after = mx.load(str(tmp_path / "model.safetensors"))
+    after = mx.load(str(copy / "model.safetensors"))
     assert isinstance(before, dict)
     assert isinstance(after, dict)
     assert before.keys() == after.keys()
-    assert all(after[name].dtype == mx.float32 for name in before)
-    assert all(mx.array_equal(before[name].astype(mx.float32), after[name]) for name in before)
+    for name, weights in before.items():
+        assert after[name].dtype == mx.float32
+        assert mx.array_equal(weights.astype(mx.float32), after[name])
 
 
-def test_nothing_in_the_copy_ends_a_reply(tmp_path: Path) -> None:
-    write_endless_copy(BUNDLED_PATH, tmp_path, float32=True)
-    assert Tokenizer.load(BUNDLED_PATH).eos_ids
-    assert Tokenizer.load(tmp_path).eos_ids == ()
-
-
-def test_every_token_of_the_copy_has_text(tmp_path: Path) -> None:
+def test_nothing_in_the_copy_ends_a_reply_and_every_token_has_text(copy: Path) -> None:
     """One without comes as no event, and two gaps between tokens would count as one."""
-    write_endless_copy(BUNDLED_PATH, tmp_path, float32=True)
-    (end,) = Tokenizer.load(BUNDLED_PATH).encode("<|im_end|>")
-    assert Tokenizer.load(BUNDLED_PATH).decode([end]) == ""
-    assert Tokenizer.load(tmp_path).special_ids == frozenset()
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    original = Tokenizer.load(BUNDLED_PATH)
+    assert original.eos_ids
+    assert Tokenizer.load(copy).eos_ids == ()
+    (end,) = original.encode("<|im_end|>")
+    assert original.decode([end]) == ""
+    assert Tokenizer.load(copy).special_ids == frozenset()
+    theirs = AutoTokenizer.from_pretrained(copy)
     assert theirs.encode("<|im_end|>") == [end]
     assert theirs.decode([end], skip_special_tokens=True) == "<|im_end|>"
 

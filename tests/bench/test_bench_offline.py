@@ -233,29 +233,24 @@ def test_a_long_context_counts() -> None:
     assert context.prompt_flops(1000) == 4 * 64 * (whole + windowed)
 
 
-@pytest.mark.parametrize("experts", [(), (Experts(8, 2, (32, 16)),)], ids=["dense", "experts"])
-def test_ceilings_of_torch_count_every_weight(
-    experts: tuple[Experts, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("library", "experts"),
+    [(Mlx, ()), (Torch, ()), (Torch, (Experts(8, 2, (32, 16)),))],
+    ids=["mlx", "torch", "torch with experts"],
+)
+def test_ceilings_count_every_weight_once(
+    library: type[Mlx | Torch], experts: tuple[Experts, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+    if library is Torch:
+        pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
     for name in ("MEMORY_BYTES", "CPU_MEMORY_BYTES"):
         monkeypatch.setattr(f"ceilings.{name}", 1 << 16)
+    monkeypatch.setattr("ceilings.MEMORY_SIDE", 64)
     products = Products([(32, 16), (16, 32)], (64, 16), "F16", experts)
-    ceilings = Ceilings(products, Torch("F16", "float32"))
+    ceilings = Ceilings(products, library("F16", "float32"))
     of_experts = 4 * 2 * 32 * 16 if experts else 0
     assert ceilings.step_bytes(1) == 4 * (32 * 16 + 16 * 32 + 64 * 16) + of_experts
     assert ceilings.flops_per_token() == 2 * (32 * 16 + 16 * 32) + of_experts // 2
-    assert ceilings.prefill_seconds(8) > 0
-    assert ceilings.decode_seconds(2) > 0
-    assert ceilings.memory_bytes_per_second() > 0
-
-
-def test_ceilings_count_every_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ceilings.MEMORY_SIDE", 64)
-    products = Products([(32, 16), (16, 32)], (64, 16), "F16")
-    ceilings = Ceilings(products, Mlx("F16", "float32"))
-    assert ceilings.step_bytes(1) == 4 * (32 * 16 + 16 * 32 + 64 * 16)
-    assert ceilings.flops_per_token() == 2 * (32 * 16 + 16 * 32)
     assert ceilings.prefill_seconds(8) > 0
     assert ceilings.decode_seconds(2) > 0
     assert ceilings.memory_bytes_per_second() > 0

@@ -1,4 +1,4 @@
-"""Reports: printed, written, no number lost."""
+"""Reports: printed, written, no number lost; prompts and schemas of the benchmarks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,30 @@ import math
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pippin.bench.report import BenchError, Outputs, Report, Table, number, read_ticks
+from bundled import BUNDLED_PATH
+from decode.test_json_schemas import spec_of
+from decode.walks import bundled_vocabulary, walk
+from features import ENDLESS, FORM
+from pippin.bench.report import (
+    BenchError,
+    Outputs,
+    Report,
+    Spread,
+    Table,
+    median,
+    number,
+    percentile,
+    ratio,
+    read_ticks,
+)
+from pippin.decode.compile import compile_grammar
+from pippin.text.tokenizer import Tokenizer
+from prompts import Prompts, count_with
 from shared import Part, report_parts, verdict
 
 
@@ -65,3 +86,70 @@ def test_stolen_time_is_a_share_of_all_cpu_time(tmp_path: Path) -> None:
     assert after is not None
     assert after.stolen_since(before) == 0.2
     assert read_ticks(tmp_path / "nothing") is None
+
+
+finite = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(finite, min_size=1, max_size=50), st.floats(0.0, 1.0))
+def test_percentiles_are_numpys(values: list[float], share: float) -> None:
+    expected = float(np.percentile(values, share * 100))
+    assert percentile(values, share) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+def test_nothing_measured_is_not_a_number() -> None:
+    assert math.isnan(median([]))
+    assert math.isnan(Spread.of([]).max)
+    assert math.isnan(ratio(1.0, 0.0))
+
+
+def test_a_spread_keeps_the_worst() -> None:
+    spread = Spread.of([1.0] * 99 + [50.0])
+    assert (spread.count, spread.p50, spread.max) == (100, 1.0, 50.0)
+    assert 1.0 < spread.p99 < 50.0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 24, 64, 600, 2000])
+def test_a_prompt_has_exactly_the_tokens_that_the_server_will_count(num_tokens: int) -> None:
+    prompts = Prompts("exact", count_with(BUNDLED_PATH))
+    tokenizer = Tokenizer.load(BUNDLED_PATH)
+    for _ in range(3):
+        assert len(tokenizer.encode(prompts.text(num_tokens))) == num_tokens
+
+
+def test_a_word_that_takes_two_tokens_is_made_up_for() -> None:
+    def count(text: str) -> int:
+        return sum(2 if word in ("fox", "brave") else 1 for word in text.replace(".", " .").split())
+
+    prompts = Prompts("long words", count)
+    assert [count(prompts.text(n)) for n in (50, 200)] == [50, 200]
+
+
+def test_without_a_tokenizer_words_and_full_stops_count() -> None:
+    assert len(Prompts("words").text(90).replace(".", " .").split()) == 90
+
+
+def test_prompts_part_within_the_first_grid_block() -> None:
+    prompts = Prompts("distinct", count_with(BUNDLED_PATH))
+    tokenizer = Tokenizer.load(BUNDLED_PATH)
+    starts = {tuple(tokenizer.encode(prompts.text(64))) for _ in range(50)}
+    assert len(starts) == 50
+
+
+def test_a_seed_fixes_the_prompts() -> None:
+    assert Prompts("a").text(50) == Prompts("a").text(50)
+    assert Prompts("a").text(50) != Prompts("b").text(50)
+    assert Prompts("a").question() == Prompts("a").question()
+
+
+def test_a_form_is_mostly_forced_and_the_endless_reply_is_not() -> None:
+    vocabulary = bundled_vocabulary()
+    form = compile_grammar(spec_of(FORM), vocabulary)
+    tokens, finished = walk(form, vocabulary, 0)
+    text = b"".join(vocabulary.tokens[token] for token in tokens)
+    assert finished
+    assert list(json.loads(text)) == FORM["required"]
+    endless = compile_grammar(spec_of(ENDLESS), vocabulary)
+    tokens, finished = walk(endless, vocabulary, 0, free=0, most=200)
+    assert (len(tokens), finished) == (200, False)
+    assert not endless.forced()

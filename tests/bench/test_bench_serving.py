@@ -25,6 +25,7 @@ from pippin.config import Config, EngineConfig, ModelConfig
 from prefix import prefix
 from processes import environment
 from prompts import Prompts
+from restart import RestartBench, restart
 from shared import ColdWarm, cold_warm_table
 
 pytestmark = pytest.mark.slow
@@ -186,3 +187,34 @@ def test_watchers_are_compared_with_none_in_turn(toy: Target) -> None:
     assert report.data["bytes_each"] > 1000
     assert report.tables[0].title.startswith("3 watchers, each of which received")
     assert report.tables[0].rows[0][-1].startswith("at least 0.99x: ")
+
+
+@pytest.mark.parametrize("how", ["sigterm", "kill"])
+def test_conversations_are_found_again_after_a_restart(how: str) -> None:
+    # A model whose prompts take far longer to compute than to read.
+    report = restart(Config(), only=[how], rounds=1)
+    found = report.data[how]
+    assert (found["asked"], found["equal"]) == (1, 1)
+    assert found["prompt_tokens"] - found["cached_tokens"] <= 64
+    assert found["damaged"] == 0
+
+
+def test_a_steady_load_stays_within_both_ceilings() -> None:
+    bench = RestartBench(TOY_CONFIG, BUNDLED_PATH, rounds=1, seconds=3)
+    table, found = bench.ceilings(disk="200KB")
+    for limit in ("bytes on disk", "bytes in memory"):
+        most, allowed = found[limit]
+        assert most <= allowed
+    assert found["errors"] == 0
+    assert found["evicted"] > 0
+    assert len(table.rows) == 3
+
+
+def test_what_cannot_be_measured_is_refused_by_name() -> None:
+    with pytest.raises(
+        BenchError, match="no part 'restart'; there are sigterm, kill, gaps, ceilings"
+    ):
+        restart(TOY_CONFIG, only=["restart"])
+    with_disk = Config(TOY_CONFIG.model, EngineConfig(cache_dir="x", disk="1GB"))
+    with pytest.raises(BenchError, match="remove --cache-dir"):
+        restart(with_disk)

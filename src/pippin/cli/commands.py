@@ -25,7 +25,16 @@ Url = Annotated[
         "otherwise the server that you started last."
     ),
 ]
-CLIENT = Group("Client", sort_key=-1)
+CLIENT = Parameter(group=Group("Client", sort_key=-1))
+System = Annotated[str | None, CLIENT, Parameter(help="System prompt.")]
+Temperature = Annotated[
+    float | None,
+    CLIENT,
+    Parameter(
+        help="Sampling temperature; 0 always chooses the most likely token. Default: the model's "
+        "own."
+    ),
+]
 HubId = Annotated[str, Parameter(help="Hugging Face id, such as Qwen/Qwen3.5-0.8B.")]
 
 
@@ -94,10 +103,10 @@ def serve(config: Config, *models: str) -> None:
 def chat(
     config: Config,
     *,
-    url: Annotated[str | None, Parameter(group=CLIENT)] = None,
-    system: Annotated[str | None, Parameter(group=CLIENT)] = None,
-    temperature: Annotated[float | None, Parameter(group=CLIENT)] = None,
-    max_tokens: Annotated[int, Parameter(group=CLIENT)] = 512,
+    url: Annotated[Url, CLIENT] = None,
+    system: System = None,
+    temperature: Temperature = None,
+    max_tokens: Annotated[int, CLIENT] = 512,
 ) -> None:
     """Chat in the terminal, with a running server or with a model loaded by this command.
 
@@ -106,13 +115,6 @@ def chat(
 
     Parameters
     ----------
-    url
-        Address of the server. Default: http://127.0.0.1:8000 if a server is ready there,
-        otherwise the server that you started last.
-    system
-        System prompt.
-    temperature
-        Sampling temperature; 0 always chooses the most likely token. Default: the model's own.
     max_tokens
         Maximum length of a reply, in tokens.
     """
@@ -155,9 +157,9 @@ def doctor(config: Config, *, json: bool = False, save: bool = False) -> None:
 def run(
     config: Config,
     *prompt: Annotated[str, Parameter(show=True)],
-    system: Annotated[str | None, Parameter(group=CLIENT)] = None,
-    temperature: Annotated[float | None, Parameter(group=CLIENT)] = None,
-    max_tokens: Annotated[int | None, Parameter(group=CLIENT)] = None,
+    system: System = None,
+    temperature: Temperature = None,
+    max_tokens: Annotated[int | None, CLIENT] = None,
 ) -> None:
     """Chat with a model: on your server that serves it, or on one that is started meanwhile.
 
@@ -168,10 +170,6 @@ def run(
     ----------
     prompt
         Text to reply to. Default: a conversation in the terminal.
-    system
-        System prompt.
-    temperature
-        Sampling temperature; 0 always chooses the most likely token. Default: the model's own.
     max_tokens
         Maximum length of a reply, in tokens. Default: as many as fit.
     """

@@ -1,4 +1,4 @@
-"""How the engine batches, caches and uses memory. Knows no HTTP."""
+"""The model; how the engine batches, caches and uses memory; limits of requests."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ def check_at_least(section: Any, **minimums: int) -> None:
         value = getattr(section, name)
         if value is not None and value < minimum:
             raise ConfigError(f"{name} must be at least {minimum}, got {value}")
+
+
+def check_seconds(section: Any, *names: str) -> None:
+    for name in names:
+        seconds = getattr(section, name)
+        if seconds is not None and not seconds > 0.0:
+            raise ConfigError(f"{name} must be more than 0 seconds, got {seconds}")
 
 
 MAX_FAKE_STEP = 60.0
@@ -109,10 +116,7 @@ class LimitsConfig:
         check_at_least(self, max_body_bytes=1, max_choices=1, max_tokens=1, max_stops=0)
         check_at_least(self, max_logit_bias=0, max_schema_bytes=1, max_connections=1)
         check_at_least(self, idle_timeout=1)
-        for name in ("header_timeout", "body_timeout", "send_timeout", "request_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0.0:
-                raise ConfigError(f"{name} must be more than 0 seconds, got {seconds}")
+        check_seconds(self, "header_timeout", "body_timeout", "send_timeout", "request_timeout")
 
 
 DEFAULT_ROWS = 64  # of benchmarks, which measure steps of a given size
@@ -211,8 +215,7 @@ class EngineConfig:
         if self.max_running != "auto":
             check_at_least(self, max_running=1)
         check_at_least(self, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
-        if not self.max_gap > 0.0:
-            raise ConfigError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
+        check_seconds(self, "max_gap")
         check_at_least(self, buffer_limit=1)
         if self.deterministic and self.speculate not in (None, "off"):
             raise ConfigError(

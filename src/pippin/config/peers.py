@@ -1,4 +1,4 @@
-"""Prefill in one engine and decode in another: roles, addresses and keys. Opens no connection."""
+"""Prefill in one engine and decode in another: roles, addresses and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server: network, access control, API, logs and restarts. Knows no limits of requests."""
+"""The HTTP server: network, access control, API, logs and restarts."""
 
 from __future__ import annotations
 
@@ -196,10 +196,9 @@ class ServerConfig:
             raise ConfigError(f"model_turn must be 0 to 3,600 seconds, got {self.model_turn}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        if not all(key.strip() for key in self.api_key):
-            raise ConfigError("api_key is empty: give a key, or remove the option")
-        if not all(key.strip() for key in self.admin_key):
-            raise ConfigError("admin_key is empty: give a key, or remove the option")
+        for option in ("api_key", "admin_key"):
+            if not all(key.strip() for key in getattr(self, option)):
+                raise ConfigError(f"{option} is empty: give a key, or remove the option")
         has_admin = self.admin_key or self.admin_key_file is not None
         if has_admin and not (self.api_key or self.api_key_file is not None):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Starts the server: HTTP in front, a supervised engine behind. Knows no routes and no arrays.
+"""Starts the server: HTTP in front, a supervised engine behind.
 
 The server listens from the start and returns 503 until the model is loaded. The first SIGINT or
 SIGTERM drains it: new requests are refused and running ones may finish. The second one stops it.

@@ -1,10 +1,12 @@
-"""The tool that writes a hybrid of random weights: it is served, and every token has text."""
+"""The tools that write models: either backend, and mlx-lm, loads them; every token has text."""
 
 from __future__ import annotations
 
 import runpy
 from pathlib import Path
 
+import mlx.core as mx
+import mlx_lm
 import pytest
 
 from pippin import LLM, SamplingParams
@@ -14,9 +16,12 @@ from qwen35 import END_OF_TURN
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_random_hybrid.py"
+PLAIN = TOOL.with_name("make_plain_model.py")
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 8500}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="tools/ is not beside the tests")
 
 
-@pytest.mark.skipif(not TOOL.exists(), reason="tools/ is not beside the tests")
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
 def test_either_backend_serves_it_and_every_token_has_text(tmp_path: Path, backend: str) -> None:
     tool = runpy.run_path(str(TOOL))
@@ -30,7 +35,6 @@ def test_either_backend_serves_it_and_every_token_has_text(tmp_path: Path, backe
     assert reply.text
 
 
-@pytest.mark.skipif(not TOOL.exists(), reason="tools/ is not beside the tests")
 def test_the_shape_for_agents_has_qwens_words_and_room_for_their_prompts(tmp_path: Path) -> None:
     runpy.run_path(str(TOOL))["write_model"](tmp_path, "agents")
     with LLM(config=Config(model=ModelConfig(model=str(tmp_path)))) as llm:
@@ -43,3 +47,19 @@ def test_the_shape_for_agents_has_qwens_words_and_room_for_their_prompts(tmp_pat
         reasoned = llm.generate(["<think>\n"] * 8, SamplingParams(max_tokens=999, stop="</think>"))
     assert len(reply.tokens) == 2
     assert all(each.finish_reason == "stop" for each in reasoned)
+
+
+@pytest.mark.slow
+def test_both_servers_libraries_load_it_and_every_token_has_text(tmp_path: Path) -> None:
+    tool = runpy.run_path(str(PLAIN))
+    tool["write_plain_model"](tmp_path, tool["CONFIG"] | SMALL)
+    model, tokenizer = mlx_lm.load(str(tmp_path))
+    assert tokenizer.decode([8499]) == " word8499"
+    with LLM(str(tmp_path)) as llm:
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        (reply,) = llm.generate("The fox and the crow", params)
+        assert llm.text.tokenizer.decode([8499]) == " word8499"
+    prompt = mx.array(tokenizer.encode("The fox and the crow"))[None]
+    scores = model(prompt)[0, -1].astype(mx.float32)
+    best = float(mx.max(scores))
+    assert float(scores[reply.tokens[0]]) == pytest.approx(best, abs=0.02 * abs(best))
