@@ -79,7 +79,7 @@ def test_progress_is_printed_as_lines(hub: FakeHub, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["no/model"], "model 'no/model' was not found"),
+        (["no/model"], "model 'no/model' was not found: there is no such directory, and on the"),
         ([MODEL, "--revision", "v9"], "model 'some/model' has no revision 'v9'"),
         (["gated/model"], "is gated: request access at https://huggingface.co/gated/model"),
         (["gguf/model"], "model 'gguf/model' has no model*.safetensors: Pippin loads no other"),

@@ -9,14 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import (
-    GatedRepoError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from bundled import BUNDLED_PATH
 from pippin.backends.mlx.load import load
@@ -89,26 +83,6 @@ def test_the_demo_model_is_the_checkouts_or_an_installed_package_s(
     checkpoint(package / "stories-hybrid-20m")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_checkpoint(ModelConfig()) == package / "stories-hybrid-20m"
-
-
-@pytest.mark.parametrize(
-    ("error", "match"),
-    [
-        (GatedRepoError, r"gated: request access at https://huggingface\.co/some/model.*HF_TOKEN"),
-        (RepositoryNotFoundError, "does not exist or is private"),
-        (RevisionNotFoundError, "has no revision 'v9'"),
-    ],
-)
-def test_what_the_hub_says_is_told_apart(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception], match: str
-) -> None:
-    def refuse(*args: Any, **options: Any) -> str:
-        response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
-        raise error("no", response=response)  # type: ignore[call-arg]
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(LoadError, match=match):
-        find_checkpoint(ModelConfig(model="some/model", revision="v9"))
 
 
 def test_only_what_is_read_is_downloaded() -> None:

@@ -1,4 +1,4 @@
-"""Which server a command talks to without --url, and which one is sent a key."""
+"""Which server a command talks to without --url, which one is sent a key, what is said of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 
 from cli.commands import error_of
 from pippin.startup.server_file import announced
-from pippin.terminal.server_client import DEFAULT_URL, ServerError, connect
+from pippin.terminal.server_client import (
+    DEFAULT_URL,
+    ServerClient,
+    ServerError,
+    connect,
+    flush_cache,
+    show_status,
+)
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -125,3 +132,59 @@ def test_a_model_and_a_server_are_not_given_together(capsys: pytest.CaptureFixtu
     status, text = error_of(capsys, "chat", "some/model", "--url", "http://127.0.0.1:1")
     assert status == 2
     assert "--url names a server" in text
+
+
+@pytest.mark.parametrize("body", ["<html>It works</html>", "", "[1]"])
+def test_another_server_is_told_from_ours(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, lambda request: httpx.Response(200, text=body))
+    with (
+        ServerClient("http://127.0.0.1:9") as client,
+        pytest.raises(ServerError, match=r"127.0.0.1:9/status did not return a JSON object"),
+    ):
+        client.get("/status")
+
+
+@pytest.mark.parametrize(
+    ("variables", "sent"),
+    [
+        ({}, None),
+        ({"PIPPIN_API_KEY": "key other"}, "Bearer key"),
+        ({"PIPPIN_API_KEY": "key", "PIPPIN_ADMIN_KEY": "root boss"}, "Bearer root"),
+    ],
+)
+def test_a_server_is_asked_about_its_cache_with_the_admin_key(
+    variables: dict[str, str],
+    sent: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    seen: list[tuple[str, str | None]],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    body = {"freed_bytes": 1, "kept_bytes": 0, "state": "ready"}
+    answer_with(monkeypatch, lambda request: httpx.Response(200, json=body), seen)
+    flush_cache("http://127.0.0.1:9")
+    show_status("http://127.0.0.1:9")
+    url = "http://127.0.0.1:9"
+    assert seen == [(f"{url}/flush_cache", sent), (f"{url}/status", sent)]
+
+
+def test_a_status_has_a_line_for_each_value_whatever_the_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = {"running": 1000, "cache": {"x" * 99: None, "paths": [{"tokens": 226}] * 9}}
+    answer_with(monkeypatch, lambda request: httpx.Response(200, json=status))
+    monkeypatch.setenv("COLUMNS", "20")
+    show_status("http://127.0.0.1:9")
+    assert [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()] == [
+        ["url", "http://127.0.0.1:9"],
+        ["running", "1,000"],
+        [f"cache.{'x' * 99}", "None"],
+        ["cache.paths", str([{"tokens": 226}] * 9)],
+    ]
+
+
+def test_a_refusal_is_shown_in_the_servers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = {"error": {"message": "this needs an admin key", "code": "admin_key_required"}}
+    answer_with(monkeypatch, lambda request: httpx.Response(403, json=refusal))
+    with pytest.raises(ServerError, match="this needs an admin key"):
+        flush_cache("http://127.0.0.1:9")

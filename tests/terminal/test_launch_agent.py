@@ -165,9 +165,3 @@ def test_an_agent_that_is_not_installed_is_named_with_how_to_install_it(
     status, text = error_of(capsys, "launch", command)
     assert status == 1
     assert f"there is no {command} on the PATH. Install it with `" in text
-
-
-def test_without_a_server_it_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = error_of(capsys, "launch", "claude", "--url", "http://127.0.0.1:9")
-    assert status == 1
-    assert "no answer from http://127.0.0.1:9" in text

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
+import httpx
 import pytest
 
 from pippin.terminal.chat import HELP, Conversation, reply_of_server
 from pippin.terminal.server_client import ServerClient, ServerError
+
+URL = "http://127.0.0.1:9"
 
 
 class Echo:
@@ -60,65 +61,41 @@ def test_an_interrupted_reply_is_stopped_and_what_was_said_is_kept() -> None:
     assert speaker.closed == 2
 
 
-@contextmanager
-def http_server(chunks: list[str], status: int = 200) -> Iterator[tuple[str, list[bytes]]]:
-    """A server that streams the given events to every POST and notes the bodies."""
-    bodies: list[bytes] = []
+def answering(monkeypatch: pytest.MonkeyPatch, *events: str, status: int = 200) -> list[Any]:
+    """A server answers so from here on; bodies of what it is sent."""
+    bodies: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer(b'{"data": [{"id": "m"}]}', 200)
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        bodies.append(json.loads(request.content))
+        return httpx.Response(status, text="".join(events))
 
-        def do_POST(self) -> None:
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.answer("".join(chunks).encode(), status)
-
-        def answer(self, body: bytes, code: int) -> None:
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", bodies
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx.Client, "_init_transport", lambda *_, **__: transport)
+    return bodies
 
 
 def event(text: str) -> str:
     return f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n"
 
 
-def test_a_server_streams_its_reply() -> None:
-    events = [event("Hel"), event("lo"), "data: [DONE]\n\n"]
-    with http_server(events) as (url, bodies), ServerClient(url + "/v1") as client:
+def test_a_server_streams_its_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = answering(monkeypatch, event("Hel"), event("lo"), "data: [DONE]\n\n")
+    with ServerClient(URL + "/v1") as client:
         reply = reply_of_server(client, {"max_tokens": 5})
         assert list(reply([{"role": "user", "content": "hi"}])) == ["Hel", "lo"]
-    sent = json.loads(bodies[0])
+    (sent,) = bodies
     assert (sent["model"], sent["max_tokens"], sent["stream"]) == ("m", 5, True)
 
 
-def test_a_servers_error_is_its_message() -> None:
-    body = json.dumps({"error": {"message": "prompt is too long"}})
-    with (
-        http_server([body], status=400) as (url, _),
-        ServerClient(url) as client,
-        pytest.raises(ServerError, match="prompt is too long"),
-    ):
+def test_errors_are_the_servers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a reply, and in the middle of one after what arrived."""
+    answering(monkeypatch, json.dumps({"error": {"message": "prompt is too long"}}), status=400)
+    with ServerClient(URL) as client, pytest.raises(ServerError, match="prompt is too long"):
         list(client.stream_chat({}))
-
-
-def test_an_error_in_the_stream_is_raised_after_what_came_before() -> None:
-    broken = 'data: {"error": {"message": "engine died"}}\n\n'
-    with http_server([event("Hel"), broken]) as (url, _), ServerClient(url) as client:
+    answering(monkeypatch, event("Hel"), 'data: {"error": {"message": "engine died"}}\n\n')
+    with ServerClient(URL) as client:
         reply = client.stream_chat({})
         assert next(reply) == "Hel"
         with pytest.raises(ServerError, match="engine died"):
@@ -126,8 +103,5 @@ def test_an_error_in_the_stream_is_raised_after_what_came_before() -> None:
 
 
 def test_a_server_out_of_reach_is_named() -> None:
-    with (
-        ServerClient("http://127.0.0.1:9") as client,
-        pytest.raises(ServerError, match=r"127\.0\.0\.1:9"),
-    ):
+    with ServerClient(URL) as client, pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
         client.get("/status")

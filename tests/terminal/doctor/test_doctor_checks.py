@@ -20,7 +20,6 @@ from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.offline.offline_requests import Completion
 from pippin.startup import resolve as measured_gain
 from pippin.startup.resolve import Gain, resolve
-from pippin.terminal.doctor import engine as drafts
 from pippin.terminal.doctor import engine as replies
 from pippin.terminal.doctor import on_mlx
 from pippin.terminal.doctor.engine import Engine
@@ -234,13 +233,13 @@ def test_drafts_are_worth_what_they_were_timed_to_be(
     def reply(llm: LLM, *, speculate: bool) -> tuple[float, list[int]]:
         return seconds[speculate], [1, 2 + (wrong and speculate)]
 
-    monkeypatch.setattr(drafts, "timed_reply", reply)
+    monkeypatch.setattr(replies, "timed_reply", reply)
     engine = Engine(Config(ModelConfig(backend="fake")))
-    _, not_changed = drafts.drafts(engine)
+    _, not_changed = replies.drafts(engine)
     pays = seconds == (2.0, 1.0) and not wrong
     assert f"not changed: by this it would be {'auto' if pays else 'off'}" in not_changed.value
     assert resolve(Config(ModelConfig(backend="fake"))).engine.speculate == "off"
-    found, default = drafts.drafts(engine, saves=True)
+    found, default = replies.drafts(engine, saves=True)
     assert found.value.startswith(words)
     assert found.level == level
     expected = "`pippin serve` uses --speculate auto" if pays else "off: `pippin serve` has no"
@@ -254,21 +253,14 @@ def test_a_gain_that_cannot_be_kept_is_a_warning(monkeypatch: pytest.MonkeyPatch
     def fail(gain: Gain) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(drafts, "keep_gain", fail)
+    monkeypatch.setattr(replies, "keep_gain", fail)
     engine = Engine(Config(ModelConfig(backend="fake")))
-    _, default = drafts.drafts(engine, saves=True)
+    _, default = replies.drafts(engine, saves=True)
     assert (default.level, default.value) == ("warning", "not kept: read-only")
 
 
 def test_a_gain_with_a_draft_model_is_of_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(Config(ModelConfig(backend="fake")))
     monkeypatch.setattr(Engine, "has_draft_model", True)
-    (found,) = drafts.drafts(engine)
+    (found,) = replies.drafts(engine)
     assert "with the draft model" in found.value
-
-
-def test_replies_with_and_without_drafts_are_timed() -> None:
-    engine = Engine(Config(ModelConfig(backend="fake")))
-    found, _ = drafts.drafts(engine)
-    assert found.level == "ok"
-    assert found.numbers["ratio"] > 0.0
