@@ -177,16 +177,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "startup.server_file": set(),
     "hub": {"amounts", "startup.server_file"},
-    "terminal": {
-        "",
-        "amounts",
-        "cache.disk",
-        "config",
-        "hub",
-        "startup.checkpoint",
-        "startup.resolve",
-        "startup.server_file",
-    },
+    "terminal": {"", "config", "startup.checkpoint", "startup.server_file"},
     "terminal.doctor": {
         "",
         "amounts",
@@ -197,7 +188,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "types",
         "version",
     },
-    "service": set(),
     "switching": {"engine.engine_client", "messages"},
     "supervision": {"config", "engine.engine_client", "engine.engine_spec", "messages"},
     "bench": {"version"},
@@ -274,7 +264,7 @@ def test_torchs_compiler_is_not_imported_at_a_start() -> None:
 
 
 SERVER_ONLY = (
-    *("api", "bench", "cli", "offline", "service", "startup", "supervision", "terminal"),
+    *("api", "bench", "cli", "offline", "startup", "supervision", "terminal"),
     *("engine.engine_client", "engine.engine_client"),
 )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pippin.cache.disk.segment_log import MAX_SEGMENT_BYTES
+from pippin.cli.service import STOP_MARGIN_S
 from pippin.engine import build_loop, run
 from pippin.engine.engine_spec import LAST_STEP_SECONDS, SLOWEST_DISK
 from pippin.scheduler.request import FLUSH_SECONDS
-from pippin.service import STOP_MARGIN_S
 from pippin.supervision import engine_process
 
 

@@ -15,7 +15,7 @@ import pytest
 from cases import cases
 from cli.commands import error_of, output_of
 from pippin import cli
-from pippin.service import Definition, Launchd, Systemd, quote
+from pippin.cli.service import Definition, Launchd, Systemd, quote
 
 
 class FakeCommands:
@@ -63,7 +63,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCommands:
 
 @pytest.fixture
 def linux(monkeypatch: pytest.MonkeyPatch, commands: FakeCommands) -> FakeCommands:
-    monkeypatch.setattr("pippin.service.PLATFORM", "linux")
+    monkeypatch.setattr("pippin.cli.service.PLATFORM", "linux")
     commands.add("systemctl", f'case "$2" in {SHOW} esac')
     commands.add("loginctl", "echo Linger=no")
     return commands
@@ -72,7 +72,7 @@ def linux(monkeypatch: pytest.MonkeyPatch, commands: FakeCommands) -> FakeComman
 @pytest.fixture
 def macos(monkeypatch: pytest.MonkeyPatch, commands: FakeCommands, home: Path) -> FakeCommands:
     """launchctl knows the agent between bootstrap and bootout."""
-    monkeypatch.setattr("pippin.service.PLATFORM", "darwin")
+    monkeypatch.setattr("pippin.cli.service.PLATFORM", "darwin")
     loaded = home / "loaded"
     commands.add(
         "launchctl",
@@ -238,7 +238,7 @@ def test_keys_in_a_file_stay_there(capsys: pytest.CaptureFixture[str], home: Pat
 def test_other_systems_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pippin.service.PLATFORM", "freebsd")
+    monkeypatch.setattr("pippin.cli.service.PLATFORM", "freebsd")
     assert "services are not supported on freebsd" in error_of(capsys, "service", "status")[1]
 
 

@@ -9,14 +9,13 @@ import httpx
 import pytest
 
 from cli.commands import error_of
+from pippin.cli.commands import flush, status
 from pippin.startup.server_file import announced
 from pippin.terminal.server_client import (
     DEFAULT_URL,
     ServerClient,
     ServerError,
     connect,
-    flush_cache,
-    show_status,
 )
 
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -121,16 +120,16 @@ def test_a_server_that_still_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_a_server_a_command_says_how_to_start_one(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, text = error_of(capsys, *command.split())
-    assert status == 1
+    code, text = error_of(capsys, *command.split())
+    assert code == 1
     assert "no running server was found at http://127.0.0.1:8000" in text
     assert "start one with `pippin serve MODEL`, or name one with --url" in text
     assert ("`pippin chat MODEL`" in text) == (command == "chat")
 
 
 def test_a_model_and_a_server_are_not_given_together(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = error_of(capsys, "chat", "some/model", "--url", "http://127.0.0.1:1")
-    assert status == 2
+    code, text = error_of(capsys, "chat", "some/model", "--url", "http://127.0.0.1:1")
+    assert code == 2
     assert "--url names a server" in text
 
 
@@ -162,8 +161,8 @@ def test_a_server_is_asked_about_its_cache_with_the_admin_key(
         monkeypatch.setenv(name, value)
     body = {"freed_bytes": 1, "kept_bytes": 0, "state": "ready"}
     answer_with(monkeypatch, lambda request: httpx.Response(200, json=body), seen)
-    flush_cache("http://127.0.0.1:9")
-    show_status("http://127.0.0.1:9")
+    flush(url="http://127.0.0.1:9")
+    status(url="http://127.0.0.1:9")
     url = "http://127.0.0.1:9"
     assert seen == [(f"{url}/flush_cache", sent), (f"{url}/status", sent)]
 
@@ -171,10 +170,10 @@ def test_a_server_is_asked_about_its_cache_with_the_admin_key(
 def test_a_status_has_a_line_for_each_value_whatever_the_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = {"running": 1000, "cache": {"x" * 99: None, "paths": [{"tokens": 226}] * 9}}
-    answer_with(monkeypatch, lambda request: httpx.Response(200, json=status))
+    body = {"running": 1000, "cache": {"x" * 99: None, "paths": [{"tokens": 226}] * 9}}
+    answer_with(monkeypatch, lambda request: httpx.Response(200, json=body))
     monkeypatch.setenv("COLUMNS", "20")
-    show_status("http://127.0.0.1:9")
+    status(url="http://127.0.0.1:9")
     assert [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()] == [
         ["url", "http://127.0.0.1:9"],
         ["running", "1,000"],
@@ -187,4 +186,4 @@ def test_a_refusal_is_shown_in_the_servers_words(monkeypatch: pytest.MonkeyPatch
     refusal = {"error": {"message": "this needs an admin key", "code": "admin_key_required"}}
     answer_with(monkeypatch, lambda request: httpx.Response(403, json=refusal))
     with pytest.raises(ServerError, match="this needs an admin key"):
-        flush_cache("http://127.0.0.1:9")
+        flush(url="http://127.0.0.1:9")

@@ -15,10 +15,9 @@ import pytest
 from api.scripted_engine import ScriptedEngine, answer_anything, serving
 from cli.commands import error_of
 from pippin import cli
-from pippin.cli.commands import AgentName
+from pippin.cli.coding_agents import CODING_AGENTS, AgentName
 from pippin.config import ServerConfig
 from pippin.startup.server_file import announced
-from pippin.terminal.coding_agents import CODING_AGENTS
 from processes import environment
 
 # A path with a space cannot stand behind #!

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pippin.terminal.coding_agents import CODING_AGENTS, Target
+from pippin.cli.coding_agents import CODING_AGENTS, Target
 
 
 @dataclass(frozen=True)

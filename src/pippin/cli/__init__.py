@@ -12,20 +12,7 @@ from collections.abc import Sequence
 from cyclopts import App
 
 from pippin import __version__
-from pippin.cli.commands import (
-    add_completion,
-    cache,
-    chat,
-    doctor,
-    launch,
-    list_models,
-    pull,
-    rm,
-    run,
-    serve,
-    service,
-    status,
-)
+from pippin.cli.commands import add_completion, chat, doctor, run, serve, status
 from pippin.cli.options import HELP_ALL, HelpPage, option_name
 from pippin.cli.settings import SETTINGS, config
 from pippin.errors import ConfigError, PippinError
@@ -42,22 +29,40 @@ app = App(
     config=SETTINGS,
 )
 
-for command in (serve, run, chat, launch, pull, rm, status, cache, doctor, config, service):
-    app.command(command)
-app.command(list_models, name="list")
-add_completion(app)
-
 # By name, so that other commands do not wait for their imports.
-app.command(
-    "pippin_ray.command:deploy",
-    name="deploy",
-    help="Run several engines on a cluster.",
-)
-app.command(
-    "pippin.cli.bench:bench",
-    name="bench",
-    help="Measure the speed of a model, of a server or of the prefix cache; compare with mlx-lm.",
-)
+BY_NAME = {
+    "launch": (
+        "cli.coding_agents:launch",
+        "Start a coding agent that is installed here, with the model of a running server.",
+    ),
+    "pull": (
+        "cli.hub_cache:pull",
+        "Download a model from the Hugging Face hub, or what has changed of it since.",
+    ),
+    "list": (
+        "cli.hub_cache:list_models",
+        "List the models in the Hugging Face hub's cache, and whether they can be served.",
+    ),
+    "rm": (
+        "cli.hub_cache:rm",
+        "Delete a model from the Hugging Face hub's cache. A model that is being served is kept.",
+    ),
+    "cache": (
+        "cli.hub_cache:cache",
+        "Flush a server's prefix cache; show, verify or empty one on disk.",
+    ),
+    "service": (
+        "cli.service:service",
+        "Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
+    ),
+    "bench": ("cli.bench:bench", "Measure the speed of a server."),
+}
+for command in (serve, run, chat, status, doctor, config):
+    app.command(command)
+for word, (place, does) in BY_NAME.items():
+    app.command(f"pippin.{place}", name=word, help=does)
+app.command("pippin_ray.command:deploy", name="deploy", help="Run several engines on a cluster.")
+add_completion(app)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
 
-from pippin.cli.options import SECTIONS, option_name, parse_serve, takes_config
-from pippin.cli.settings import OPTION, PREFIX, SECRETS, SETTINGS, configs_of
+from pippin.cli.options import SECTIONS, Url, option_name, takes_config
+from pippin.cli.settings import OPTION, SETTINGS, configs_of
 from pippin.config import Config
 from pippin.errors import ConfigError
 
-AgentName = Literal["claude", "codex", "qwen", "opencode", "aider"]
-Flag = Annotated[bool, Parameter(negative="")]
-Url = Annotated[
-    str | None,
-    Parameter(
-        help="Address of the server. Default: http://127.0.0.1:8000 if a server is ready there, "
-        "otherwise the server that you started last."
-    ),
-]
 CLIENT = Parameter(group=Group("Client", sort_key=-1))
 System = Annotated[str | None, CLIENT, Parameter(help="System prompt.")]
 Temperature = Annotated[
@@ -35,52 +24,6 @@ Temperature = Annotated[
         "own."
     ),
 ]
-HubId = Annotated[str, Parameter(help="Hugging Face id, such as Qwen/Qwen3.5-0.8B.")]
-
-
-def pull(model: HubId, *, revision: str | None = None, json: Flag = False) -> None:
-    """Download a model from the Hugging Face hub, or what has changed of it since.
-
-    Only files that `pippin serve` reads are downloaded, into the hub's own cache.
-
-    Parameters
-    ----------
-    revision
-        Branch, tag or commit. Default: the main branch.
-    json
-        Print the progress as lines of JSON, as /api/pull of Ollama's API does.
-    """
-    from pippin.hub import pull, pull_as_lines
-
-    if json:
-        raise SystemExit(pull_as_lines(model, revision))
-    print(f"{model} is at {pull(model, revision)}")
-
-
-def list_models(*, json: Flag = False) -> None:
-    """List the models in the Hugging Face hub's cache, and whether they can be served.
-
-    Parameters
-    ----------
-    json
-        Print the list as JSON.
-    """
-    from pippin.terminal.hub_cache import list_models
-
-    list_models(as_json=json)
-
-
-def rm(model: HubId, *, yes: Flag = False) -> None:
-    """Delete a model from the Hugging Face hub's cache. A model that is being served is kept.
-
-    Parameters
-    ----------
-    yes
-        Delete without asking.
-    """
-    from pippin.terminal.hub_cache import remove_model
-
-    remove_model(model, confirmed=yes)
 
 
 @takes_config(*SECTIONS)
@@ -186,27 +129,6 @@ def run(
     )
 
 
-def launch(
-    agent: AgentName,
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    url: Url = None,
-) -> None:
-    """Start a coding agent that is installed here, with the model of a running server.
-
-    The agent's own settings are not changed: `pippin launch claude -- --continue`.
-
-    Parameters
-    ----------
-    agent
-        Command of the agent.
-    arguments
-        Arguments of the agent, after `--`.
-    """
-    from pippin.terminal.coding_agents import launch_agent
-
-    launch_agent(agent, arguments, url)
-
-
 def _given_options(config: Config) -> Iterator[str]:
     """Those of the command line, but for the model, as `pippin serve` takes them. The server reads
     the others from the same environment and file."""
@@ -218,59 +140,33 @@ def _given_options(config: Config) -> Iterator[str]:
                 yield switch if isinstance(value, bool) else f"--{name}={value}"
 
 
-cache = App(name="cache", help="Flush a server's prefix cache; show, verify or empty one on disk.")
-
-CacheDir = Annotated[
-    Path,
-    Parameter(
-        env_var="PIPPIN_CACHE_DIR", help="Directory of prefix caches, as in serve --cache-dir."
-    ),
-]
-
-
 def status(*, url: Url = None) -> None:
     """Print the state of a running server: its engine, requests, memory and prefix cache."""
-    from pippin.terminal.server_client import show_status
+    from pippin.terminal.server_client import admin_key_of_environment, connect
 
-    show_status(url)
+    # A line for each value, which is never cut: lines are searched for names.
+    with connect(url, admin_key_of_environment()) as client:
+        values = dict(_flatten({"url": client.url, **client.get("/status")}))
+    width = max(map(len, values))
+    for name, value in values.items():
+        print(f"{name:{width}}  {value:,}" if type(value) is int else f"{name:{width}}  {value}")
 
 
-@cache.command
 def flush(*, url: Url = None) -> None:
     """Delete everything from a running server's prefix cache that no running request uses."""
-    from pippin.terminal.server_client import flush_cache
+    from pippin.terminal.server_client import admin_key_of_environment, connect
 
-    flush_cache(url)
-
-
-@cache.command
-def show(*, cache_dir: CacheDir) -> None:
-    """Print the size and the entries of a cache directory, by model. Its server may be running."""
-    from pippin.terminal.hub_cache import show_directory
-
-    show_directory(cache_dir)
+    with connect(url, admin_key_of_environment()) as client:
+        freed = client.get("/flush_cache", "POST")
+    print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")
 
 
-@cache.command
-def verify(*, cache_dir: CacheDir) -> None:
-    """Read a cache directory and verify its checksums. Exit status 1 if an entry is damaged.
-
-    Its server may be running. Nothing is changed: a server deletes damaged entries itself.
-    """
-    from pippin.terminal.hub_cache import verify_directory
-
-    raise SystemExit(verify_directory(cache_dir))
-
-
-@cache.command
-def empty(*, cache_dir: CacheDir) -> None:
-    """Delete everything from a cache directory that no running server uses.
-
-    For the cache of a running server use `pippin cache flush`.
-    """
-    from pippin.terminal.hub_cache import empty_directory
-
-    empty_directory(cache_dir)
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))
 
 
 def add_completion(app: App) -> None:
@@ -293,96 +189,3 @@ def add_completion(app: App) -> None:
     app.register_install_completion_command(
         help="Install completion of commands and options in your shell, from its next start on."
     )
-
-
-service = App(
-    name="service",
-    help="Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
-)
-Name = Annotated[str, Parameter(help="Name of the service, to install several of them.")]
-
-
-@service.command
-def install(
-    *options: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    name: Name = "pippin",
-    print_only: Annotated[bool, Parameter(name="--print", negative="")] = False,
-) -> None:
-    """Start a server now and at every login, and restart it when it fails.
-
-    The service runs in this directory: `pippin service install -- Qwen/Qwen3.5-0.8B --port 9000`.
-    An installed service of the same name is replaced.
-
-    Parameters
-    ----------
-    options
-        Options of `pippin serve`, after `--`. Options that are not given are read from pippin.toml.
-    print_only
-        Print the service file without writing it or starting anything.
-    """
-    from pippin.service import define, manager_of
-
-    config = _parse(options)
-    definition = define(name, options, drain_timeout=config.server.drain_timeout)
-    manager = manager_of(name)
-    if print_only:
-        print(manager.text(definition), end="")
-        return
-    manager.install(definition)
-    print(f"Installed {manager.file}")
-    print(
-        f"It serves at http://{config.server.host}:{config.server.port} when its model is loaded."
-    )
-    if SETTINGS.file is not None:
-        print(f"It reads {SETTINGS.file.resolve()}")
-    print(manager.start_hint())
-    if "HF_TOKEN" in os.environ:
-        print("The service does not inherit HF_TOKEN: run `hf auth login` to store a token for it.")
-    print(f"Logs: {manager.logs}")
-
-
-@service.command(name="status")
-def service_status(*, name: Name = "pippin") -> None:
-    """Print the state of the service and where its logs are. Exit status 3 if it is not running."""
-    from pippin.service import installed
-
-    manager = installed(name)
-    found = manager.status()
-    print(f"{name} is {found.description}")
-    print(f"File: {manager.file}")
-    print(f"Logs: {manager.logs}")
-    if not found.is_running:
-        raise SystemExit(3)
-
-
-@service.command
-def uninstall(*, name: Name = "pippin") -> None:
-    """Stop the service and delete its file. Models, caches and pippin.toml are kept."""
-    from pippin.service import installed
-
-    manager = installed(name)
-    manager.uninstall()
-    print(f"Removed {manager.file}")
-
-
-def _parse(options: tuple[str, ...]) -> Config:
-    """The config of the service, or the error that `pippin serve` would report."""
-    from pippin.hub import HUB_ID
-    from pippin.startup.checkpoint import find_checkpoint
-
-    config = parse_serve(options, SETTINGS)
-    for option, origin in SETTINGS.origins.items():
-        if option in SECRETS and origin == OPTION:
-            raise ConfigError(
-                f"--{option} would be readable in the service file and in the process list: use "
-                f"--{option}-file, or write it into a pippin.toml with mode 600"
-            )
-        if origin.startswith(PREFIX):
-            instead = f"--{option}-file" if option in SECRETS else f"--{option}"
-            raise ConfigError(f"a service does not inherit {origin}: use {instead} or pippin.toml")
-    if "PIPPIN_CONFIG" in os.environ:
-        raise ConfigError("a service does not inherit PIPPIN_CONFIG: use --config")
-    model = config.model.model
-    if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
-        find_checkpoint(config.model)  # it needs no download, and may be missing
-    return config

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 HELP_ALL = "--help-all"
 T = TypeVar("T")
+Flag = Annotated[bool, Parameter(negative="")]
+Url = Annotated[
+    str | None,
+    Parameter(
+        help="Address of the server. Default: http://127.0.0.1:8000 if a server is ready there, "
+        "otherwise the server that you started last."
+    ),
+]
 
 # heading: (fields that --help lists, fields that only --help-all lists)
 _FIELDS: dict[str, tuple[str, str]] = {

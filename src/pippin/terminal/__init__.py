@@ -1,1 +1,1 @@
-"""What commands do in a terminal: a chat, tables, a check of the machine."""
+"""Chats in a terminal, a client of servers, a check of the machine."""

@@ -1,34 +1,60 @@
-"""`pippin list` and `pippin rm`: the models in the hub's cache. Knows no options."""
+"""Models in the hub's cache (`pippin pull`, `list`, `rm`), and prefix caches on disk."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from pippin import hub
 from pippin.amounts import show_bytes
-from pippin.cache.disk.disk_store import ModelReport, empty, look
+from pippin.cache.disk import disk_store
+from pippin.cache.disk.disk_store import ModelReport, look
+from pippin.cli.commands import flush
+from pippin.cli.options import Flag
 from pippin.errors import ConfigError
-from pippin.hub import (
-    CachedModel,
-    cached_models,
-    delete_cached_model,
-    find_cached_model,
-)
+from pippin.hub import CachedModel
 from pippin.startup.resolve import is_servable
 
+HubId = Annotated[str, Parameter(help="Hugging Face id, such as Qwen/Qwen3.5-0.8B.")]
 
-def list_models(*, as_json: bool) -> None:
-    described = [_describe(model) for model in cached_models()]
-    if as_json:
-        print(json.dumps(described, indent=2))
+
+def pull(model: HubId, *, revision: str | None = None, json: Flag = False) -> None:
+    """Download a model from the Hugging Face hub, or what has changed of it since.
+
+    Only files that `pippin serve` reads are downloaded, into the hub's own cache.
+
+    Parameters
+    ----------
+    revision
+        Branch, tag or commit. Default: the main branch.
+    json
+        Print the progress as lines of JSON, as /api/pull of Ollama's API does.
+    """
+    if json:
+        raise SystemExit(hub.pull_as_lines(model, revision))
+    print(f"{model} is at {hub.pull(model, revision)}")
+
+
+def list_models(*, json: Flag = False) -> None:
+    """List the models in the Hugging Face hub's cache, and whether they can be served.
+
+    Parameters
+    ----------
+    json
+        Print the list as JSON.
+    """
+    described = [_describe(model) for model in hub.cached_models()]
+    if json:
+        print(dumps(described, indent=2))
         return
     if not described:
         print("No model is in the Hugging Face hub's cache. `pippin pull MODEL` downloads one.")
@@ -43,13 +69,20 @@ def list_models(*, as_json: bool) -> None:
     Console().print(table)
 
 
-def remove_model(name: str, *, confirmed: bool) -> None:
-    model = find_cached_model(name)
-    if not confirmed and not _confirm(model):
+def rm(model: HubId, *, yes: Flag = False) -> None:
+    """Delete a model from the Hugging Face hub's cache. A model that is being served is kept.
+
+    Parameters
+    ----------
+    yes
+        Delete without asking.
+    """
+    found = hub.find_cached_model(model)
+    if not yes and not _confirm(found):
         print("Nothing was deleted.")
         return
-    freed = delete_cached_model(model)
-    print(f"Deleted {model.name}: {freed:,} bytes freed.")
+    freed = hub.delete_cached_model(found)
+    print(f"Deleted {found.name}: {freed:,} bytes freed.")
 
 
 def _describe(model: CachedModel) -> dict[str, Any]:
@@ -73,28 +106,50 @@ def _confirm(model: CachedModel) -> bool:
     return input(asked).strip().lower() in ("y", "yes")
 
 
-def show_directory(directory: Path) -> None:
-    reports = list(look(directory))
+cache = App(name="cache", help="Flush a server's prefix cache; show, verify or empty one on disk.")
+cache.command(flush)
+
+CacheDir = Annotated[
+    Path,
+    Parameter(
+        env_var="PIPPIN_CACHE_DIR", help="Directory of prefix caches, as in serve --cache-dir."
+    ),
+]
+
+
+@cache.command
+def show(*, cache_dir: CacheDir) -> None:
+    """Print the size and the entries of a cache directory, by model. Its server may be running."""
+    reports = list(look(cache_dir))
     if not reports:
-        print(f"{directory} has no prefix cache.")
+        print(f"{cache_dir} has no prefix cache.")
         return
     Console().print(_table(reports))
     print(f"{sum(report.nbytes for report in reports):,} bytes in all")
 
 
-def verify_directory(directory: Path) -> int:
-    """Returns the exit status."""
-    reports = list(look(directory, verify=True))
+@cache.command
+def verify(*, cache_dir: CacheDir) -> None:
+    """Read a cache directory and verify its checksums. Exit status 1 if an entry is damaged.
+
+    Its server may be running. Nothing is changed: a server deletes damaged entries itself.
+    """
+    reports = list(look(cache_dir, verify=True))
     entries = sum(sum(report.entries.values()) for report in reports)
     nbytes = sum(sum(report.payload_bytes.values()) for report in reports)
     damaged = sum(report.damaged for report in reports)
     unreadable = sum(report.unreadable for report in reports)
     print(f"{entries:,} entries, {nbytes:,} bytes read: {damaged} damaged, {unreadable} unreadable")
-    return 1 if damaged or unreadable else 0
+    raise SystemExit(1 if damaged or unreadable else 0)
 
 
-def empty_directory(directory: Path) -> None:
-    print(f"freed {empty(directory):,} bytes")
+@cache.command
+def empty(*, cache_dir: CacheDir) -> None:
+    """Delete everything from a cache directory that no running server uses.
+
+    For the cache of a running server use `pippin cache flush`.
+    """
+    print(f"freed {disk_store.empty(cache_dir):,} bytes")
 
 
 def _table(reports: list[ModelReport]) -> Table:

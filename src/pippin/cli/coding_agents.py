@@ -6,10 +6,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Annotated, Literal, NoReturn
 
+from cyclopts import Parameter
+
+from pippin.cli.options import Url
 from pippin.errors import LoadError
 from pippin.terminal.server_client import api_key_of_environment, connect
 
@@ -140,25 +143,43 @@ CODING_AGENTS = {
 }
 
 
-def launch_agent(command: str, arguments: Sequence[str], url: str | None) -> NoReturn:
-    """This process is the agent from here on, in this terminal and with its exit status."""
-    agent = CODING_AGENTS[command]
-    program = shutil.which(agent.command)
+AgentName = Literal["claude", "codex", "qwen", "opencode", "aider"]
+
+
+def launch(
+    agent: AgentName,
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    url: Url = None,
+) -> NoReturn:
+    """Start a coding agent that is installed here, with the model of a running server.
+
+    The agent's own settings are not changed: `pippin launch claude -- --continue`.
+
+    Parameters
+    ----------
+    agent
+        Command of the agent.
+    arguments
+        Arguments of the agent, after `--`.
+    """
+    chosen = CODING_AGENTS[agent]
+    program = shutil.which(chosen.command)
     if program is None:
         raise LoadError(
-            f"{agent.name} is not installed: there is no {agent.command} on the PATH. Install it "
-            f"with `{agent.install}`"
+            f"{chosen.name} is not installed: there is no {chosen.command} on the PATH. Install it "
+            f"with `{chosen.install}`"
         )
     with connect(url, api_key_of_environment()) as client:
         served = client.get("/v1/models")["data"][0]
         target = Target(client.url, served["id"], served["max_model_len"], client.api_key)
-    if 2 * target.context < 3 * agent.prompt_tokens:
+    if 2 * target.context < 3 * chosen.prompt_tokens:
         print(
-            f"pippin: {target.model} has a context of {target.context:,} tokens, and the "
-            f"prompts of {agent.name} start with about {agent.prompt_tokens:,}: serve a model with "
-            "a longer one, and without a --max-len that cuts it",
+            f"pippin: {target.model} has a context of {target.context:,} tokens, and the prompts "
+            f"of {chosen.name} start with about {chosen.prompt_tokens:,}: serve a model with a "
+            "longer one, and without a --max-len that cuts it",
             file=sys.stderr,
         )
-    kept = {name: value for name, value in os.environ.items() if name not in agent.unset}
-    words = [agent.command, *agent.arguments(target), *arguments]
-    os.execve(program, words, kept | agent.environment(target))
+    kept = {name: value for name, value in os.environ.items() if name not in chosen.unset}
+    # This process is the agent from here on, in this terminal and with its exit status.
+    words = [chosen.command, *chosen.arguments(target), *arguments]
+    os.execve(program, words, kept | chosen.environment(target))
