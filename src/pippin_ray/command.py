@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from pippin.errors import PippinError
 from pippin_ray.plan import Plan, read_plan, serve_config
 
-deploy = App(name="deploy", help="Run several engines on a cluster.")
+deploy = App(name="deploy")
 
 
 @deploy.command

@@ -33,11 +33,13 @@ app = App(
 BY_NAME = {
     "launch": (
         "cli.coding_agents:launch",
-        "Start a coding agent that is installed here, with the model of a running server.",
+        "Start a coding agent that is installed here, with the model of a running server.\n\n"
+        "The agent's own settings are not changed: `pippin launch claude -- --continue`.",
     ),
     "pull": (
         "cli.hub_cache:pull",
-        "Download a model from the Hugging Face hub, or what has changed of it since.",
+        "Download a model from the Hugging Face hub, or what has changed of it since.\n\n"
+        "Only files that `pippin serve` reads are downloaded, into the hub's own cache.",
     ),
     "list": (
         "cli.hub_cache:list_models",

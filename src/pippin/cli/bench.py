@@ -9,7 +9,7 @@ from cyclopts import App, CoercionError, Group, Parameter, Token, validators
 
 from pippin.bench.report import PRINT_ONLY, Outputs
 
-bench = App(name="bench", help="Measure the speed of a server.")
+bench = App(name="bench")
 
 
 def split_list(hint: Any, tokens: Sequence[Token]) -> list[Any]:

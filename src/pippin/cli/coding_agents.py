@@ -151,10 +151,7 @@ def launch(
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
     url: Url = None,
 ) -> NoReturn:
-    """Start a coding agent that is installed here, with the model of a running server.
-
-    The agent's own settings are not changed: `pippin launch claude -- --continue`.
-
+    """
     Parameters
     ----------
     agent

@@ -28,10 +28,7 @@ HubId = Annotated[str, Parameter(help="Hugging Face id, such as Qwen/Qwen3.5-0.8
 
 
 def pull(model: HubId, *, revision: str | None = None, json: Flag = False) -> None:
-    """Download a model from the Hugging Face hub, or what has changed of it since.
-
-    Only files that `pippin serve` reads are downloaded, into the hub's own cache.
-
+    """
     Parameters
     ----------
     revision
@@ -45,8 +42,7 @@ def pull(model: HubId, *, revision: str | None = None, json: Flag = False) -> No
 
 
 def list_models(*, json: Flag = False) -> None:
-    """List the models in the Hugging Face hub's cache, and whether they can be served.
-
+    """
     Parameters
     ----------
     json
@@ -70,8 +66,7 @@ def list_models(*, json: Flag = False) -> None:
 
 
 def rm(model: HubId, *, yes: Flag = False) -> None:
-    """Delete a model from the Hugging Face hub's cache. A model that is being served is kept.
-
+    """
     Parameters
     ----------
     yes
@@ -106,7 +101,7 @@ def _confirm(model: CachedModel) -> bool:
     return input(asked).strip().lower() in ("y", "yes")
 
 
-cache = App(name="cache", help="Flush a server's prefix cache; show, verify or empty one on disk.")
+cache = App(name="cache")
 cache.command(flush)
 
 CacheDir = Annotated[

@@ -271,10 +271,7 @@ def must_run(*command: str) -> str:
     return done.stdout
 
 
-service = App(
-    name="service",
-    help="Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
-)
+service = App(name="service")
 Name = Annotated[str, Parameter(help="Name of the service, to install several of them.")]
 
 

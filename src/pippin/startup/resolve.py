@@ -32,7 +32,6 @@ from pippin.version import __version__, installed_versions
 
 LEAST_GAIN = 1.05  # times as fast: less may be chance
 MOST_KEPT = 64  # gains in the file; the oldest are dropped
-SCHEMA = 1
 LIBRARIES = {"mlx": ("mlx", "mlx-lm"), "torch": ("torch", "triton")}
 
 logger = logging.getLogger(__name__)
@@ -47,11 +46,6 @@ class Gain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def pays(self) -> bool:
         return self.same_reply and self.ratio >= LEAST_GAIN
-
-
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    schema: int
-    gains: tuple[Gain, ...]
 
 
 def gains_path() -> Path:
@@ -82,7 +76,7 @@ def served_by(model: ModelConfig) -> dict[str, str]:
 def keep_gain(gain: Gain) -> None:
     """In place of an earlier one of the same. Raises OSError if the file cannot be written."""
     others = [each for each in _read() if each.served != gain.served]
-    found = _File(SCHEMA, (*others[-MOST_KEPT + 1 :], gain))
+    found = [*others[-MOST_KEPT + 1 :], gain]
     path = gains_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -93,16 +87,12 @@ def keep_gain(gain: Gain) -> None:
 def _read() -> tuple[Gain, ...]:
     path = gains_path()
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_File)
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Gain, ...])
     except FileNotFoundError:
         return ()
     except (OSError, msgspec.MsgspecError) as error:
         logger.warning("%s is not read, and says nothing of drafts: %s", path, error)
         return ()
-    if found.schema != SCHEMA:
-        logger.warning("%s is not read: its schema is %d, not %d", path, found.schema, SCHEMA)
-        return ()
-    return found.gains
 
 
 def resolve_draft_model(engine: EngineConfig, model: Path) -> EngineConfig:
