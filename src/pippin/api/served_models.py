@@ -10,11 +10,11 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pippin.api.model_info import ModelInfo, RequestRules, spread
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import Engine, RequestEngine
 from pippin.errors import NotReady
 from pippin.messages import Ready
 from pippin.switching.model_engines import Lease, ModelEngines
@@ -52,51 +52,15 @@ class Residency:
         return self.state == "ready"
 
 
-class ModelLease(Protocol):
-    @property
-    def engine(self) -> Engine: ...
+@dataclass(frozen=True)
+class ModelLease:
+    """A model stays loaded until its lease is released."""
 
-    @property
-    def served(self) -> ServedText: ...
-
-    @property
-    def place(self) -> int:
-        """Among all requests that waited for a load when this one arrived; 0: it did not wait."""
-        ...
-
-    @property
-    def waited_s(self) -> float: ...
-
-    def release(self) -> None: ...
-
-
-class ServedModel(Protocol):
-    @property
-    def info(self) -> ModelInfo: ...
-
-    @property
-    def engine(self) -> Engine | None:
-        """While it is loaded."""
-        ...
-
-    @property
-    def residency(self) -> Residency: ...
-
-    def check_ready(self) -> None:
-        """Raise NotReady unless new requests are taken."""
-        ...
-
-    async def served_text(self) -> ServedText: ...
-
-    def lease_now(self) -> ModelLease | None:
-        """None: a request has to wait for the model to be loaded."""
-        ...
-
-    async def lease(self) -> ModelLease: ...
-
-    def keep_alive(self, seconds: float | None) -> None:
-        """None: for ever; 0: it is unloaded when its last reply ends."""
-        ...
+    engine: RequestEngine
+    served: ServedText
+    place: int = 0  # among all that waited for a load when this request arrived; 0: it did not wait
+    waited_s: float = 0.0
+    release: Callable[[], None] = lambda: None
 
 
 class ServedModels:
@@ -178,40 +142,31 @@ def rules_of(
     )
 
 
-@dataclass(frozen=True)
-class _FixedLease:
-    engine: Engine
-    served: ServedText
-    place: int = 0
-    waited_s: float = 0.0
-
-    def release(self) -> None:
-        """Its engine is not stopped."""
-
-
 class FixedModel:
     """A model that is loaded all the time."""
 
     def __init__(self, engine: Engine, served: ServedText) -> None:
-        self._lease = _FixedLease(engine, served)
-        self.engine: Engine | None = engine
+        self._lease = ModelLease(engine, served)
+        self.engine = engine
         self.info = served.model
         self.residency = Residency()
 
     def check_ready(self) -> None:
-        self._lease.engine.check_ready()
+        """Raise NotReady unless new requests are taken."""
+        self.engine.check_ready()
 
     async def served_text(self) -> ServedText:
         return self._lease.served
 
     def lease_now(self) -> ModelLease | None:
+        """None: a request has to wait for the model to be loaded."""
         return self._lease
 
     async def lease(self) -> ModelLease:
         return self._lease
 
     def keep_alive(self, seconds: float | None) -> None:
-        """It stays."""
+        """None: for ever; 0: it is unloaded when its last reply ends. This one stays."""
 
 
 MAX_TEXTS = 8  # of large vocabularies each takes about 100 MB
@@ -239,15 +194,6 @@ class TextCache:
         return task.result()
 
 
-@dataclass(frozen=True)
-class _SwitchedLease:
-    engine: Engine
-    served: ServedText
-    place: int
-    waited_s: float
-    release: Callable[[], None]
-
-
 class SwitchedModel:
     def __init__(
         self,
@@ -269,6 +215,7 @@ class SwitchedModel:
 
     @property
     def engine(self) -> Engine | None:
+        """While it is loaded."""
         loaded = self._engines.loaded(self.info.name)
         return None if loaded is None else loaded.engine
 
@@ -324,10 +271,13 @@ class SwitchedModel:
         return replace(served, rules=replace(served.rules, model=model))
 
     def _lease(self, lease: Lease, served: ServedText) -> ModelLease:
-        return _SwitchedLease(
+        return ModelLease(
             lease.loaded.engine,
             served,
             lease.ticket.place,
             lease.waited_s,
             lambda: self._engines.release(lease),
         )
+
+
+ServedModel = FixedModel | SwitchedModel

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from pippin.amounts import show_bytes
-from pippin.errors import DownloadFailed, LoadError
+from pippin.errors import LoadError, PippinError
 
 
 class ByteCount:
@@ -200,10 +200,12 @@ async def pull_progress(name: str, revision: str | None) -> AsyncGenerator[dict[
         async for line in process.stdout:
             progress = msgspec.json.decode(line)
             if "error" in progress:
-                raise DownloadFailed(progress["error"])
+                raise PippinError(progress["error"], code="download_failed")
             yield progress
         if status := await process.wait():
-            raise DownloadFailed(f"the download of {name!r} failed: exit status {status}")
+            raise PippinError(
+                f"the download of {name!r} failed: exit status {status}", code="download_failed"
+            )
     finally:
         await _stop(process)
 

@@ -22,7 +22,7 @@ import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.app import Application, create_app, create_waiting_app
+from pippin.api.app import Application, create_waiting_app
 from pippin.api.http.access_control import warn_if_open
 from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
 from pippin.api.http.workers import return_freed_memory
@@ -301,12 +301,12 @@ async def load_app(config: Config, supervised: SupervisedEngine) -> Application:
     log_unserved(model.name, model.checkpoint)
     server = with_batch_running(config.server, ready.num_slots)
     models = ServedModels.of_one(supervised.engine, text, model, server, config.limits)
-    return create_app(models, server, config.limits)
+    return Application(models, server, config.limits)
 
 
 async def _open_on_demand(entrance: Entrance, source: OnDemandModels) -> None:
     server = with_batch_running(source.config.server, 4 * BATCH_RUNNING)
-    entrance.open(create_app(source.models, server, source.config.limits))
+    entrance.open(Application(source.models, server, source.config.limits))
 
 
 def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:

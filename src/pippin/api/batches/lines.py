@@ -1,17 +1,12 @@
-"""The lines of a batch's input: read within bounds, checked, and which of them still run.
-
-Knows no field of a request but its model and whether it asks for a stream.
-"""
+"""The lines of a batch: read within bounds, checked, answered, and their results."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any, BinaryIO
 
 import msgspec
@@ -259,7 +254,6 @@ def _scope(path: str, owner: Mapping[str, Any]) -> Scope:
     }
 
 
-SYNC_SECONDS = 1.0  # at most so much is lost when the power fails; it is computed again
 OUTPUT, ERRORS = "output", "errors"
 
 
@@ -277,22 +271,20 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class Results:
-    """Threads may share it."""
+    """What is stored of a batch's, and what is added. Threads may share it."""
 
     def __init__(self, batch: Batch, files: FileStore) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._open = True
-        self._synced_at = monotonic()
+        self._ids = {kind: batch.results_id(kind) for kind in (OUTPUT, ERRORS)}
         self.done: set[str] = set()
-        self.counts = dict.fromkeys((OUTPUT, ERRORS), 0)
+        self.counts = dict.fromkeys(self._ids, 0)
         self.usage = BatchUsage()
-        self._logs = {
-            kind: _ResultFile(files.path(batch.results_id(kind)), files) for kind in self.counts
-        }
-        for kind, log in self._logs.items():
-            for known in log.recover():
-                self._count(kind, known)
+        for kind, id in self._ids.items():
+            for lines in files.results(id):
+                for line in lines:
+                    self._count(kind, line)
 
     def append(self, kind: str, custom_id: str, result: dict[str, Any]) -> bool:
         """Whether it was added: nothing is after `close`, and nothing twice."""
@@ -300,90 +292,18 @@ class Results:
             if not self._open or custom_id in self.done:
                 return False
             line = msgspec.json.encode(result) + b"\n"
-            self._logs[kind].append(line)
-            self._count(kind, msgspec.json.decode(line, type=_Known))
-            if monotonic() - self._synced_at >= SYNC_SECONDS:
-                self._sync()
+            self._files.append(self._ids[kind], line)
+            self._count(kind, line)
             return True
 
     def close(self) -> None:
         with self._lock:
-            if self._open:
-                self._open = False
-                try:
-                    self._sync()
-                finally:
-                    for log in self._logs.values():
-                        log.close()
+            self._open = False
 
-    def _count(self, kind: str, known: _Known) -> None:
-        if known.custom_id in self.done:
-            return
+    def _count(self, kind: str, line: bytes) -> None:
+        known = msgspec.json.decode(line, type=_Known)
         self.done.add(known.custom_id)
         self.counts[kind] += 1
         reply = None if known.response is None else known.response.body
         if reply is not None and reply.usage is not None:
             self.usage.add(reply.usage)
-
-    def _sync(self) -> None:
-        for log in self._logs.values():
-            log.sync()
-        self._synced_at = monotonic()
-
-
-class _ResultFile:
-    def __init__(self, path: Path, files: FileStore) -> None:
-        self._path = path
-        self._files = files
-        self._file: BinaryIO | None = None
-        self._nbytes = 0  # of whole lines
-
-    def recover(self) -> list[_Known]:
-        """The results that are here. What follows the last whole line is cut off."""
-        known: list[_Known] = []
-        if not self._path.exists():
-            return known
-        with self._path.open("r+b") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    known.append(msgspec.json.decode(line, type=_Known))
-                except msgspec.DecodeError:  # written before the power failed, in part
-                    break
-                self._nbytes += len(line)
-            self._files.release(os.fstat(file.fileno()).st_size - self._nbytes)
-            file.truncate(self._nbytes)
-        return known
-
-    def append(self, line: bytes) -> None:
-        """All of it, or an OSError and nothing."""
-        self._files.claim(len(line))
-        try:
-            if self._file is None:
-                number = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
-                self._file = open(number, "wb", buffering=0)  # noqa: SIM115
-                self._file.seek(self._nbytes)
-            _write_all(self._file, line)
-        except OSError:
-            self._files.release(len(line))
-            if self._file is not None:
-                self._file.truncate(self._nbytes)
-                self._file.seek(self._nbytes)
-            raise
-        self._nbytes += len(line)
-
-    def sync(self) -> None:
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def _write_all(file: BinaryIO, line: bytes) -> None:
-    """A full disk takes a part of it, and refuses the next."""
-    rest = memoryview(line)
-    while rest:
-        rest = rest[file.write(rest) :]

@@ -1,18 +1,16 @@
 """Runs batches: checks their lines, has them answered, and keeps the results.
 
-Knows no HTTP and no field of a request. Batches of one owner run one after another, those of
+Batches of one owner run one after another, those of
 different owners side by side; together they have a limited number of lines in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hmac
 import logging
-import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,14 +32,13 @@ from pippin.api.batches.lines import (
 )
 from pippin.api.batches.store import (
     BatchStore,
-    FileNotFound,
+    Database,
     FileStore,
-    StorageFailed,
-    StorageFull,
     new_id,
 )
-from pippin.api.http.access_control import owner_state
-from pippin.errors import NotFound, NotReady, RequestError
+from pippin.api.http.access_control import known_keys, owner_state, separates_owners
+from pippin.config import ServerConfig
+from pippin.errors import NotFound, PippinError, RequestError
 from pippin.tasks import all_or_none
 
 RESULTS = {"output": "completed", "errors": "failed"}
@@ -151,12 +148,11 @@ class BatchRunner:
                 raise
             task.uncancel()
             end = "cancelled"
-        except (OSError, FileNotFound, StorageFull) as error:
+        except (OSError, PippinError) as error:
             if limit.expired() and isinstance(error, TimeoutError):
                 end = "expired"
             else:
-                end = "failed"
-                batch.errors = [LineError(*_reason(error))]
+                end, batch.errors = "failed", [_reason(error)]
                 log.error("batch %s failed", batch.id, exc_info=error)
         if end != "cancelled":
             batch.enter("finalizing", time.time())  # it cannot be cancelled any more
@@ -203,8 +199,8 @@ class BatchRunner:
         """The same again, if a crash came in between: the names of the files are."""
         try:
             self._list_results(owner, batch, end)
-        except (OSError, StorageFull) as error:
-            end, batch.errors = "failed", [LineError(*_reason(error))]
+        except PippinError as error:
+            end, batch.errors = "failed", [_reason(error)]
             log.error("the results of batch %s are not complete", batch.id, exc_info=error)
         batch.enter(end, time.time())
         self._save(owner, batch)
@@ -212,7 +208,7 @@ class BatchRunner:
     def _save(self, owner: BatchOwner, batch: Batch) -> None:
         try:
             owner.batches.save(batch)
-        except OSError as error:
+        except PippinError as error:
             log.error("batch %s goes on at the next start", batch.id, exc_info=error)
 
     def _list_results(self, owner: BatchOwner, batch: Batch, end: Status) -> None:
@@ -238,9 +234,7 @@ class BatchRunner:
         if not count:
             return
         id = batch.results_id(kind)
-        filename = f"{batch.id}_{kind}.jsonl"
-        expires_s = batch.output_expires_s
-        owner.files.add(id, filename, "batch_output", expires_s, owner.files.path(id))
+        owner.files.add_results(id, f"{batch.id}_{kind}.jsonl", batch.output_expires_s)
         if kind == OUTPUT:
             batch.output_file_id = id
         else:
@@ -259,54 +253,42 @@ def _result(line: InputLine, *, response: Any = None, error: Any = None) -> dict
     return {"id": id, "custom_id": line.custom_id, "response": response, "error": error}
 
 
-def _reason(error: Exception) -> tuple[str, str]:
-    match error:
-        case FileNotFound():
-            return "input_file_not_found", "the input file was deleted before all its lines ran"
-        case StorageFull():
-            return error.code, f"a result could not be stored: {error.message}"
-        case OSError():
-            return "storage_failed", f"a result could not be stored: {error.strerror or error}"
-    raise error
-
-
-@dataclass(frozen=True)
-class Storage:
-    directory: Path | None  # None: there are no files and no batches
-    owners: tuple[bytes, ...]
-    separates: bool  # the prefixes of its owners
-    max_bytes: int
-    max_file_bytes: int
+def _reason(error: OSError | PippinError) -> LineError:
+    if isinstance(error, NotFound | FileNotFoundError):
+        message = "the input file was deleted before all its lines ran"
+        return LineError("input_file_not_found", message)
+    if isinstance(error, OSError):
+        return LineError("storage_failed", f"the input file cannot be read: {error}")
+    return LineError(error.code, f"a result could not be stored: {error.message}")
 
 
 class Batches:
-    def __init__(self, storage: Storage, runner: BatchRunner) -> None:
-        self._storage = storage
+    def __init__(self, config: ServerConfig, runner: BatchRunner) -> None:
+        self._config = config
+        self._directory: Path | None = None  # there are no files and no batches
+        if config.batch_bytes and config.batch_dir is not None:
+            self._directory = Path(config.batch_dir).expanduser()
         self._runner = runner
         self._owners: dict[bytes, BatchOwner] = {}
-        self._lock: int | None = None
+        self._database: Database | None = None
 
     def resume(self) -> None:
         """Go on with what an earlier server left, if it left anything."""
-        directory = self._storage.directory
-        if directory is not None and directory.exists():
-            self._open(directory)
+        if self._directory is not None and self._directory.exists():
+            self._open(self._directory)
 
     def of(self, owner: bytes) -> BatchOwner:
-        if self._storage.directory is None:
+        if self._directory is None:
             raise NotFound(
                 "this server stores no files and runs no batches: start it with --batch-bytes "
                 "above 0"
             )
-        if self._lock is None:
-            self._open(self._storage.directory)
+        if self._database is None:
+            self._open(self._directory)
         return self._owners[owner]
 
     async def create(self, owner: BatchOwner, batch: Batch) -> None:
-        try:
-            await asyncio.to_thread(owner.batches.add, batch)
-        except OSError as error:
-            raise storage_failed(error) from error
+        await asyncio.to_thread(owner.batches.add, batch)
         self._runner.start(owner, batch)
 
     async def cancel(self, owner: BatchOwner, batch: Batch) -> dict[str, Any]:
@@ -317,71 +299,38 @@ class Batches:
             raise RequestError(f"Cannot cancel a batch with status '{batch.status}'.")
         self._runner.cancel(batch)
         shown = batch.wire()
-        try:
-            await asyncio.to_thread(owner.batches.save, batch)
-        except OSError as error:
-            raise storage_failed(error) from error
+        await asyncio.to_thread(owner.batches.save, batch)
         return shown
 
     async def close(self) -> None:
         await self._runner.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._database is not None:
+            self._database.close()
+            self._database = None
             self._owners.clear()
 
     def _open(self, directory: Path) -> None:
+        config, keys = self._config, known_keys(self._config).owners()
+        database = Database(directory)
+        share = config.batch_bytes // max(1, len(keys))
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = _locked(directory)
-            try:
-                self._owners = {owner: self._load(directory, owner) for owner in self._known()}
-            except BaseException:
-                os.close(lock)
-                raise
-        except OSError as error:
-            raise storage_failed(error) from error
-        self._lock = lock
+            for key in keys or [b""]:
+                name, most = _name_of(key), config.batch_file_bytes
+                self._owners[key] = BatchOwner(
+                    owner_state(key, separates=separates_owners(config)) if key else {},
+                    FileStore(database, name, max_bytes=share, max_file_bytes=most),
+                    BatchStore(database, name),
+                )
+        except BaseException:
+            database.close()
+            raise
+        self._database = database
         for owner in self._owners.values():
             for batch in owner.batches.batches():
                 if not batch.is_finished:
                     self._runner.start(owner, batch)
 
-    def _known(self) -> Iterable[bytes]:
-        return self._storage.owners or (b"",)
 
-    def _load(self, directory: Path, owner: bytes) -> BatchOwner:
-        storage, folder = self._storage, directory / _folder_name(owner)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        files = FileStore(
-            folder,
-            max_bytes=storage.max_bytes // max(1, len(storage.owners)),
-            max_file_bytes=storage.max_file_bytes,
-        )
-        state = owner_state(owner, separates=storage.separates) if owner else {}
-        return BatchOwner(state, files, BatchStore(folder))
-
-
-def storage_failed(error: OSError) -> StorageFailed:
-    return StorageFailed(
-        f"the directory of files (--batch-dir) cannot be used: {error.strerror or error}"
-    )
-
-
-def _folder_name(owner: bytes) -> str:
-    return (
-        hmac.digest(owner, b"pippin files of an API key", "sha256").hex()[:32] if owner else "all"
-    )
-
-
-def _locked(directory: Path) -> int:
-    file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(file)
-        raise NotReady(
-            "another server uses the directory of files and batches: start this one with a "
-            "--batch-dir of its own"
-        ) from error
-    return file
+def _name_of(owner: bytes) -> str:
+    """In the database, where no digest of a key is."""
+    return hmac.digest(owner, b"pippin files of an API key", "sha256").hex()[:32] if owner else ""

@@ -1,4 +1,4 @@
-"""How well pairs of texts match: `/v1/rerank` and `/v1/score`. Knows no HTTP.
+"""How well pairs of texts match: `/v1/rerank` and `/v1/score`.
 
 A reranker's score is how likely it says yes rather than no; that of any other model is the cosine
 of the two texts' embeddings.
@@ -27,7 +27,7 @@ from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, read_salt
 from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_submit
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import RequestEngine
 from pippin.errors import EngineDead
 from pippin.messages import Submit, pack_tokens
 from pippin.sequences import error_of_delta, room_for_reply
@@ -254,7 +254,7 @@ class _Builder:
         return len(self._submits) - 1
 
 
-async def whole_rerank(job: RerankJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
+async def whole_rerank(job: RerankJob, engine: RequestEngine, model: ModelInfo) -> dict[str, Any]:
     scores = await _scores(job, engine)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[dict[str, Any]] = []
@@ -273,7 +273,7 @@ async def whole_rerank(job: RerankJob, engine: Engine, model: ModelInfo) -> dict
     }
 
 
-async def whole_score(job: ScoreJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
+async def whole_score(job: ScoreJob, engine: RequestEngine, model: ModelInfo) -> dict[str, Any]:
     scores = await _scores(job, engine)
     return {
         "id": f"score-{uuid.uuid4().hex}",
@@ -292,7 +292,7 @@ def _usage(job: ScoreJob) -> dict[str, int]:
     return {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens}
 
 
-async def _scores(job: ScoreJob, engine: Engine) -> Sequence[float]:
+async def _scores(job: ScoreJob, engine: RequestEngine) -> Sequence[float]:
     if job.by_reranker:
         submits = [(job.submits[yes], job.submits[no]) for yes, no in job.pairs]
         return await all_or_none(_judge(yes, no, engine) for yes, no in submits)
@@ -306,7 +306,7 @@ def _share(yes: float, no: float) -> float:
     return 1 / (1 + math.exp(difference))
 
 
-async def _judge(yes: Submit, no: Submit, engine: Engine) -> float:
+async def _judge(yes: Submit, no: Submit, engine: RequestEngine) -> float:
     """The second is only run if its token is not among the likeliest of the first."""
     first = await _logprobs(yes, engine)
     (no_id,) = no.params.logit_bias
@@ -316,7 +316,7 @@ async def _judge(yes: Submit, no: Submit, engine: Engine) -> float:
     return _share(first.logprob, likeliest[no_id])
 
 
-async def _logprobs(submit: Submit, engine: Engine) -> TokenLogprobs:
+async def _logprobs(submit: Submit, engine: RequestEngine) -> TokenLogprobs:
     found: TokenLogprobs | None = None
     async for delta in engine.generate(submit):
         if delta.finish == "error" or delta.finish == "abort":

@@ -30,13 +30,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pippin.api.http.access_control import network_of
-from pippin.api.http.http_errors import (
-    HeadTooLarge,
-    TooManyConnections,
-    TooSlow,
-    error_body,
-    error_response,
-)
+from pippin.api.http.http_errors import ErrorResponse, error_body
 from pippin.api.http.request_log import RequestLog
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError
@@ -294,7 +288,11 @@ class LimitedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-            self._refuse(HeadTooLarge("the head of the request is larger than 16 KiB"))
+            self._refuse(
+                PippinError(
+                    "the head of the request is larger than 16 KiB", code="request_head_too_large"
+                )
+            )
         elif isinstance(error, Unaccepted):
             self._refuse(RequestError(str(error)))
         else:
@@ -326,7 +324,11 @@ class LimitedConnection(H11Protocol):
 
     def _head_is_late(self) -> None:
         limit = f"{self._limits.header_timeout:g} s (--header-timeout)"
-        self._end(TooSlow(f"the head of the request did not arrive within {limit}"))
+        self._end(
+            PippinError(
+                f"the head of the request did not arrive within {limit}", code="request_too_slow"
+            )
+        )
 
     def make_room(self) -> None:
         """For another connection."""
@@ -478,17 +480,18 @@ class _Flow(FlowControl):
 
 def _refusing_app(limits: LimitsConfig) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_response(_too_many(limits))
+        response = ErrorResponse(_too_many(limits))
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 
     return RequestLog(app)
 
 
-def _too_many(limits: LimitsConfig) -> TooManyConnections:
-    return TooManyConnections(
+def _too_many(limits: LimitsConfig) -> PippinError:
+    return PippinError(
         f"{limits.max_connections:,} connections are open, and no more are allowed "
-        "(--max-connections); try again later"
+        "(--max-connections); try again later",
+        code="too_many_connections",
     )
 
 

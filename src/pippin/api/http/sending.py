@@ -19,9 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from pippin.api.http.http_errors import (
     CLIENT_CLOSED_REQUEST,
-    DeadlinePassed,
+    ErrorResponse,
     JSONResponse,
-    error_response,
     internal_error,
 )
 from pippin.api.http.limited_connection import ChunkWriter
@@ -94,7 +93,7 @@ class WholeResponse(Response):
         try:
             return JSONResponse(await in_time(self._work(), self._timeout_s))
         except PippinError as error:
-            return error_response(error)
+            return ErrorResponse(error)
 
 
 class StreamResponse(Response):
@@ -148,7 +147,7 @@ class StreamResponse(Response):
             return
         shown = failure if isinstance(failure, PippinError) else internal_error()
         if not self._started:
-            await error_response(shown)(scope, receive, send)
+            await ErrorResponse(shown)(scope, receive, send)
         else:
             record_of(scope).error = shown.code
             await self._send(self._encode_error(shown), more=False)
@@ -211,8 +210,9 @@ async def in_time(work: Awaitable[T], timeout_s: float | None) -> T:
     except TimeoutError as error:
         if not limit.expired():  # not this timeout
             raise
-        raise DeadlinePassed(
-            f"the reply was not complete after {timeout_s:g} s (timeout, --request-timeout)"
+        raise PippinError(
+            f"the reply was not complete after {timeout_s:g} s (timeout, --request-timeout)",
+            code="deadline_passed",
         ) from error
 
 
