@@ -24,9 +24,9 @@ from test_batches import HELLO, change, client_of, finished, line, results, send
 
 from builders import make_loop
 from pippin.api.batches.batch import Batch
-from pippin.api.batches.lines import ERRORS, OUTPUT, LineClient, LineRules, Results
+from pippin.api.batches.lines import ERRORS, OUTPUT, LineClient, Results
 from pippin.api.batches.routes import LOWEST_PRIORITY
-from pippin.api.batches.runner import BatchMetrics, BatchOwner, BatchRunner
+from pippin.api.batches.runner import Batches
 from pippin.api.batches.store import BatchStore, Database, FileStore, storage_errors
 from pippin.backends.fake import FakeBackend
 from pippin.config import ServerConfig
@@ -247,18 +247,15 @@ def test_a_full_disk_fails_the_batch_and_not_the_server(
 
 def test_a_batch_can_be_cancelled_before_its_first_step(tmp_path: Path) -> None:
     async def cancelled() -> Batch:
-        database, files = stores(tmp_path, max_bytes=1)
-        owner = BatchOwner({}, files, BatchStore(database, ""))
-        metrics = BatchMetrics(CollectorRegistry())
-        rules = LineRules(1, check_model=MODEL.check_name)
-        runner = BatchRunner(LineClient(Starlette()), rules, 1, metrics)
+        config = ServerConfig(batch_dir=str(tmp_path))
+        batches = Batches(config, LineClient(Starlette()), 1, MODEL.check_name, CollectorRegistry())
+        owner = batches.of(b"")
         batch = Batch("batch_1", "", "file-1", "24h", "", int(time.time()))
-        runner.start(owner, batch)
-        runner.cancel(batch)
+        await batches.create(owner, batch)
+        await batches.cancel(owner, batch)
         while not batch.is_finished:
             await asyncio.sleep(0.001)
-        await runner.close()
-        database.close()
+        await batches.close()
         return batch
 
     assert asyncio.run(cancelled()).status == "cancelled"

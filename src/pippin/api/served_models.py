@@ -108,9 +108,6 @@ class ServedModels:
             raise self.default.info.not_found(name)
         return found
 
-    def check_name(self, name: str) -> None:
-        self.get(name)
-
     def of(self, fields: Any) -> ServedModel:
         """The model that a request's JSON names. A wrong name is found when its fields are read."""
         named = spread(fields)

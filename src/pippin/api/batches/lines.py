@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Container, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Generator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,15 +15,7 @@ from pippin.api.batches.batch import Batch, BatchUsage, LineError, ReplyUsage
 from pippin.api.batches.store import FileStore
 from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.requests.body import check_json_size
-from pippin.errors import (
-    DeviceFailed,
-    EngineDead,
-    NotFound,
-    NotReady,
-    Overloaded,
-    RequestError,
-    cut,
-)
+from pippin.errors import RETRY_AFTER_S, NotFound, RequestError, cut
 
 MAX_LINES = 50_000  # as OpenAI's
 MAX_CUSTOM_ID_CHARS = 256
@@ -44,31 +35,28 @@ class _Peek(msgspec.Struct, frozen=True):
     stream: Any = None
 
 
-@dataclass(frozen=True)
-class LineRules:
-    max_line_bytes: int
-    check_model: Callable[[str], None]  # raises NotFound
-
-
 class LineFault(Exception):
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        self.code = code
-        self.message = message
-        self.param = param
+        self.code, self.message, self.param = code, message, param
 
 
-def check_lines(path: Path, endpoint: str, rules: LineRules) -> tuple[int, list[LineError]]:
-    """How many requests a file has, and what is wrong with its lines."""
+def check_lines(
+    path: Path, endpoint: str, most: int, check_model: Callable[[str], object]
+) -> tuple[int, list[LineError]]:
+    """How many requests a file has, and what is wrong with its lines: `most` bytes each."""
     known: set[str] = set()
     errors: list[LineError] = []
-    for number, text in _numbered(path, rules.max_line_bytes):
+    for number, text in _numbered(path, most):
         if number > MAX_LINES:
             message = f"the file has more than {MAX_LINES:,} lines, the limit for one batch"
             return 0, [LineError("too_many_tasks", message, number)]
         try:
-            line = _checked(text, endpoint, rules)
-            if line is None:
+            if text is None:
+                message = f"the line is longer than {most:,} bytes (--max-body-bytes)"
+                raise LineFault("line_too_long", message)
+            if not text.strip():
                 continue
+            line = _checked(text, endpoint, check_model)
             if line.custom_id in known:
                 raise LineFault(
                     "duplicate_custom_id",
@@ -128,15 +116,7 @@ def _skip_line(file: BinaryIO) -> None:
         pass
 
 
-def _checked(text: bytes | None, endpoint: str, rules: LineRules) -> InputLine | None:
-    """None for an empty line."""
-    if text is None:
-        raise LineFault(
-            "line_too_long",
-            f"the line is longer than {rules.max_line_bytes:,} bytes (--max-body-bytes)",
-        )
-    if not text.strip():
-        return None
+def _checked(text: bytes, endpoint: str, check_model: Callable[[str], object]) -> InputLine:
     try:
         check_json_size(text, "the line")
         line = msgspec.json.decode(text, type=InputLine)
@@ -147,69 +127,60 @@ def _checked(text: bytes | None, endpoint: str, rules: LineRules) -> InputLine |
         raise LineFault("invalid_json_line", f"the line is not valid JSON: {error}") from error
     except RequestError as error:
         raise LineFault("invalid_json_line", error.message) from error
-    _check_request(line, body, endpoint, rules)
+    num_chars = len(line.custom_id)
+    for is_wrong, param, message in (
+        (
+            not 0 < num_chars <= MAX_CUSTOM_ID_CHARS,
+            "custom_id",
+            f"custom_id has {num_chars:,} characters; it must have 1 to {MAX_CUSTOM_ID_CHARS}",
+        ),
+        (line.method != "POST", "method", f'method is {cut(line.method)!r}; it must be "POST"'),
+        (
+            line.url != endpoint,
+            "url",
+            f"url is {cut(line.url)!r}; it must be the endpoint of the batch, {endpoint!r}",
+        ),
+        (
+            body.stream not in (None, False),
+            "stream",
+            "body.stream is not supported in a batch: leave it out",
+        ),
+        (
+            not isinstance(body.model, str),
+            "model",
+            "body.model is required; it must be a string",
+        ),
+    ):
+        if is_wrong:
+            code = "url_mismatch" if param == "url" else "invalid_request"
+            raise LineFault(code, message, param)
+    try:
+        check_model(body.model)
+    except NotFound as error:
+        raise LineFault("model_not_found", error.message, "model") from error
     return line
 
 
-def _check_request(line: InputLine, body: _Peek, endpoint: str, rules: LineRules) -> None:
-    if not 0 < len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
-        raise LineFault(
-            "invalid_request",
-            f"custom_id has {len(line.custom_id):,} characters; it must have 1 to "
-            f"{MAX_CUSTOM_ID_CHARS}",
-            "custom_id",
-        )
-    if line.method != "POST":
-        given = cut(line.method)
-        raise LineFault("invalid_request", f'method is {given!r}; it must be "POST"', "method")
-    if line.url != endpoint:
-        raise LineFault(
-            "url_mismatch",
-            f"url is {cut(line.url)!r}; it must be the endpoint of the batch, {endpoint!r}",
-            "url",
-        )
-    if body.stream not in (None, False):
-        raise LineFault(
-            "invalid_request", "body.stream is not supported in a batch: leave it out", "stream"
-        )
-    if not isinstance(body.model, str):
-        raise LineFault("invalid_request", "body.model is required; it must be a string", "model")
-    try:
-        rules.check_model(body.model)
-    except NotFound as error:
-        raise LineFault("model_not_found", error.message, "model") from error
-
-
-TRIED_AGAIN = {error.code for error in (Overloaded, NotReady, EngineDead, DeviceFailed)}
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0  # before a line is tried again
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    request_id: str
-    body: msgspec.Raw  # JSON
-
-    def wire(self) -> dict[str, Any]:
-        return {"status_code": self.status, "request_id": self.request_id, "body": self.body}
 
 
 class LineClient:
     def __init__(self, app: ASGIApp) -> None:
         self._app = RequestLog(app)
 
-    async def ask(self, path: str, body: bytes, owner: Mapping[str, Any]) -> Answer:
-        """The answer, after as many tries as the engine is full or absent. `owner`: see
+    async def ask(self, path: str, body: bytes, owner: Mapping[str, Any]) -> dict[str, Any]:
+        """The response, after as many tries as the engine is full or absent. `owner`: see
         `access_control.owner_state`."""
-        for wait_s in _waits():
+        wait_s = FIRST_WAIT_S
+        while True:
             scope = _scope(path, owner)
-            answer = await self._try(scope, body)
-            if record_of(scope).error not in TRIED_AGAIN:
-                return answer
+            response = await self._try(scope, body)
+            if record_of(scope).error not in RETRY_AFTER_S:
+                return response
             await asyncio.sleep(wait_s)
-        raise AssertionError("waits do not end")
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    async def _try(self, scope: Scope, body: bytes) -> Answer:
+    async def _try(self, scope: Scope, body: bytes) -> dict[str, Any]:
         unread = [{"type": "http.request", "body": body, "more_body": False}]
         sent = bytearray()
         status = 500  # if nothing is sent
@@ -226,14 +197,8 @@ class LineClient:
             sent += message.get("body", b"")
 
         await self._app(scope, receive, send)
-        return Answer(status, record_of(scope).id, msgspec.Raw(bytes(sent) or b"null"))
-
-
-def _waits() -> Iterator[float]:
-    wait_s = FIRST_WAIT_S
-    while True:
-        yield wait_s
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        answer = msgspec.Raw(bytes(sent) or b"null")
+        return {"status_code": status, "request_id": record_of(scope).id, "body": answer}
 
 
 def _scope(path: str, owner: Mapping[str, Any]) -> Scope:
@@ -295,6 +260,10 @@ class Results:
             self._files.append(self._ids[kind], line)
             self._count(kind, line)
             return True
+
+    def tell(self, batch: Batch) -> None:
+        batch.completed, batch.failed = self.counts[OUTPUT], self.counts[ERRORS]
+        batch.usage = self.usage
 
     def close(self) -> None:
         with self._lock:

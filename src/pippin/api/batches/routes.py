@@ -16,13 +16,8 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from pippin.api.batches.batch import ENDPOINTS, WINDOWS_S, Batch
-from pippin.api.batches.lines import LineClient, LineRules
-from pippin.api.batches.runner import (
-    Batches,
-    BatchMetrics,
-    BatchOwner,
-    BatchRunner,
-)
+from pippin.api.batches.lines import LineClient
+from pippin.api.batches.runner import Batches, BatchOwner
 from pippin.api.batches.store import FileRecord, new_id
 from pippin.api.dialects.response_store import ResponseStores
 from pippin.api.endpoints.app_state import AppState
@@ -211,8 +206,7 @@ NOT_STORED = ResponseStores(0, 0)  # thousands of lines would evict what live re
 def create_batches(state: AppState, routes_of: Callable[[AppState], list[Route]]) -> Batches:
     """Their replies are not timed: those times are of live requests."""
     config = state.config
-    num_lines = config.batch_running or 1
-    places = asyncio.Semaphore(num_lines)
+    places = asyncio.Semaphore(config.batch_running or 1)
     lines = AppState(
         state.models,
         config,
@@ -223,10 +217,10 @@ def create_batches(state: AppState, routes_of: Callable[[AppState], list[Route]]
         workers=state.workers,
     )
     app = Starlette(routes=routes_of(lines), exception_handlers=ERROR_HANDLERS)
-    runner = BatchRunner(
+    return Batches(
+        config,
         LineClient(app),
-        LineRules(state.limits.max_body_bytes, state.models.check_name),
-        num_lines,
-        BatchMetrics(state.metrics.registry),
+        state.limits.max_body_bytes,
+        state.models.get,
+        state.metrics.registry,
     )
-    return Batches(config, runner)
