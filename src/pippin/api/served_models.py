@@ -1,4 +1,4 @@
-"""The models of a server, and which one a request is for. Knows no route and no engine process.
+"""The models of a server, and which one a request is for.
 
 A request is read by its model's text and rules, waits until that model is loaded, and has a lease
 on its engine until its reply has been sent. A server of one model has it loaded all the time.
@@ -16,7 +16,6 @@ from pippin.api.model_info import ModelInfo, RequestRules, spread
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.engine_client import Engine, RequestEngine
 from pippin.errors import NotReady
-from pippin.messages import Ready
 from pippin.switching.model_engines import Lease, ModelEngines
 from pippin.text.bundle import TextBundle
 
@@ -72,19 +71,6 @@ class ServedModels:
                 self._by_name.setdefault(name, model)
         self._any = next((m for m in self._models if m.info.accepted_names is None), None)
 
-    @classmethod
-    def of_one(
-        cls,
-        engine: Engine,
-        text: TextBundle,
-        model: ModelInfo,
-        config: ServerConfig,
-        limits: LimitsConfig,
-    ) -> ServedModels:
-        """A model that is loaded all the time."""
-        served = ServedText(text, rules_of(model, text, config, limits))
-        return cls([FixedModel(engine, served)])
-
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
 
@@ -116,14 +102,14 @@ class ServedModels:
 
     def check_ready(self) -> None:
         """Raise NotReady if no model takes requests."""
-        errors: list[NotReady] = []
+        first: NotReady | None = None
         for model in self._models:
             try:
-                model.check_ready()
-                return
+                return model.check_ready()
             except NotReady as error:
-                errors.append(error)
-        raise errors[0]
+                first = first or error
+        assert first is not None, "there is a model"
+        raise first
 
 
 def rules_of(
@@ -142,10 +128,17 @@ def rules_of(
 class FixedModel:
     """A model that is loaded all the time."""
 
-    def __init__(self, engine: Engine, served: ServedText) -> None:
-        self._lease = ModelLease(engine, served)
+    def __init__(
+        self,
+        engine: Engine,
+        text: TextBundle,
+        info: ModelInfo,
+        config: ServerConfig,
+        limits: LimitsConfig,
+    ) -> None:
+        self._lease = ModelLease(engine, ServedText(text, rules_of(info, text, config, limits)))
         self.engine = engine
-        self.info = served.model
+        self.info = info
         self.residency = Residency()
 
     def check_ready(self) -> None:
@@ -186,9 +179,8 @@ class TextCache:
 
     def loaded(self, name: str) -> TextBundle | None:
         task = self._loading.get(name)
-        if task is None or not task.done() or task.cancelled() or task.exception():
-            return None
-        return task.result()
+        is_loaded = task is not None and task.done() and not task.cancelled()
+        return task.result() if task and is_loaded and not task.exception() else None
 
 
 class SwitchedModel:
@@ -248,9 +240,15 @@ class SwitchedModel:
     async def lease(self) -> ModelLease:
         lease = await self._engines.lease(self.info.name)
         try:
-            served = self._measured(await self.served_text(), lease.loaded.ready)
-            self._rules, self.info, self._is_measured = served.rules, served.model, True
-            return self._lease(lease, served)
+            served, ready = await self.served_text(), lease.loaded.ready
+            self.info = replace(
+                served.model,
+                max_len=ready.max_len,
+                vocab_size=ready.vocab_size,
+                takes_predictions=ready.takes_predictions,
+            )
+            self._rules, self._is_measured = replace(served.rules, model=self.info), True
+            return self._lease(lease, ServedText(served.text, self._rules))
         except BaseException:
             self._engines.release(lease)
             raise
@@ -258,22 +256,10 @@ class SwitchedModel:
     def keep_alive(self, seconds: float | None) -> None:
         self._engines.keep_alive(self.info.name, seconds)
 
-    def _measured(self, served: ServedText, ready: Ready) -> ServedText:
-        model = replace(
-            served.model,
-            max_len=ready.max_len,
-            vocab_size=ready.vocab_size,
-            takes_predictions=ready.takes_predictions,
-        )
-        return replace(served, rules=replace(served.rules, model=model))
-
     def _lease(self, lease: Lease, served: ServedText) -> ModelLease:
+        engine, place = lease.loaded.engine, lease.ticket.place
         return ModelLease(
-            lease.loaded.engine,
-            served,
-            lease.ticket.place,
-            lease.waited_s,
-            lambda: self._engines.release(lease),
+            engine, served, place, lease.waited_s, lambda: self._engines.release(lease)
         )
 
 

@@ -27,7 +27,7 @@ from pippin.api.http.access_control import warn_if_open
 from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
 from pippin.api.http.workers import return_freed_memory
 from pippin.api.model_info import ModelInfo
-from pippin.api.served_models import ServedModels
+from pippin.api.served_models import FixedModel, ServedModels
 from pippin.backends.nvidia import gpu_ids
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine.events.trace import TraceFile
@@ -300,7 +300,7 @@ async def load_app(config: Config, supervised: SupervisedEngine) -> Application:
     model = _model_info(config, ready)
     log_unserved(model.name, model.checkpoint)
     server = with_batch_running(config.server, ready.num_slots)
-    models = ServedModels.of_one(supervised.engine, text, model, server, config.limits)
+    models = ServedModels([FixedModel(supervised.engine, text, model, server, config.limits)])
     return Application(models, server, config.limits)
 
 

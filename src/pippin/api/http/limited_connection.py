@@ -66,15 +66,6 @@ class ChunkWriter:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-def with_chunk_writer(app: ASGIApp, connection: H11Protocol) -> ASGIApp:
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
-            scope["extensions"] = {EXTENSION: ChunkWriter(connection)}
-        await app(scope, receive, send)
-
-    return call
-
-
 # So many connections above the limit get a 429; those beyond are closed at once.
 NUM_REFUSED = 64
 SHARES = 8  # one of which the clients of one address may have, of connections without a head
@@ -194,7 +185,7 @@ class LimitedConnection(H11Protocol):
         super().__init__(*args, **kwargs)
         self.conn: ChunkLimits = ChunkLimits()
         self.flow: _Flow
-        self.app = with_chunk_writer(_with_chunks(self.app, self), self)
+        self.app = _with_chunks(self.app, self)
         self._limits = limits
         self._waiting = waiting
         self._turns = turns
@@ -444,11 +435,15 @@ class ChunkLimits(h11.Connection):
 
 
 def _with_chunks(app: ASGIApp, connection: LimitedConnection) -> ASGIApp:
+    """An app that may write chunks, and whose body's chunks are parsed once it asks for them."""
+
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def receive_body() -> Message:
             connection.ask_for_body()
             return await receive()
 
+        if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            scope["extensions"] = {EXTENSION: ChunkWriter(connection)}
         await app(scope, receive_body if connection.conn.is_held else receive, send)
 
     return call
