@@ -30,36 +30,36 @@ ABORT: FinishReason = "abort"  # the client disconnected, or its request timed o
 
 class ReplyTimes:
     def __init__(self, registry: CollectorRegistry) -> None:
-        histogram = partial(Histogram, registry=registry)
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, help, buckets=buckets, registry=registry)
+
         self.queue = histogram(
             "pippin_request_queue_time_seconds",
             "Seconds that a request waited in the engine's queue before its first chunk.",
-            buckets=WAIT_BUCKETS,
+            WAIT_BUCKETS,
         )
         self.first_token = histogram(
             "pippin_time_to_first_token_seconds",
             "Seconds from submitting a request to the engine to its first token.",
-            buckets=WAIT_BUCKETS,
+            WAIT_BUCKETS,
         )
         self.inter_token = histogram(
             "pippin_inter_token_latency_seconds",
             "Seconds between successive tokens of a request; tokens of one step count as one.",
-            buckets=GAP_BUCKETS,
+            GAP_BUCKETS,
         )
         self.whole = histogram(
             "pippin_e2e_request_latency_seconds",
             "Seconds from submitting a request to the engine to its end.",
-            buckets=WHOLE_BUCKETS,
+            WHOLE_BUCKETS,
         )
         self.prompt_tokens = histogram(
-            "pippin_request_prompt_tokens",
-            "Number of prompt tokens of a request.",
-            buckets=LENGTH_BUCKETS,
+            "pippin_request_prompt_tokens", "Number of prompt tokens of a request.", LENGTH_BUCKETS
         )
         self.generation_tokens = histogram(
             "pippin_request_generation_tokens",
             "Number of generated tokens of a request.",
-            buckets=LENGTH_BUCKETS,
+            LENGTH_BUCKETS,
         )
         counter = partial(Counter, labelnames=["finished_reason"], registry=registry)
         self.requests = counter(
