@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from pippin.api.batches.batch import Batch, BatchUsage, LineError, ReplyUsage
+from pippin.api.batches.batch import Batch, BatchUsage, LineError
 from pippin.api.batches.store import FileStore
 from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.requests.body import check_json_size
@@ -223,7 +223,7 @@ OUTPUT, ERRORS = "output", "errors"
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    usage: ReplyUsage | None = None  # an error has none
+    usage: dict[str, Any] | None = None  # an error has none
 
 
 class _Response(msgspec.Struct, frozen=True):

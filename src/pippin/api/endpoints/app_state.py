@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -118,18 +119,12 @@ class AppState:
         self, body: bytearray, work: Callable[[Any, ServedText], T]
     ) -> tuple[ServedModel, ServedText, T]:
         """By the model that a body names; what it is decoded to is not kept."""
-        if len(body) <= SMALL_BYTES:
-            fields = decode_body(body)
-            entry, served = await self._served(fields)
+        is_small = len(body) <= SMALL_BYTES
+        async with nullcontext() if is_small else self.workers.decoded(body):
+            fields = decode_body(body) if is_small else await self.workers.run(decode_body, body)
+            entry = self.models.of(fields)
+            served = self._within_limits(await entry.served_text())
             return entry, served, await self.workers.run(lambda _: work(fields, served), body)
-        async with self.workers.decoded(body):
-            fields = await self.workers.run(decode_body, body)
-            entry, served = await self._served(fields)
-            return entry, served, await self.workers.run(lambda _: work(fields, served), body)
-
-    async def _served(self, fields: Any) -> tuple[ServedModel, ServedText]:
-        entry = self.models.of(fields)
-        return entry, self._within_limits(await entry.served_text())
 
     async def _lease(
         self, request: Request, entry: ServedModel, timeout_s: float | None
