@@ -1,4 +1,4 @@
-"""The served model and the limits of requests, as clients know them. Knows no request."""
+"""The served model and the limits of requests, as clients know them."""
 
 from __future__ import annotations
 

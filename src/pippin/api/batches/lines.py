@@ -15,7 +15,7 @@ from pippin.api.batches.batch import Batch, BatchUsage, LineError
 from pippin.api.batches.store import FileStore
 from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.requests.body import check_json_size
-from pippin.errors import RETRY_AFTER_S, NotFound, RequestError, cut
+from pippin.errors import RETRY_AFTER_S, PippinError, RequestError, cut
 
 MAX_LINES = 50_000  # as OpenAI's
 MAX_CUSTOM_ID_CHARS = 256
@@ -35,11 +35,6 @@ class _Peek(msgspec.Struct, frozen=True):
     stream: Any = None
 
 
-class LineFault(Exception):
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        self.code, self.message, self.param = code, message, param
-
-
 def check_lines(
     path: Path, endpoint: str, most: int, check_model: Callable[[str], object]
 ) -> tuple[int, list[LineError]]:
@@ -53,20 +48,20 @@ def check_lines(
         try:
             if text is None:
                 message = f"the line is longer than {most:,} bytes (--max-body-bytes)"
-                raise LineFault("line_too_long", message)
+                raise RequestError(message, code="line_too_long")
             if not text.strip():
                 continue
             line = _checked(text, endpoint, check_model)
             if line.custom_id in known:
-                raise LineFault(
-                    "duplicate_custom_id",
+                raise RequestError(
                     f"the custom_id {cut(line.custom_id)!r} was used on an earlier line; each "
                     "line needs its own",
-                    "custom_id",
+                    code="duplicate_custom_id",
+                    param="custom_id",
                 )
             known.add(line.custom_id)
-        except LineFault as fault:
-            errors.append(LineError(fault.code, fault.message, number, fault.param))
+        except PippinError as error:
+            errors.append(LineError(error.code, error.message, number, error.param))
             if len(errors) == MAX_ERRORS:
                 break
     if not known and not errors:
@@ -122,11 +117,13 @@ def _checked(text: bytes, endpoint: str, check_model: Callable[[str], object]) -
         line = msgspec.json.decode(text, type=InputLine)
         body = msgspec.json.decode(line.body, type=_Peek)
     except msgspec.ValidationError as error:
-        raise LineFault("invalid_request", f"the line is not a request: {error}") from error
+        message = f"the line is not a request: {error}"
+        raise RequestError(message, code="invalid_request") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LineFault("invalid_json_line", f"the line is not valid JSON: {error}") from error
+        message = f"the line is not valid JSON: {error}"
+        raise RequestError(message, code="invalid_json_line") from error
     except RequestError as error:
-        raise LineFault("invalid_json_line", error.message) from error
+        raise RequestError(error.message, code="invalid_json_line") from error
     num_chars = len(line.custom_id)
     for is_wrong, param, message in (
         (
@@ -153,11 +150,8 @@ def _checked(text: bytes, endpoint: str, check_model: Callable[[str], object]) -
     ):
         if is_wrong:
             code = "url_mismatch" if param == "url" else "invalid_request"
-            raise LineFault(code, message, param)
-    try:
-        check_model(body.model)
-    except NotFound as error:
-        raise LineFault("model_not_found", error.message, "model") from error
+            raise RequestError(message, code=code, param=param)
+    check_model(body.model)
     return line
 
 

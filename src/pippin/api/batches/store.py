@@ -74,7 +74,7 @@ class Database:
                 self._db.executescript(SCHEMA)
             except sqlite3.OperationalError as error:
                 self._db.close()
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:  # or a kind of it
                     raise
                 raise NotReady(
                     "another server uses the directory of files and batches: start this one with "

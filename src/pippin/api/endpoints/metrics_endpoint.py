@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import reduce
 from time import monotonic, process_time
 from typing import Any
@@ -146,9 +147,21 @@ pippin_handover_sent_bytes = pushes.sent_bytes
 """
 
 
+MODEL_GAUGES = """\
+pippin_model_requests_waiting = model.num_waiting
+    Number of requests that wait for a model to be loaded.
+pippin_model_requests_open = model.num_open
+    Number of requests that use a loaded model: it is not unloaded before they end.
+"""
+MODEL_COUNTERS = """\
+pippin_model_loads = model.num_loads
+    Number of times that a model was loaded.
+"""
+
+
 def _families(table: str, counters: dict[str, Any]) -> Iterator[Metric]:
     lines = table.splitlines()
-    kind = GaugeMetricFamily if table is GAUGES else CounterMetricFamily
+    kind = CounterMetricFamily if table in (COUNTERS, MODEL_COUNTERS) else GaugeMetricFamily
     for row, help in zip(lines[::2], lines[1::2], strict=True):
         name, path = row.split(" = ")
         labels, values = _samples(path, counters)
@@ -168,10 +181,10 @@ def _families(table: str, counters: dict[str, Any]) -> Iterator[Metric]:
 
 def _samples(path: str, counters: dict[str, Any]) -> tuple[list[str], dict[tuple[str, ...], Any]]:
     """Labels, and values by theirs; none without a prefix cache, a lower tier or a drafter."""
-    each = {"tier": [tier for tier in TIERS if counters.get(tier) is not None]}
-    each["drafter"] = list(counters["metrics"]["drafters"])
-    for label, names in each.items():
+    for label in ("tier", "drafter"):
         if f"{{{label}}}" in path:
+            tiers = (tier for tier in TIERS if counters.get(tier) is not None)
+            names = tiers if label == "tier" else counters["metrics"]["drafters"]
             return [label], {(n,): _value(path.format(**{label: n}), counters) for n in names}
     if counters.get(path.partition(".")[0]) is None:
         return [], {}
@@ -237,7 +250,9 @@ class ModelMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._registry.collect()
         if self._model.info.on_demand:
-            yield from self._residency()
+            found = {"model": asdict(self._model.residency)}
+            yield from _families(MODEL_GAUGES, found)
+            yield from _families(MODEL_COUNTERS, found)
         engine = self._model.engine
         up = engine is not None and engine.healthy
         yield GaugeMetricFamily(
@@ -266,24 +281,6 @@ class ModelMetrics(Collector):
                 for number, counters in enumerate(replicas)
                 if counters is not None
             ),
-        )
-
-    def _residency(self) -> Iterator[Metric]:
-        found = self._model.residency
-        yield GaugeMetricFamily(
-            "pippin_model_requests_waiting",
-            "Number of requests that wait for a model to be loaded.",
-            value=found.num_waiting,
-        )
-        yield GaugeMetricFamily(
-            "pippin_model_requests_open",
-            "Number of requests that use a loaded model: it is not unloaded before they end.",
-            value=found.num_open or 0,
-        )
-        yield CounterMetricFamily(
-            "pippin_model_loads",
-            "Number of times that a model was loaded.",
-            value=found.num_loads,
         )
 
 

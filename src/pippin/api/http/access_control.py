@@ -162,7 +162,8 @@ class AccessControl:
         self._is_local = is_local
         self._hosts = {"localhost", "*.internal", config.host.lower()}
         self._hosts |= set(map(str.lower, config.allowed_host))
-        if is_wildcard(config.host):
+        bound = _address(config.host)
+        if config.host == "" or (bound is not None and bound.is_unspecified):
             own = socket.gethostname().lower()
             self._hosts |= {own, f"{own}.local"}
         self._allows_all = ANY in config.cors_origin
@@ -216,7 +217,7 @@ class AccessControl:
         if given is None:  # no browser leaves it out, and HTTP/1.1 does not allow to
             return
         host = host_of(given)
-        known = is_address(host) or any(_matches(host, name) for name in self._hosts)
+        known = _address(host) is not None or any(_matches(host, name) for name in self._hosts)
         if not known and not (self._keys and self._keys.owner(key_in(headers)) is not None):
             raise PippinError(
                 f"the Host {given[:100]!r} is not a name of this server; "
@@ -281,16 +282,15 @@ def host_of(given: str) -> str:
         return ""
 
 
-def is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
-def is_wildcard(host: str) -> bool:
-    return host == "" or (is_address(host) and ipaddress.ip_address(host).is_unspecified)
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or ((found := _address(host)) is not None and found.is_loopback)
 
 
 def shows_prompts(config: ServerConfig) -> bool:
@@ -321,10 +321,6 @@ def _is_local(scope: Scope) -> bool:
     """Whether the client is on this machine; through a proxy on it, all clients are."""
     host: str = (scope.get("client") or ("",))[0]
     return is_loopback(host.removeprefix("::ffff:"))  # of IPv4 at an IPv6 socket
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _leads_to_the_page(scope: Scope, headers: Headers) -> bool:
