@@ -60,10 +60,12 @@ class ChunkWriter:
     async def drained(self) -> None:
         await self._flow.drain()
 
-    def write(self, body: bytes) -> None:
-        """Nothing, once the client has disconnected. An empty chunk would end the body."""
+    def write(self, body: bytes) -> bool:
+        """Whether the client is behind now. Nothing, once it has disconnected: an empty chunk would
+        end the body."""
         if body and not self._cycle.disconnected:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._flow.write_paused and not self._cycle.disconnected
 
 
 # So many connections above the limit get a 429; those beyond are closed at once.

@@ -112,10 +112,9 @@ class StreamResponse(Response):
                 if self._writer is None or not self._head_sent:
                     await self._send(event)
                     continue
-                if self._writer.is_paused:
-                    await self._writer.drained()
                 self._sent_at = monotonic()
-                self._writer.write(event)
+                if self._writer.write(event):
+                    await self._writer.drained()
 
     def _start_soon(self) -> None:
         """Headers, if there is nothing else to send yet."""
