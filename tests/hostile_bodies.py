@@ -92,7 +92,6 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "/api/embed": [{"input": "Once"}, {"input": ["Once", "upon"], "options": {"num_ctx": 1}}],
     "/api/embeddings": [{"prompt": "Once"}],
     "/api/show": [{"verbose": True}],
-    "/api/copy": [{"destination": "stories"}],
     "/api/pull": [{"stream": False}],
     "/tokenize": [{"prompt": "Once"}, {"prompt": ["a", "b"]}, {"messages": [USER]}],
     "/detokenize": [{"tokens": [1, 2]}, {"tokens": [[1], [2]]}],

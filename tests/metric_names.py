@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 DOCS = Path(__file__).parent.parent / "docs" / "operations"
-CURRENT, DEPRECATED = (DOCS / "metrics.md").read_text(encoding="utf-8").split("## Deprecated names")
+CURRENT = (DOCS / "metrics.md").read_text(encoding="utf-8")
 
 
 def families(text: str) -> dict[str, Metric]:
@@ -23,34 +23,15 @@ def families(text: str) -> dict[str, Metric]:
     }
 
 
-def deprecated(exported: dict[str, Metric]) -> dict[str, str]:
-    """The new name by the old one, as HELP has it."""
-    found = {n: re.match(r"Deprecated: use (\w+)\.", f.documentation) for n, f in exported.items()}
-    return {name: match[1] for name, match in found.items() if match}
-
-
 def documented() -> set[str]:
-    return {name for cell, _ in _rows(CURRENT) for name in _names(cell)}
-
-
-def documented_as_deprecated() -> dict[str, str]:
-    """The new name by the old one."""
-    return {old: _names(new)[0] for cell, new in _rows(DEPRECATED) for old in _names(cell)}
+    cells = re.findall(r"^\| (`pippin_.*?) \|", CURRENT, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(pippin_\w+)", cell)}
 
 
 def documented_status_fields() -> set[str]:
     chapter = CURRENT.split("## Fields of `/status`")[1]
     cells = re.findall(r"^\| (`.*?) \|", chapter, re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
-
-
-def _rows(text: str) -> list[tuple[str, str]]:
-    """The first two cells of the rows that begin with a metric."""
-    return re.findall(r"^\| (`pippin_.*?) \| (.*?) ?\|", text, re.MULTILINE)
-
-
-def _names(cell: str) -> list[str]:
-    return re.findall(r"`(pippin_\w+)", cell)
 
 
 def dashboard() -> dict[str, Any]:

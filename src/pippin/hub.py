@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from pippin.amounts import show_bytes
-from pippin.errors import DownloadFailed, LoadError, NotFound
+from pippin.errors import LoadError, NotFound, PippinError
 from pippin.startup.server_file import RunningServer, running_servers
 
 if TYPE_CHECKING:
@@ -197,10 +197,12 @@ async def pull_progress(name: str, revision: str | None) -> AsyncGenerator[dict[
         async for line in process.stdout:
             progress = msgspec.json.decode(line)
             if "error" in progress:
-                raise DownloadFailed(progress["error"])
+                raise PippinError(progress["error"], code="download_failed")
             yield progress
         if status := await process.wait():
-            raise DownloadFailed(f"the download of {name!r} failed: exit status {status}")
+            raise PippinError(
+                f"the download of {name!r} failed: exit status {status}", code="download_failed"
+            )
     finally:
         await _stop(process)
 

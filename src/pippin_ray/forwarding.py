@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pippin.api.app import Application
 from pippin.api.http.access_control import key_in, known_keys, network_of, separates_owners
-from pippin.api.http.http_errors import error_response
+from pippin.api.http.http_errors import ErrorResponse
 from pippin.api.http.read_body import BodyBudget, decode_body, read_bytes
 from pippin.api.http.request_log import RequestLog
 from pippin.api.http.workers import Workers
@@ -82,7 +82,7 @@ class Ingress:
         try:
             body, prompt = await self._read(request)
         except PippinError as error:
-            await RequestLog(error_response(error))(scope, receive, send)
+            await RequestLog(ErrorResponse(error))(scope, receive, send)
             return
         except ClientDisconnect:
             return

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from pippin.api.endpoints import server_info
 from pippin.api.fields.table import Unused
+from pippin.api.routes import ENDPOINTS
+
+TABLES = {row.path: row.body for row in ENDPOINTS if row.body is not None}
 
 
 def repeated_fields(path: str) -> set[str]:
     """Those that a body before this one has: one object checks them, and nothing reads them."""
-    table = server_info.BODIES[path]
-    before = takewhile(lambda other: other is not table, server_info.BODIES.values())
+    table = TABLES[path]
+    before = takewhile(lambda other: other is not table, TABLES.values())
     known = {(name, id(kind)) for other in before for name, kind in other.fields.items()}
     return {
         name

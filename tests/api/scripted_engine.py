@@ -17,10 +17,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.app import Application, create_app, create_waiting_app
+from pippin.api.app import Application, create_waiting_app
 from pippin.api.http.limited_connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
-from pippin.api.served_models import FixedModel, ServedModels, ServedText, rules_of
+from pippin.api.served_models import FixedModel, ServedModels
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.engine_client import WatchEvent
 from pippin.errors import NotReady
@@ -224,8 +224,8 @@ def build_app(
 ) -> Application:
     """An app of one model."""
     config, limits = config or ServerConfig(), limits or LimitsConfig()
-    models = ServedModels.of_one(engine, text, model, config, limits)
-    return create_app(models, config, limits)
+    models = ServedModels([FixedModel(engine, text, model, config, limits)])
+    return Application(models, config, limits)
 
 
 @contextmanager
@@ -254,8 +254,8 @@ def serving_each(**engines: ScriptedEngine) -> Iterator[str]:
     for name, engine in engines.items():
         others = tuple(other for other in engines if other != name)
         info = replace(MODEL, name=name, aliases=(f"{name}-alias",), other_names=others)
-        models.append(FixedModel(engine, ServedText(TEXT, rules_of(info, TEXT, config, limits))))
-    board.app = create_app(ServedModels(models), config, limits)
+        models.append(FixedModel(engine, TEXT, info, config, limits))
+    board.app = Application(ServedModels(models), config, limits)
     try:
         yield board.url
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from scripted_engine import TEXT, Script, ScriptedEngine, say
 
-from pippin.api.app import create_app
+from pippin.api.app import Application
 from pippin.api.model_info import ModelInfo
 from pippin.api.served_models import ServedModels, SwitchedModel, TextCache
 from pippin.config import LimitsConfig, ServerConfig
@@ -149,7 +149,7 @@ async def serving_several(
         )
         for name in names
     ]
-    app = create_app(ServedModels(models), config, limits)
+    app = Application(ServedModels(models), config, limits)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         world = World(client, engines, now, hosts)

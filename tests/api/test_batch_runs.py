@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
+import sqlite3
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from prometheus_client import CollectorRegistry
 from scripted_engine import MODEL, ScriptedEngine, asking, hang, say, serving
 from starlette.applications import Starlette
-from test_batches import HELLO, client_of, finished, line, results, send, start
+from test_batches import HELLO, change, client_of, finished, line, results, send, start
 
 from builders import make_loop
 from pippin.api.batches.batch import Batch
-from pippin.api.batches.lines import ERRORS, OUTPUT, LineClient, LineRules, Results
+from pippin.api.batches.lines import ERRORS, OUTPUT, LineClient, Results
 from pippin.api.batches.routes import LOWEST_PRIORITY
-from pippin.api.batches.runner import BatchMetrics, BatchOwner, BatchRunner
-from pippin.api.batches.store import BatchStore, FileStore
+from pippin.api.batches.runner import Batches
+from pippin.api.batches.store import BatchStore, Database, FileStore, storage_errors
 from pippin.backends.fake import FakeBackend
 from pippin.config import ServerConfig
 from pippin.messages import Submit, TokenDelta
@@ -127,66 +128,56 @@ def test_a_batch_goes_on_after_a_restart_with_what_has_no_result(tmp_path: Path)
     assert done.usage.total_tokens == sum(usage["total_tokens"] for usage in usages)
 
 
-def test_a_crash_at_any_byte_of_the_results_loses_one_line_at_most(tmp_path: Path) -> None:
-    batch = Batch("batch_1", "", "", "24h", "", 0, total=3)
+def stores(directory: Path, max_bytes: int = 10_000) -> tuple[Database, FileStore]:
+    database = Database(directory)
+    return database, FileStore(database, "", max_bytes=max_bytes, max_file_bytes=max_bytes)
 
-    def files() -> FileStore:
-        return FileStore(tmp_path, max_bytes=10_000, max_file_bytes=10_000)
+
+def test_results_are_those_that_were_stored_and_none_twice(tmp_path: Path) -> None:
+    batch = Batch("batch_1", "", "", "24h", "", 0, total=3)
 
     def row(id: str) -> dict[str, Any]:
         return {"custom_id": id, "text": 'é\n"{'}
 
-    def fill(results: Results) -> None:
-        for id in "abc":
-            results.append(OUTPUT, id, row(id))
+    for ids in ("ab", "abc"):  # the second server finds what the first one stored
+        database, files = stores(tmp_path)
+        results = Results(batch, files)
+        for id in ids:
+            assert results.append(OUTPUT, id, row(id)) == (ids == "ab" or id == "c")
         results.append(ERRORS, "d", row("d"))
         results.close()
-
-    fill(Results(batch, files()))
-    path = files().path(batch.results_id(OUTPUT))
-    whole = path.read_bytes()
-    assert len(whole.splitlines()) == 3
-    for end in range(len(whole) + 1):
-        path.write_bytes(whole[:end])
-        store = files()
-        results = Results(batch, store)
-        assert results.counts[OUTPUT] == whole[:end].count(b"\n")
-        assert store.nbytes == sum(p.stat().st_size for p in tmp_path.glob("*.jsonl"))
-        fill(results)
-        assert path.read_bytes() == whole
-        assert results.counts == {OUTPUT: 3, ERRORS: 1}
-
-
-def test_a_damaged_record_does_not_keep_the_others_from_being_read(tmp_path: Path) -> None:
-    with client_of(tmp_path) as (client, _):
-        good = finished(client, start(client, line("a")))
-    for name in ("batch_0.json", "file-0.json"):
-        (tmp_path / "all" / name).write_bytes(b'{"id":')
-    with client_of(tmp_path) as (client, _):
-        assert [batch.id for batch in client.batches.list()] == [good.id]
-        assert len(list(client.files.list())) == 2
+        assert not results.append(OUTPUT, "e", row("e")), "it is closed"
+        assert results.counts == {OUTPUT: len(ids), ERRORS: 1}
+        database.close()
+    database, files = stores(tmp_path)
+    for kind, stored in ((OUTPUT, "abc"), (ERRORS, "d")):
+        lines = b"".join(chain.from_iterable(files.results(batch.results_id(kind)))).splitlines()
+        assert [json.loads(line) for line in lines] == [row(id) for id in stored]
+    assert files.nbytes == 4 * (len(msgspec.json.encode(row("a"))) + len("\n"))
+    database.close()
 
 
 def test_a_batch_that_was_being_cancelled_is_cancelled_after_a_restart(tmp_path: Path) -> None:
     with client_of(tmp_path, hang()) as (client, engine):
         batch = start(client, line("a"))
         wait_until(lambda: len(engine.submits) == 1)
-    change(tmp_path, batch.id, status="cancelling")
+    set_field(tmp_path, batch.id, status="cancelling")
     with client_of(tmp_path) as (client, engine):
         assert finished(client, batch).status == "cancelled"
     assert not engine.submits
 
 
-def change(directory: Path, id: str, **fields: Any) -> None:
-    (record,) = directory.rglob(f"{id}.json")
-    record.write_text(json.dumps({**json.loads(record.read_text()), **fields}))
+def set_field(directory: Path, id: str, **fields: Any) -> None:
+    for name, value in fields.items():
+        sql = "UPDATE batches SET batch = CAST(json_set(batch, ?, ?) AS BLOB) WHERE id = ?"
+        change(directory, sql, f"$.{name}", value, id)
 
 
 def test_a_batch_expires_with_its_window_and_says_so_for_each_line(tmp_path: Path) -> None:
     with client_of(tmp_path, say("Hello."), hang(), batch_running=1) as (client, engine):
         batch = start(client, *(line(f"r{i}") for i in range(5)))
         wait_until(lambda: len(engine.submits) == 2)
-    change(tmp_path, batch.id, created_at=batch.created_at - 86_401)
+    set_field(tmp_path, batch.id, created_at=batch.created_at - 86_401)
     with client_of(tmp_path) as (client, engine):
         done = finished(client, batch)
         late = results(client, done.error_file_id)
@@ -231,57 +222,40 @@ def test_a_batch_without_its_file_fails_and_keeps_its_results(tmp_path: Path) ->
 def test_a_full_disk_fails_the_batch_and_not_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(file: Any, text: bytes) -> None:
-        if file.tell():
-            file.write(text[:10])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        file.write(text)
+    def append(self: FileStore, id: str, line: bytes) -> None:
+        if json.loads(line)["custom_id"] == "a":
+            whole(self, id, line)
+            return
+        database = self._database
+        database.rows("PRAGMA max_page_count = 1")  # it gets no larger
+        try:
+            whole(self, id, line + bytes(100_000))
+        finally:
+            database.rows("PRAGMA max_page_count = 1000000")
 
+    whole = FileStore.append
     with client_of(tmp_path, batch_running=1) as (client, _):
         with monkeypatch.context() as patched:
-            patched.setattr("pippin.api.batches.lines._write_all", full)
+            patched.setattr(FileStore, "append", append)
             done = finished(client, start(client, line("a"), line("b")))
         assert done.status == "failed"
-        assert "No space left on device" in done.errors.data[0].message
+        assert "disk is full" in done.errors.data[0].message
         assert results(client, done.output_file_id).keys() == {"a"}
+        assert client.files.retrieve(done.output_file_id).bytes < 2_000
         assert finished(client, start(client, line("a"))).status == "completed"
-
-
-def test_a_line_that_could_not_be_written_leaves_none_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(file: Any, text: bytes) -> None:
-        file.write(text[:-1])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    batch = Batch("batch_1", "", "", "24h", "", 0)
-    store = FileStore(tmp_path, max_bytes=10_000, max_file_bytes=10_000)
-    results = Results(batch, store)
-    results.append(OUTPUT, "a", {"custom_id": "a"})
-    with monkeypatch.context() as patched:
-        patched.setattr("pippin.api.batches.lines._write_all", full)
-        with pytest.raises(OSError, match="No space left"):
-            results.append(OUTPUT, "b", {"custom_id": "b", "text": "long"})
-    results.append(OUTPUT, "c", {"custom_id": "c"})
-    results.close()
-    content = store.path(batch.results_id(OUTPUT)).read_bytes()
-    assert content == b'{"custom_id":"a"}\n{"custom_id":"c"}\n'
-    assert store.nbytes == len(content)
 
 
 def test_a_batch_can_be_cancelled_before_its_first_step(tmp_path: Path) -> None:
     async def cancelled() -> Batch:
-        files = FileStore(tmp_path, max_bytes=1, max_file_bytes=1)
-        owner = BatchOwner({}, files, BatchStore(tmp_path))
-        metrics = BatchMetrics(CollectorRegistry())
-        rules = LineRules(1, check_model=MODEL.check_name)
-        runner = BatchRunner(LineClient(Starlette()), rules, 1, metrics)
+        config = ServerConfig(batch_dir=str(tmp_path))
+        batches = Batches(config, LineClient(Starlette()), 1, MODEL.check_name, CollectorRegistry())
+        owner = batches.of(b"")
         batch = Batch("batch_1", "", "file-1", "24h", "", int(time.time()))
-        runner.start(owner, batch)
-        runner.cancel(batch)
+        await batches.create(owner, batch)
+        await batches.cancel(owner, batch)
         while not batch.is_finished:
             await asyncio.sleep(0.001)
-        await runner.close()
+        await batches.close()
         return batch
 
     assert asyncio.run(cancelled()).status == "cancelled"
@@ -301,12 +275,13 @@ def test_a_full_disk_while_a_batch_is_created_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with storage_errors():
+            raise sqlite3.OperationalError("database or disk is full")
 
     with client_of(tmp_path) as (client, _):
         file = send(client, line("a"))
-        monkeypatch.setattr("pippin.api.batches.store.write_whole", full)
-        with pytest.raises(openai.InternalServerError, match="No space left"):
+        monkeypatch.setattr(BatchStore, "save", full)
+        with pytest.raises(openai.InternalServerError, match="disk is full"):
             client.batches.create(
                 input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
             )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def client_of(
         openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client,
     ):
         yield client, engine
+
+
+def change(directory: Path, statement: str, *values: Any) -> None:
+    """While no server uses the directory."""
+    with closing(sqlite3.connect(directory / "batches.sqlite3")) as database:
+        assert database.execute(statement, values).rowcount == 1
+        database.commit()
 
 
 def send(client: openai.OpenAI, *lines: str) -> Any:

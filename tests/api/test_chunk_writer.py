@@ -1,8 +1,7 @@
-"""Streams over raw sockets: their chunks, HTTP/1.0, readers that are behind, and heartbeats."""
+"""Streams over raw sockets: their chunks, HTTP/1.0, and readers that are behind."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 from scripted_engine import TOKENIZER, ScriptedEngine, say, say_tokens, serving_alone
 
-from pippin.api.http import sending
-from pippin.api.http.sending import Heartbeats
 from pippin.config import LimitsConfig
 from processes import PATIENCE_SECONDS
 
@@ -108,38 +105,3 @@ def test_a_reader_that_is_behind_gets_everything_in_the_end() -> None:
     ]
     assert len(scored) == num_tokens
     assert body.endswith(b"data: [DONE]\n\n")
-
-
-class Stream:
-    def __init__(self, sent_at: float) -> None:
-        self.sent_at = sent_at
-        self.num_beats = 0
-
-    def beat(self) -> None:
-        self.num_beats += 1
-
-
-def test_one_timer_is_there_for_all_streams_while_there_are_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sending, "HEARTBEAT_SECONDS", 100.0)
-    now = 1000.0
-    monkeypatch.setattr(sending, "monotonic", lambda: now)
-
-    async def scenario() -> None:
-        beats = Heartbeats.of_this_loop()
-        assert beats is Heartbeats.of_this_loop()
-        quiet, busy = Stream(now - 100), Stream(now - 99)
-        for stream in (quiet, busy):
-            beats.add(stream)
-        timer = beats._timer
-        assert timer is not None
-        beats._tick()
-        assert (quiet.num_beats, busy.num_beats) == (1, 0)
-        beats.remove(quiet)
-        assert beats._timer is not None
-        beats.remove(busy)
-        assert beats._timer is None
-        timer.cancel()
-
-    asyncio.run(scenario())

@@ -12,9 +12,8 @@ import pytest
 from scripted_engine import MODEL, ScriptedEngine, asking, hang, say, serving
 
 from cases import cases
-from pippin.api.http.http_errors import ModelNotFound
 from pippin.config import ServerConfig
-from pippin.errors import EngineDead, PippinError
+from pippin.errors import EngineDead, ModelNotFound, PippinError
 from processes import wait_until
 
 JSON = {"content-type": "application/json"}

@@ -1,4 +1,4 @@
-"""The documents, the dashboard and a server agree on metrics and fields; old names work."""
+"""The documents, the dashboard and a server agree on metrics and fields."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from builders import Client, make_loop
 from memory_store import MemoryStore
 from metric_names import (
     dashboard,
-    deprecated,
     documented,
-    documented_as_deprecated,
     documented_status_fields,
     families,
     names_in_dashboard,
@@ -71,26 +69,11 @@ def test_the_documented_fields_of_status_are_those_it_has() -> None:
 
 
 def test_the_documented_metrics_are_the_exported_ones(exported: dict[str, Metric]) -> None:
-    assert documented() == exported.keys() - deprecated(exported).keys()
-
-
-def test_the_documented_old_names_are_exported_and_name_the_new_ones(
-    exported: dict[str, Metric],
-) -> None:
-    assert documented_as_deprecated() == deprecated(exported)
-    assert set(deprecated(exported).values()) <= documented()
-
-
-def test_an_old_name_has_the_values_of_the_new_one(exported: dict[str, Metric]) -> None:
-    for old, new in deprecated(exported).items():
-        tier = "host" if old.startswith("pippin_host_") else "disk"
-        samples = [s for s in exported[new].samples if s.labels.get("tier", tier) == tier]
-        assert [s.value for s in exported[old].samples] == [s.value for s in samples], old
+    assert documented() == exported.keys()
 
 
 def test_every_metric_of_the_dashboard_is_exported(exported: dict[str, Metric]) -> None:
-    lasting = exported.keys() - deprecated(exported).keys()
-    samples = {sample.name for name in lasting for sample in exported[name].samples}
+    samples = {sample.name for family in exported.values() for sample in family.samples}
     assert names_in_dashboard() <= samples
 
 
@@ -113,8 +96,7 @@ def test_every_help_line_can_be_read_alone(exported: dict[str, Metric]) -> None:
         assert re.fullmatch(r"[A-Z1].*\.", text), text
         assert len(text.split()) >= 4, text
         assert not NOT_ALONE.match(text), text
-    current = [text for text in texts if not text.startswith("Deprecated")]
-    assert len(set(current)) == len(current)
+    assert len(set(texts)) == len(texts)
 
 
 def test_names_end_in_their_unit(exported: dict[str, Metric]) -> None:

@@ -289,14 +289,6 @@ def test_models_are_listed_shown_and_loaded() -> None:
         assert client.show("qwen").capabilities == ["completion", "tools", "insert", "thinking"]
 
 
-def test_a_copy_is_a_name_that_the_model_has() -> None:
-    with client_of(ScriptedEngine()) as client:
-        assert client.copy("stories", "gpt-4o:latest").status == "success"
-        with pytest.raises(ollama.ResponseError, match=r"new name.*use --alias") as info:
-            client.copy("stories:latest", "mine")
-    assert info.value.status_code == 400
-
-
 def test_another_model_is_a_404_in_ollamas_words() -> None:
     with client_of(ScriptedEngine(say("Hi."))) as client:
         for ask in (
@@ -304,7 +296,6 @@ def test_another_model_is_a_404_in_ollamas_words() -> None:
             lambda: list(client.generate("llama3", "Hi.", stream=True)),
             lambda: client.embed("llama3", "Hi."),
             lambda: client.show("llama3"),
-            lambda: client.copy("llama3", "mine"),
         ):
             with pytest.raises(ollama.ResponseError, match="model 'llama3' not found") as info:
                 ask()

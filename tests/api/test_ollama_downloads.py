@@ -18,8 +18,8 @@ from scripted_engine import ScriptedEngine, answer_anything, serving
 from cases import cases
 from fake_hub import COMMIT, CONFIG, FILES, MODEL, FakeHub, fake_hub
 from pippin.api.http.access_control import check_downloads
-from pippin.api.http.http_errors import Forbidden
 from pippin.config import ServerConfig
+from pippin.errors import PippinError
 from pippin.hub import download
 from pippin.startup.server_file import announced
 from processes import environment, wait_until
@@ -164,7 +164,7 @@ def test_who_may_fill_the_disk(
     if is_allowed:
         check_downloads(config, scope)
     else:
-        with pytest.raises(Forbidden):
+        with pytest.raises(PippinError):
             check_downloads(config, scope)
 
 

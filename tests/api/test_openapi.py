@@ -10,34 +10,34 @@ from typing import Any
 
 import httpx
 import jsonschema
-import msgspec
 import pytest
 from repeated_fields import repeated_fields
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, build_app, serving
 
 from cases import cases
-from pippin.api.batches.store import FileRecord
-from pippin.api.endpoints import server_info
+from pippin.api.batches.store import Database, FileStore
 from pippin.api.model_info import RequestRules
+from pippin.api.routes import ENDPOINTS
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.text.fill_in_middle import FillInMiddle
 
 USER = {"role": "user", "content": "a"}
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
-BODIES = {path: table.schema(RULES) for path, table in server_info.BODIES.items()}
+TABLES = {row.path: row.body for row in ENDPOINTS if row.body is not None}
+BODIES = {path: table.schema(RULES) for path, table in TABLES.items()}
 DOCUMENTS = {path: jsonschema.Draft202012Validator(schema) for path, schema in BODIES.items()}
 # Some bodies have the same fields, and one code that reads them: one of their paths will do.
-FIELDS_PATHS = {id(t.fields): path for path, t in reversed(server_info.BODIES.items())}.values()
+FIELDS_PATHS = {id(t.fields): path for path, t in reversed(TABLES.items())}.values()
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> ServerConfig:
     """Of a server that has the file of `REAL`."""
-    folder = tmp_path / "all"
-    folder.mkdir()
-    record = FileRecord("file-1", "a", "batch", created_at=1, nbytes=1)
-    (folder / "file-1.json").write_bytes(msgspec.json.encode(record))
-    (folder / "file-1.jsonl").write_bytes(b"a")
+    database = Database(tmp_path)
+    files = FileStore(database, "", max_bytes=1, max_file_bytes=1)
+    files.add("file-1", "a", "batch", None, nbytes=1)
+    files.path("file-1").write_bytes(b"a")
+    database.close()
     return ServerConfig(batch_dir=str(tmp_path))
 
 
@@ -53,9 +53,11 @@ def test_every_route_is_described() -> None:
     assert list(paths["/events"]["get"]["responses"]["200"]["content"]) == ["text/event-stream"]
     assert paths["/events/node/{id}"]["get"]["parameters"][0]["schema"]["type"] == "integer"
     assert paths["/v1/responses/{id}"].keys() == {"get", "delete"}
-    for path, query in server_info.QUERIES.items():
-        parameters = paths[path]["get"]["parameters"]
-        assert [p["name"] for p in parameters if p["in"] == "query"] == list(query.fields)
+    for row in ENDPOINTS:
+        if row.query is not None:
+            found = paths[row.path][row.method.lower()].get("parameters", [])
+            names = [parameter["name"] for parameter in found if parameter["in"] == "query"]
+            assert names == list(row.query.fields)
     form = paths["/v1/files"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
     assert form["required"] == ["purpose", "file"]
     for path, schema in BODIES.items():
@@ -96,7 +98,6 @@ REAL: dict[str, dict[str, Any]] = {
     "/api/embed": {"model": "stories:latest", "input": ["a", "b"]},
     "/api/embeddings": {"model": "stories", "prompt": "a"},
     "/api/show": {"model": "stories"},
-    "/api/copy": {"source": "stories", "destination": "stories"},
     "/api/pull": {"model": "stories:latest", "stream": False, "insecure": True},
     "/v1/batches": {
         "input_file_id": "file-1",

@@ -14,13 +14,15 @@ from hypothesis import HealthCheck, settings
 from repeated_fields import repeated_fields
 from scripted_engine import ScriptedEngine, answer_anything, build_app
 
-from pippin.api.endpoints import server_info
+from pippin.api.routes import ENDPOINTS
 from pippin.config import ServerConfig
 
 pytestmark = pytest.mark.slow
 
 # Some bodies have several names of a path, and one endpoint: one of them will do.
-BODY_PATHS = {id(table): path for path, table in server_info.BODIES.items()}.values()
+TABLES = {row.path: row.body for row in ENDPOINTS if row.body is not None}
+BODY_PATHS = {id(table): path for path, table in TABLES.items()}.values()
+QUERY_PATHS = [row.path for row in ENDPOINTS if row.method == "GET" and row.query]
 # These read what /v1/responses and /v1/messages read, where every field is tried with every kind of
 # value: random bodies will do.
 COUNTS = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
@@ -34,7 +36,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Any:
     any_host = ServerConfig(allowed_host=("*",), batch_dir=files)
     app = build_app(ScriptedEngine(answer_anything), any_host)
     document = schemathesis.openapi.from_asgi("/openapi.json", app)
-    for path in server_info.BODIES:
+    for path in TABLES:
         body = document.raw_schema["paths"][path]["post"]["requestBody"]["content"]
         for name in repeated_fields(path):
             del body["application/json"]["schema"]["properties"][name]
@@ -67,7 +69,7 @@ def client(app: Any) -> Any:
     return session
 
 
-@pytest.mark.parametrize("path", dict.fromkeys([*BODY_PATHS, *server_info.QUERIES]))
+@pytest.mark.parametrize("path", dict.fromkeys([*BODY_PATHS, *QUERY_PATHS]))
 def test_what_the_document_forbids_is_refused_and_nothing_is_a_500(
     path: str, document: Any
 ) -> None:

@@ -15,11 +15,16 @@ from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
 from pippin.api.fields.openai import CHAT, COMPLETION
 from pippin.api.fields.table import FieldTable, Refusal
-from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig
-from pippin.errors import ContextOverflow, PippinError, RequestError, UnsupportedField
+from pippin.errors import (
+    ContextOverflow,
+    ModelNotFound,
+    PippinError,
+    RequestError,
+    UnsupportedField,
+)
 from pippin.text.bundle import TextBundle
 
 LIMITS = LimitsConfig()

@@ -1,7 +1,8 @@
-"""What crosses to and from HTTP clients. Knows no arrays and no scheduler.
+"""What crosses to and from HTTP clients.
 
     http/  ──▶  dialects/ with requests/  ──▶  jobs/ with grammars/  ──▶  an engine
            ◀──  dialects/                 ◀──  jobs/                 ◀──
 
-`fields/` has the tables of fields. `endpoints/` binds all of it to routes, `app.py` to a server.
+`fields/` has the tables of fields. `routes.py` has all routes, which `endpoints/` and `batches/`
+answer; `app.py` makes a server of them.
 """

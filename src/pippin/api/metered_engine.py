@@ -1,4 +1,4 @@
-"""An engine whose replies are timed, for Prometheus. Knows no HTTP, no text and no dialect.
+"""An engine whose replies are timed, for Prometheus.
 
 A request here is one sequence of the engine: a client's request for n choices counts n times. It is
 timed from its submission to the arrival of its tokens in this process: what a client sees, without
@@ -11,57 +11,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from time import perf_counter
-from typing import Any, get_args
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from pippin.engine.engine_client import Engine, WatchEvent
+from pippin.engine.engine_client import RequestEngine
 from pippin.messages import Submit, TokenDelta
 from pippin.types import FinishReason
-
-
-class WrappedEngine:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def healthy(self) -> bool:
-        return self._engine.healthy
-
-    @property
-    def reason(self) -> str | None:
-        return self._engine.reason
-
-    def check_ready(self) -> None:
-        self._engine.check_ready()
-
-    def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        return self._engine.generate(submit)
-
-    def abort(self, id: str) -> None:
-        self._engine.abort(id)
-
-    def finish(self, id: str) -> None:
-        self._engine.finish(id)
-
-    async def status(self) -> dict[str, Any]:
-        return await self._engine.status()
-
-    async def counters(self) -> dict[str, Any]:
-        return await self._engine.counters()
-
-    async def flush_cache(self) -> dict[str, Any]:
-        return await self._engine.flush_cache()
-
-    def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
-        return self._engine.watch(replica)
-
-    async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
-        return await self._engine.node(node, replica)
-
-    def restart(self) -> None:
-        self._engine.restart()
-
 
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 5)
@@ -74,36 +30,36 @@ ABORT: FinishReason = "abort"  # the client disconnected, or its request timed o
 
 class ReplyTimes:
     def __init__(self, registry: CollectorRegistry) -> None:
-        histogram = partial(Histogram, registry=registry)
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, help, buckets=buckets, registry=registry)
+
         self.queue = histogram(
             "pippin_request_queue_time_seconds",
             "Seconds that a request waited in the engine's queue before its first chunk.",
-            buckets=WAIT_BUCKETS,
+            WAIT_BUCKETS,
         )
         self.first_token = histogram(
             "pippin_time_to_first_token_seconds",
             "Seconds from submitting a request to the engine to its first token.",
-            buckets=WAIT_BUCKETS,
+            WAIT_BUCKETS,
         )
         self.inter_token = histogram(
             "pippin_inter_token_latency_seconds",
             "Seconds between successive tokens of a request; tokens of one step count as one.",
-            buckets=GAP_BUCKETS,
+            GAP_BUCKETS,
         )
         self.whole = histogram(
             "pippin_e2e_request_latency_seconds",
             "Seconds from submitting a request to the engine to its end.",
-            buckets=WHOLE_BUCKETS,
+            WHOLE_BUCKETS,
         )
         self.prompt_tokens = histogram(
-            "pippin_request_prompt_tokens",
-            "Number of prompt tokens of a request.",
-            buckets=LENGTH_BUCKETS,
+            "pippin_request_prompt_tokens", "Number of prompt tokens of a request.", LENGTH_BUCKETS
         )
         self.generation_tokens = histogram(
             "pippin_request_generation_tokens",
             "Number of generated tokens of a request.",
-            buckets=LENGTH_BUCKETS,
+            LENGTH_BUCKETS,
         )
         counter = partial(Counter, labelnames=["finished_reason"], registry=registry)
         self.requests = counter(
@@ -120,11 +76,11 @@ class ReplyTimes:
             self.successes.labels(reason)
 
 
-class MeteredEngine(WrappedEngine):
+class MeteredEngine:
     """The same engine, with its replies timed."""
 
-    def __init__(self, engine: Engine, times: ReplyTimes) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: RequestEngine, times: ReplyTimes) -> None:
+        self._engine = engine
         self._times = times
         self._open: dict[str, _TimedRequest] = {}
 
@@ -142,7 +98,7 @@ class MeteredEngine(WrappedEngine):
 
     def finish(self, id: str) -> None:
         self._end(id, "stop")  # by a stop string, which the engine does not report
-        super().finish(id)
+        self._engine.finish(id)
 
     def _end(self, id: str, finish: FinishReason) -> None:
         if (request := self._open.pop(id, None)) is not None:

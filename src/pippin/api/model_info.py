@@ -1,4 +1,4 @@
-"""The served model and the limits of requests, as clients know them. Knows no request."""
+"""The served model and the limits of requests, as clients know them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.requests.body import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES, Body, Leniency, shown
 from pippin.config import LimitsConfig
+from pippin.errors import ModelNotFound
 from pippin.text.bundle import SamplingDefaults
 
 MAX_QUESTIONS = 1_024  # that are known, of all conversations

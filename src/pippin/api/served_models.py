@@ -1,4 +1,4 @@
-"""The models of a server, and which one a request is for. Knows no route and no engine process.
+"""The models of a server, and which one a request is for.
 
 A request is read by its model's text and rules, waits until that model is loaded, and has a lease
 on its engine until its reply has been sent. A server of one model has it loaded all the time.
@@ -10,13 +10,12 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pippin.api.model_info import ModelInfo, RequestRules, spread
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import Engine, RequestEngine
 from pippin.errors import NotReady
-from pippin.messages import Ready
 from pippin.switching.model_engines import Lease, ModelEngines
 from pippin.text.bundle import TextBundle
 
@@ -52,51 +51,15 @@ class Residency:
         return self.state == "ready"
 
 
-class ModelLease(Protocol):
-    @property
-    def engine(self) -> Engine: ...
+@dataclass(frozen=True)
+class ModelLease:
+    """A model stays loaded until its lease is released."""
 
-    @property
-    def served(self) -> ServedText: ...
-
-    @property
-    def place(self) -> int:
-        """Among all requests that waited for a load when this one arrived; 0: it did not wait."""
-        ...
-
-    @property
-    def waited_s(self) -> float: ...
-
-    def release(self) -> None: ...
-
-
-class ServedModel(Protocol):
-    @property
-    def info(self) -> ModelInfo: ...
-
-    @property
-    def engine(self) -> Engine | None:
-        """While it is loaded."""
-        ...
-
-    @property
-    def residency(self) -> Residency: ...
-
-    def check_ready(self) -> None:
-        """Raise NotReady unless new requests are taken."""
-        ...
-
-    async def served_text(self) -> ServedText: ...
-
-    def lease_now(self) -> ModelLease | None:
-        """None: a request has to wait for the model to be loaded."""
-        ...
-
-    async def lease(self) -> ModelLease: ...
-
-    def keep_alive(self, seconds: float | None) -> None:
-        """None: for ever; 0: it is unloaded when its last reply ends."""
-        ...
+    engine: RequestEngine
+    served: ServedText
+    place: int = 0  # among all that waited for a load when this request arrived; 0: it did not wait
+    waited_s: float = 0.0
+    release: Callable[[], None] = lambda: None
 
 
 class ServedModels:
@@ -107,19 +70,6 @@ class ServedModels:
             for name in model.info.accepted_names or model.info.names:
                 self._by_name.setdefault(name, model)
         self._any = next((m for m in self._models if m.info.accepted_names is None), None)
-
-    @classmethod
-    def of_one(
-        cls,
-        engine: Engine,
-        text: TextBundle,
-        model: ModelInfo,
-        config: ServerConfig,
-        limits: LimitsConfig,
-    ) -> ServedModels:
-        """A model that is loaded all the time."""
-        served = ServedText(text, rules_of(model, text, config, limits))
-        return cls([FixedModel(engine, served)])
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
@@ -144,9 +94,6 @@ class ServedModels:
             raise self.default.info.not_found(name)
         return found
 
-    def check_name(self, name: str) -> None:
-        self.get(name)
-
     def of(self, fields: Any) -> ServedModel:
         """The model that a request's JSON names. A wrong name is found when its fields are read."""
         named = spread(fields)
@@ -155,14 +102,14 @@ class ServedModels:
 
     def check_ready(self) -> None:
         """Raise NotReady if no model takes requests."""
-        errors: list[NotReady] = []
+        first: NotReady | None = None
         for model in self._models:
             try:
-                model.check_ready()
-                return
+                return model.check_ready()
             except NotReady as error:
-                errors.append(error)
-        raise errors[0]
+                first = first or error
+        assert first is not None, "there is a model"
+        raise first
 
 
 def rules_of(
@@ -178,40 +125,38 @@ def rules_of(
     )
 
 
-@dataclass(frozen=True)
-class _FixedLease:
-    engine: Engine
-    served: ServedText
-    place: int = 0
-    waited_s: float = 0.0
-
-    def release(self) -> None:
-        """Its engine is not stopped."""
-
-
 class FixedModel:
     """A model that is loaded all the time."""
 
-    def __init__(self, engine: Engine, served: ServedText) -> None:
-        self._lease = _FixedLease(engine, served)
-        self.engine: Engine | None = engine
-        self.info = served.model
+    def __init__(
+        self,
+        engine: Engine,
+        text: TextBundle,
+        info: ModelInfo,
+        config: ServerConfig,
+        limits: LimitsConfig,
+    ) -> None:
+        self._lease = ModelLease(engine, ServedText(text, rules_of(info, text, config, limits)))
+        self.engine = engine
+        self.info = info
         self.residency = Residency()
 
     def check_ready(self) -> None:
-        self._lease.engine.check_ready()
+        """Raise NotReady unless new requests are taken."""
+        self.engine.check_ready()
 
     async def served_text(self) -> ServedText:
         return self._lease.served
 
     def lease_now(self) -> ModelLease | None:
+        """None: a request has to wait for the model to be loaded."""
         return self._lease
 
     async def lease(self) -> ModelLease:
         return self._lease
 
     def keep_alive(self, seconds: float | None) -> None:
-        """It stays."""
+        """None: for ever; 0: it is unloaded when its last reply ends. This one stays."""
 
 
 MAX_TEXTS = 8  # of large vocabularies each takes about 100 MB
@@ -234,18 +179,8 @@ class TextCache:
 
     def loaded(self, name: str) -> TextBundle | None:
         task = self._loading.get(name)
-        if task is None or not task.done() or task.cancelled() or task.exception():
-            return None
-        return task.result()
-
-
-@dataclass(frozen=True)
-class _SwitchedLease:
-    engine: Engine
-    served: ServedText
-    place: int
-    waited_s: float
-    release: Callable[[], None]
+        is_loaded = task is not None and task.done() and not task.cancelled()
+        return task.result() if task and is_loaded and not task.exception() else None
 
 
 class SwitchedModel:
@@ -269,6 +204,7 @@ class SwitchedModel:
 
     @property
     def engine(self) -> Engine | None:
+        """While it is loaded."""
         loaded = self._engines.loaded(self.info.name)
         return None if loaded is None else loaded.engine
 
@@ -304,9 +240,15 @@ class SwitchedModel:
     async def lease(self) -> ModelLease:
         lease = await self._engines.lease(self.info.name)
         try:
-            served = self._measured(await self.served_text(), lease.loaded.ready)
-            self._rules, self.info, self._is_measured = served.rules, served.model, True
-            return self._lease(lease, served)
+            served, ready = await self.served_text(), lease.loaded.ready
+            self.info = replace(
+                served.model,
+                max_len=ready.max_len,
+                vocab_size=ready.vocab_size,
+                takes_predictions=ready.takes_predictions,
+            )
+            self._rules, self._is_measured = replace(served.rules, model=self.info), True
+            return self._lease(lease, ServedText(served.text, self._rules))
         except BaseException:
             self._engines.release(lease)
             raise
@@ -314,20 +256,11 @@ class SwitchedModel:
     def keep_alive(self, seconds: float | None) -> None:
         self._engines.keep_alive(self.info.name, seconds)
 
-    def _measured(self, served: ServedText, ready: Ready) -> ServedText:
-        model = replace(
-            served.model,
-            max_len=ready.max_len,
-            vocab_size=ready.vocab_size,
-            takes_predictions=ready.takes_predictions,
-        )
-        return replace(served, rules=replace(served.rules, model=model))
-
     def _lease(self, lease: Lease, served: ServedText) -> ModelLease:
-        return _SwitchedLease(
-            lease.loaded.engine,
-            served,
-            lease.ticket.place,
-            lease.waited_s,
-            lambda: self._engines.release(lease),
+        engine, place = lease.loaded.engine, lease.ticket.place
+        return ModelLease(
+            engine, served, place, lease.waited_s, lambda: self._engines.release(lease)
         )
+
+
+ServedModel = FixedModel | SwitchedModel

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from pippin.errors import NotReady, PippinError, RequestError, error_of
+from pippin.errors import STATUSES, NotReady, PippinError, RequestError, error_of
 from pippin.types import GrammarPart, GrammarSpec
 
 STACK_BYTES = 16 << 20  # of a child's thread
@@ -41,7 +41,7 @@ class Verdict:
 
     error: str | None = None
     code: str | None = None
-    status: int = RequestError.status
+    status: int = STATUSES[RequestError.code]
     param: str | None = None
 
     def raise_error(self) -> None:
@@ -88,7 +88,7 @@ def refused(kind: str, why: str) -> Verdict:
 def lost(why: str) -> Verdict:
     """The process failed, not the grammar as far as is known: the client may try again."""
     return Verdict(
-        f"the grammar was not compiled: {why}; try again", NotReady.code, NotReady.status
+        f"the grammar was not compiled: {why}; try again", NotReady.code, STATUSES[NotReady.code]
     )
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from pippin.engine.events.schema import EngineLost
 from pippin.errors import (
+    STATUSES,
     DeviceFailed,
     EngineDead,
     NotReady,
@@ -305,7 +306,23 @@ class Watchers:
             watcher.wakes.set()
 
 
-class Engine(Protocol):
+class RequestEngine(Protocol):
+    """What a request uses of an engine."""
+
+    def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
+        """The request's deltas up to its terminal one; NotReady if it is not taken.
+
+        What has arrived since the last one was read is one delta.
+        A generator closed or cancelled before that aborts the request.
+        """
+        ...
+
+    def finish(self, id: str) -> None:
+        """The reply is complete (a stop string): no more deltas of it are wanted."""
+        ...
+
+
+class Engine(RequestEngine, Protocol):
     """What the API asks of an engine, wherever it runs."""
 
     @property
@@ -320,20 +337,8 @@ class Engine(Protocol):
         """Raise NotReady unless new requests are taken."""
         ...
 
-    def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        """The request's deltas up to its terminal one; NotReady if it is not taken.
-
-        What has arrived since the last one was read is one delta.
-        A generator closed or cancelled before that aborts the request.
-        """
-        ...
-
     def abort(self, id: str) -> None:
         """The client disconnected. Unknown and finished ids are ignored."""
-        ...
-
-    def finish(self, id: str) -> None:
-        """The reply is complete (a stop string): no more deltas of it are wanted."""
         ...
 
     async def status(self) -> dict[str, Any]: ...
@@ -550,7 +555,7 @@ class EngineClient:
                 finish="error",
                 error=reason,
                 error_code=EngineDead.code,
-                error_status=EngineDead.status,
+                error_status=STATUSES[EngineDead.code],
             )
         )
 

@@ -21,7 +21,7 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import TierIO
 from pippin.decode.compile import Grammar, GrammarCompiler
-from pippin.errors import NotANumber, PippinError
+from pippin.errors import PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
 from pippin.scheduler.admission import Admission
@@ -282,7 +282,8 @@ class Scheduler:
                 self._run_again(owner, damage)
         for slot in result.overflowed:
             if not (owner := inflight.owners[slot]).damaged:
-                self.registry.taint(owner, NotANumber("the model's values overflowed"))
+                overflow = PippinError("the model's values overflowed", code="not_a_number")
+                self.registry.taint(owner, overflow)
         if self.cache is not None:
             owners, retired = inflight.owners, inflight.retired
             for found in take_captures(result.captures, owners, retired, self.cache, self.budget):

@@ -21,11 +21,11 @@ import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.app import Application, create_app, create_waiting_app
+from pippin.api.app import Application, create_waiting_app
 from pippin.api.http.access_control import warn_if_open
 from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
 from pippin.api.http.workers import return_freed_memory
-from pippin.api.served_models import ServedModels
+from pippin.api.served_models import FixedModel, ServedModels
 from pippin.backends.nvidia import gpu_ids
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine.engine_client import EngineClient
@@ -272,13 +272,13 @@ async def load_app(config: Config, supervised: SupervisedEngine) -> Application:
     predicts = ready.takes_predictions
     model = model_info(config, ready.max_len, ready.vocab_size, takes_predictions=predicts)
     server = with_batch_running(config.server, ready.num_slots)
-    models = ServedModels.of_one(supervised.engine, text, model, server, config.limits)
-    return create_app(models, server, config.limits)
+    models = ServedModels([FixedModel(supervised.engine, text, model, server, config.limits)])
+    return Application(models, server, config.limits)
 
 
 async def _app_on_demand(source: OnDemandModels) -> Application:
     server = with_batch_running(source.config.server, 4 * BATCH_RUNNING)
-    return create_app(source.models, server, source.config.limits)
+    return Application(source.models, server, source.config.limits)
 
 
 def with_batch_running(config: ServerConfig, num_slots: int) -> ServerConfig:

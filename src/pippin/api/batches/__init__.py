@@ -1,1 +1,1 @@
-"""The Batch API: files, batches and what runs their lines. Knows no route."""
+"""The Batch API: files, batches and what runs their lines."""

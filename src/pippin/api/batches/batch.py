@@ -1,4 +1,4 @@
-"""A batch: what was asked for, and how far it is. Knows no file and no engine."""
+"""A batch: what was asked for, and how far it is."""
 
 from __future__ import annotations
 
@@ -8,37 +8,20 @@ from typing import Any, Literal, get_args
 import msgspec
 
 
-class _Details(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-
-
-class ReplyUsage(msgspec.Struct, frozen=True):
-    """`usage` of one reply of any endpoint."""
-
-    prompt_tokens: int = 0
-    prompt_tokens_details: _Details = _Details()
-    completion_tokens: int = 0
-    completion_tokens_details: _Details = _Details()
-    input_tokens: int = 0
-    input_tokens_details: _Details = _Details()
-    output_tokens: int = 0
-    output_tokens_details: _Details = _Details()
-
-
 class BatchUsage(msgspec.Struct):
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def add(self, usage: ReplyUsage) -> None:
-        read = (usage.prompt_tokens_details, usage.input_tokens_details)
-        written = (usage.completion_tokens_details, usage.output_tokens_details)
-        self.input_tokens += usage.prompt_tokens + usage.input_tokens
-        self.cached_tokens += sum(details.cached_tokens for details in read)
-        self.output_tokens += usage.completion_tokens + usage.output_tokens
-        self.reasoning_tokens += sum(details.reasoning_tokens for details in written)
+    def add(self, usage: dict[str, Any]) -> None:
+        """`usage` of one reply of any endpoint."""
+        for name in ("prompt_tokens", "input_tokens"):
+            self.input_tokens += usage.get(name, 0)
+            self.cached_tokens += usage.get(f"{name}_details", {}).get("cached_tokens", 0)
+        for name in ("completion_tokens", "output_tokens"):
+            self.output_tokens += usage.get(name, 0)
+            self.reasoning_tokens += usage.get(f"{name}_details", {}).get("reasoning_tokens", 0)
 
     def wire(self) -> dict[str, Any]:
         return {

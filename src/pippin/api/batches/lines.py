@@ -1,35 +1,21 @@
-"""The lines of a batch's input: read within bounds, checked, and which of them still run.
-
-Knows no field of a request but its model and whether it asks for a stream.
-"""
+"""The lines of a batch: read within bounds, checked, answered, and their results."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-from collections.abc import Callable, Container, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Generator, Mapping
 from pathlib import Path
-from time import monotonic
 from typing import Any, BinaryIO
 
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from pippin.api.batches.batch import Batch, BatchUsage, LineError, ReplyUsage
+from pippin.api.batches.batch import Batch, BatchUsage, LineError
 from pippin.api.batches.store import FileStore
 from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.requests.body import check_json_size
-from pippin.errors import (
-    DeviceFailed,
-    EngineDead,
-    NotFound,
-    NotReady,
-    Overloaded,
-    RequestError,
-    cut,
-)
+from pippin.errors import RETRY_AFTER_S, PippinError, RequestError, cut
 
 MAX_LINES = 50_000  # as OpenAI's
 MAX_CUSTOM_ID_CHARS = 256
@@ -49,41 +35,33 @@ class _Peek(msgspec.Struct, frozen=True):
     stream: Any = None
 
 
-@dataclass(frozen=True)
-class LineRules:
-    max_line_bytes: int
-    check_model: Callable[[str], None]  # raises NotFound
-
-
-class LineFault(Exception):
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        self.code = code
-        self.message = message
-        self.param = param
-
-
-def check_lines(path: Path, endpoint: str, rules: LineRules) -> tuple[int, list[LineError]]:
-    """How many requests a file has, and what is wrong with its lines."""
+def check_lines(
+    path: Path, endpoint: str, most: int, check_model: Callable[[str], object]
+) -> tuple[int, list[LineError]]:
+    """How many requests a file has, and what is wrong with its lines: `most` bytes each."""
     known: set[str] = set()
     errors: list[LineError] = []
-    for number, text in _numbered(path, rules.max_line_bytes):
+    for number, text in _numbered(path, most):
         if number > MAX_LINES:
             message = f"the file has more than {MAX_LINES:,} lines, the limit for one batch"
             return 0, [LineError("too_many_tasks", message, number)]
         try:
-            line = _checked(text, endpoint, rules)
-            if line is None:
+            if text is None:
+                message = f"the line is longer than {most:,} bytes (--max-body-bytes)"
+                raise RequestError(message, code="line_too_long")
+            if not text.strip():
                 continue
+            line = _checked(text, endpoint, check_model)
             if line.custom_id in known:
-                raise LineFault(
-                    "duplicate_custom_id",
+                raise RequestError(
                     f"the custom_id {cut(line.custom_id)!r} was used on an earlier line; each "
                     "line needs its own",
-                    "custom_id",
+                    code="duplicate_custom_id",
+                    param="custom_id",
                 )
             known.add(line.custom_id)
-        except LineFault as fault:
-            errors.append(LineError(fault.code, fault.message, number, fault.param))
+        except PippinError as error:
+            errors.append(LineError(error.code, error.message, number, error.param))
             if len(errors) == MAX_ERRORS:
                 break
     if not known and not errors:
@@ -133,88 +111,70 @@ def _skip_line(file: BinaryIO) -> None:
         pass
 
 
-def _checked(text: bytes | None, endpoint: str, rules: LineRules) -> InputLine | None:
-    """None for an empty line."""
-    if text is None:
-        raise LineFault(
-            "line_too_long",
-            f"the line is longer than {rules.max_line_bytes:,} bytes (--max-body-bytes)",
-        )
-    if not text.strip():
-        return None
+def _checked(text: bytes, endpoint: str, check_model: Callable[[str], object]) -> InputLine:
     try:
         check_json_size(text, "the line")
         line = msgspec.json.decode(text, type=InputLine)
         body = msgspec.json.decode(line.body, type=_Peek)
     except msgspec.ValidationError as error:
-        raise LineFault("invalid_request", f"the line is not a request: {error}") from error
+        message = f"the line is not a request: {error}"
+        raise RequestError(message, code="invalid_request") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LineFault("invalid_json_line", f"the line is not valid JSON: {error}") from error
+        message = f"the line is not valid JSON: {error}"
+        raise RequestError(message, code="invalid_json_line") from error
     except RequestError as error:
-        raise LineFault("invalid_json_line", error.message) from error
-    _check_request(line, body, endpoint, rules)
+        raise RequestError(error.message, code="invalid_json_line") from error
+    num_chars = len(line.custom_id)
+    for is_wrong, param, message in (
+        (
+            not 0 < num_chars <= MAX_CUSTOM_ID_CHARS,
+            "custom_id",
+            f"custom_id has {num_chars:,} characters; it must have 1 to {MAX_CUSTOM_ID_CHARS}",
+        ),
+        (line.method != "POST", "method", f'method is {cut(line.method)!r}; it must be "POST"'),
+        (
+            line.url != endpoint,
+            "url",
+            f"url is {cut(line.url)!r}; it must be the endpoint of the batch, {endpoint!r}",
+        ),
+        (
+            body.stream not in (None, False),
+            "stream",
+            "body.stream is not supported in a batch: leave it out",
+        ),
+        (
+            not isinstance(body.model, str),
+            "model",
+            "body.model is required; it must be a string",
+        ),
+    ):
+        if is_wrong:
+            code = "url_mismatch" if param == "url" else "invalid_request"
+            raise RequestError(message, code=code, param=param)
+    check_model(body.model)
     return line
 
 
-def _check_request(line: InputLine, body: _Peek, endpoint: str, rules: LineRules) -> None:
-    if not 0 < len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
-        raise LineFault(
-            "invalid_request",
-            f"custom_id has {len(line.custom_id):,} characters; it must have 1 to "
-            f"{MAX_CUSTOM_ID_CHARS}",
-            "custom_id",
-        )
-    if line.method != "POST":
-        given = cut(line.method)
-        raise LineFault("invalid_request", f'method is {given!r}; it must be "POST"', "method")
-    if line.url != endpoint:
-        raise LineFault(
-            "url_mismatch",
-            f"url is {cut(line.url)!r}; it must be the endpoint of the batch, {endpoint!r}",
-            "url",
-        )
-    if body.stream not in (None, False):
-        raise LineFault(
-            "invalid_request", "body.stream is not supported in a batch: leave it out", "stream"
-        )
-    if not isinstance(body.model, str):
-        raise LineFault("invalid_request", "body.model is required; it must be a string", "model")
-    try:
-        rules.check_model(body.model)
-    except NotFound as error:
-        raise LineFault("model_not_found", error.message, "model") from error
-
-
-TRIED_AGAIN = {error.code for error in (Overloaded, NotReady, EngineDead, DeviceFailed)}
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0  # before a line is tried again
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    request_id: str
-    body: msgspec.Raw  # JSON
-
-    def wire(self) -> dict[str, Any]:
-        return {"status_code": self.status, "request_id": self.request_id, "body": self.body}
 
 
 class LineClient:
     def __init__(self, app: ASGIApp) -> None:
         self._app = RequestLog(app)
 
-    async def ask(self, path: str, body: bytes, owner: Mapping[str, Any]) -> Answer:
-        """The answer, after as many tries as the engine is full or absent. `owner`: see
+    async def ask(self, path: str, body: bytes, owner: Mapping[str, Any]) -> dict[str, Any]:
+        """The response, after as many tries as the engine is full or absent. `owner`: see
         `access_control.owner_state`."""
-        for wait_s in _waits():
+        wait_s = FIRST_WAIT_S
+        while True:
             scope = _scope(path, owner)
-            answer = await self._try(scope, body)
-            if record_of(scope).error not in TRIED_AGAIN:
-                return answer
+            response = await self._try(scope, body)
+            if record_of(scope).error not in RETRY_AFTER_S:
+                return response
             await asyncio.sleep(wait_s)
-        raise AssertionError("waits do not end")
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    async def _try(self, scope: Scope, body: bytes) -> Answer:
+    async def _try(self, scope: Scope, body: bytes) -> dict[str, Any]:
         unread = [{"type": "http.request", "body": body, "more_body": False}]
         sent = bytearray()
         status = 500  # if nothing is sent
@@ -231,14 +191,8 @@ class LineClient:
             sent += message.get("body", b"")
 
         await self._app(scope, receive, send)
-        return Answer(status, record_of(scope).id, msgspec.Raw(bytes(sent) or b"null"))
-
-
-def _waits() -> Iterator[float]:
-    wait_s = FIRST_WAIT_S
-    while True:
-        yield wait_s
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        answer = msgspec.Raw(bytes(sent) or b"null")
+        return {"status_code": status, "request_id": record_of(scope).id, "body": answer}
 
 
 def _scope(path: str, owner: Mapping[str, Any]) -> Scope:
@@ -259,12 +213,11 @@ def _scope(path: str, owner: Mapping[str, Any]) -> Scope:
     }
 
 
-SYNC_SECONDS = 1.0  # at most so much is lost when the power fails; it is computed again
 OUTPUT, ERRORS = "output", "errors"
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    usage: ReplyUsage | None = None  # an error has none
+    usage: dict[str, Any] | None = None  # an error has none
 
 
 class _Response(msgspec.Struct, frozen=True):
@@ -277,22 +230,20 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class Results:
-    """Threads may share it."""
+    """What is stored of a batch's, and what is added. Threads may share it."""
 
     def __init__(self, batch: Batch, files: FileStore) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._open = True
-        self._synced_at = monotonic()
+        self._ids = {kind: batch.results_id(kind) for kind in (OUTPUT, ERRORS)}
         self.done: set[str] = set()
-        self.counts = dict.fromkeys((OUTPUT, ERRORS), 0)
+        self.counts = dict.fromkeys(self._ids, 0)
         self.usage = BatchUsage()
-        self._logs = {
-            kind: _ResultFile(files.path(batch.results_id(kind)), files) for kind in self.counts
-        }
-        for kind, log in self._logs.items():
-            for known in log.recover():
-                self._count(kind, known)
+        for kind, id in self._ids.items():
+            for lines in files.results(id):
+                for line in lines:
+                    self._count(kind, line)
 
     def append(self, kind: str, custom_id: str, result: dict[str, Any]) -> bool:
         """Whether it was added: nothing is after `close`, and nothing twice."""
@@ -300,90 +251,22 @@ class Results:
             if not self._open or custom_id in self.done:
                 return False
             line = msgspec.json.encode(result) + b"\n"
-            self._logs[kind].append(line)
-            self._count(kind, msgspec.json.decode(line, type=_Known))
-            if monotonic() - self._synced_at >= SYNC_SECONDS:
-                self._sync()
+            self._files.append(self._ids[kind], line)
+            self._count(kind, line)
             return True
+
+    def tell(self, batch: Batch) -> None:
+        batch.completed, batch.failed = self.counts[OUTPUT], self.counts[ERRORS]
+        batch.usage = self.usage
 
     def close(self) -> None:
         with self._lock:
-            if self._open:
-                self._open = False
-                try:
-                    self._sync()
-                finally:
-                    for log in self._logs.values():
-                        log.close()
+            self._open = False
 
-    def _count(self, kind: str, known: _Known) -> None:
-        if known.custom_id in self.done:
-            return
+    def _count(self, kind: str, line: bytes) -> None:
+        known = msgspec.json.decode(line, type=_Known)
         self.done.add(known.custom_id)
         self.counts[kind] += 1
         reply = None if known.response is None else known.response.body
         if reply is not None and reply.usage is not None:
             self.usage.add(reply.usage)
-
-    def _sync(self) -> None:
-        for log in self._logs.values():
-            log.sync()
-        self._synced_at = monotonic()
-
-
-class _ResultFile:
-    def __init__(self, path: Path, files: FileStore) -> None:
-        self._path = path
-        self._files = files
-        self._file: BinaryIO | None = None
-        self._nbytes = 0  # of whole lines
-
-    def recover(self) -> list[_Known]:
-        """The results that are here. What follows the last whole line is cut off."""
-        known: list[_Known] = []
-        if not self._path.exists():
-            return known
-        with self._path.open("r+b") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    known.append(msgspec.json.decode(line, type=_Known))
-                except msgspec.DecodeError:  # written before the power failed, in part
-                    break
-                self._nbytes += len(line)
-            self._files.release(os.fstat(file.fileno()).st_size - self._nbytes)
-            file.truncate(self._nbytes)
-        return known
-
-    def append(self, line: bytes) -> None:
-        """All of it, or an OSError and nothing."""
-        self._files.claim(len(line))
-        try:
-            if self._file is None:
-                number = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
-                self._file = open(number, "wb", buffering=0)  # noqa: SIM115
-                self._file.seek(self._nbytes)
-            _write_all(self._file, line)
-        except OSError:
-            self._files.release(len(line))
-            if self._file is not None:
-                self._file.truncate(self._nbytes)
-                self._file.seek(self._nbytes)
-            raise
-        self._nbytes += len(line)
-
-    def sync(self) -> None:
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def _write_all(file: BinaryIO, line: bytes) -> None:
-    """A full disk takes a part of it, and refuses the next."""
-    rest = memoryview(line)
-    while rest:
-        rest = rest[file.write(rest) :]

@@ -1,25 +1,42 @@
-"""Records in files, each whole after a crash, as it was or as it is to be. Knows no field."""
+"""Files and batches in a directory: a SQLite database, and the content of uploaded files beside it.
+
+The results of a batch are rows, which a file names when the batch has ended. A process may be
+killed at any time: what is not in the database was not stored.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
+import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 
 from pippin.api.batches.batch import Batch
-from pippin.api.http.http_errors import BodyTooLarge
-from pippin.errors import NotFound, PippinError, RequestError, cut
+from pippin.errors import NotFound, NotReady, PippinError, RequestError, cut
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+MAX_FILES = 1_000  # of one owner
+MAX_BATCHES = 1_000  # of one owner; the oldest finished one is forgotten first
+MAX_NAME_CHARS = 255
+LINES_A_PAGE = 64  # of results that are read at a time
+SCHEMA = """
+    PRAGMA locking_mode = EXCLUSIVE;
+    PRAGMA auto_vacuum = FULL;
+    PRAGMA journal_mode = WAL;
+    CREATE TABLE IF NOT EXISTS files (
+        id TEXT PRIMARY KEY, owner TEXT, filename TEXT, purpose TEXT, created_at INTEGER,
+        nbytes INTEGER, expires_at INTEGER
+    );
+    CREATE TABLE IF NOT EXISTS batches (id TEXT PRIMARY KEY, owner TEXT, batch BLOB);
+    CREATE TABLE IF NOT EXISTS results (owner TEXT, file TEXT, line BLOB);
+    CREATE INDEX IF NOT EXISTS lines ON results (file);
+"""
 
 
 def new_id(prefix: str) -> str:
@@ -27,58 +44,68 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file; after this call neither a crash nor a power failure loses it."""
-    new = path.with_name(f"{path.name}.new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """What was created, renamed or removed in it."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def read_records(paths: Iterable[Path], kind: type[T]) -> list[T]:
-    """Those that can be read: of a damaged one the log has the name."""
-    found = []
-    for path in paths:
-        try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=kind))
-        except msgspec.DecodeError as error:
-            log.warning("%s is damaged and not used: %s", path, error)
-    return found
-
-
-MAX_FILES = 1_000  # of one owner
-MAX_NAME_CHARS = 255
-
-
-class FileNotFound(NotFound):
-    code = "file_not_found"
-
-
-class FileTooLarge(BodyTooLarge):
-    code = "file_too_large"
-
-
-class StorageFull(RequestError):
-    code = "storage_limit_exceeded"
-
-
-class StorageFailed(PippinError):
+@contextmanager
+def storage_errors() -> Iterator[None]:
     """The disk is full, or cannot be written."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise PippinError(
+            f"the directory of files (--batch-dir) cannot be used: {why}", code="storage_failed"
+        ) from error
 
-    status = 507
-    code = "storage_failed"
+
+class Database:
+    """One server has it. Threads may share it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        path = directory / "batches.sqlite3"
+        with storage_errors():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._db = sqlite3.connect(
+                path, timeout=0, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._db.executescript(SCHEMA)
+            except sqlite3.OperationalError as error:
+                self._db.close()
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:  # or a kind of it
+                    raise
+                raise NotReady(
+                    "another server uses the directory of files and batches: start this one with "
+                    "a --batch-dir of its own"
+                ) from error
+            known = {id for (id,) in self.rows("SELECT id FROM files")}
+            for content in directory.glob("file-*.jsonl"):
+                if content.stem not in known:  # it was being uploaded or deleted
+                    content.unlink()
+
+    def rows(self, sql: str, *values: Any) -> list[Any]:
+        with self._lock, storage_errors():
+            return self._db.execute(sql, values).fetchall()
+
+    def write(self, *statements: tuple[Any, ...], durable: bool = True) -> None:
+        """All or none of them, each with its values. Not even a power failure loses what is
+        durable; a crash of this process loses nothing of the others either."""
+        with self._lock, storage_errors():
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._db.execute("BEGIN")
+            try:
+                for sql, *values in statements:
+                    self._db.execute(sql, values)
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -103,56 +130,66 @@ class FileRecord(msgspec.Struct, frozen=True):
         }
 
 
+_SELECT = "SELECT id, filename, purpose, created_at, nbytes, expires_at FROM files WHERE owner = ?"
+
+
 class FileStore:
     """Of one owner. Threads may share it."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_file_bytes: int) -> None:
-        self._folder = folder
+    def __init__(
+        self, database: Database, owner: str, *, max_bytes: int, max_file_bytes: int
+    ) -> None:
+        self._database = database
+        self._owner = owner
         self._max_bytes = max_bytes
         self.max_file_bytes = min(max_bytes, max_file_bytes)
-        self._records: dict[str, FileRecord] = {}  # in order of creation
         self._lock = threading.RLock()
-        self.nbytes = 0  # of all content, results of running batches and uploads included
-        self._load()
+        uploaded = "SELECT SUM(nbytes) FROM files WHERE purpose = 'batch' AND owner = ?"
+        results = "SELECT SUM(LENGTH(line)) FROM results WHERE owner = ?"
+        # of all content, results of running batches and uploads included
+        self.nbytes: int = sum(database.rows(sql, owner)[0][0] or 0 for sql in (uploaded, results))
 
     def path(self, id: str) -> Path:
-        return self._folder / f"{id}.jsonl"
+        """Of the content of an uploaded file."""
+        return self._database.directory / f"{id}.jsonl"
 
     def get(self, id: str) -> FileRecord:
         with self._lock:
             self._delete_expired()
-            if id not in self._records:
-                raise FileNotFound(f"No such File object: {cut(id)}", param="id")
-            return self._records[id]
+            found = self._database.rows(f"{_SELECT} AND id = ?", self._owner, id)
+        if not found:
+            raise NotFound(f"No such File object: {cut(id)}", param="id", code="file_not_found")
+        return FileRecord(*found[0])
 
     def records(self) -> list[FileRecord]:
         """The oldest first."""
         with self._lock:
             self._delete_expired()
-            return list(self._records.values())
+            found = self._database.rows(f"{_SELECT} ORDER BY rowid", self._owner)
+        return [FileRecord(*row) for row in found]
 
     def delete(self, id: str) -> None:
         with self._lock:
-            self.get(id)
-            self._remove(id)
+            self._remove(self.get(id))
 
     def upload(self) -> Upload:
-        with self._lock:
-            self._delete_expired()
-            if len(self._records) >= MAX_FILES:
-                raise StorageFull(
-                    f"{len(self._records):,} files are stored, and at most {MAX_FILES:,} are "
-                    "allowed: delete some with DELETE /v1/files/{id}"
-                )
-        return Upload(self, self._folder / f"{new_id('file-')}.part")
+        num_files = len(self.records())
+        if num_files >= MAX_FILES:
+            raise RequestError(
+                f"{num_files:,} files are stored, and at most {MAX_FILES:,} are "
+                "allowed: delete some with DELETE /v1/files/{id}",
+                code="storage_limit_exceeded",
+            )
+        return Upload(self, new_id("file-"))
 
     def claim(self, nbytes: int) -> None:
         with self._lock:
             if self.nbytes + nbytes > self._max_bytes:
-                raise StorageFull(
+                raise RequestError(
                     f"the stored files would have more than {self._max_bytes:,} bytes, which is "
                     "the limit for one API key (--batch-bytes): delete some with "
-                    "DELETE /v1/files/{id}"
+                    "DELETE /v1/files/{id}",
+                    code="storage_limit_exceeded",
                 )
             self.nbytes += nbytes
 
@@ -161,48 +198,54 @@ class FileStore:
             self.nbytes -= nbytes
 
     def add(
-        self, id: str, filename: str, purpose: str, expires_s: int | None, content: Path
+        self, id: str, filename: str, purpose: str, expires_s: int | None, nbytes: int
     ) -> FileRecord:
-        """List a file whose content is at `content`, where it is moved from."""
+        """List a file whose content is stored."""
         created = int(time.time())
         expires_at = None if expires_s is None else created + expires_s
-        nbytes = content.stat().st_size
         record = FileRecord(id, filename[:MAX_NAME_CHARS], purpose, created, nbytes, expires_at)
-        write_whole(self._record_path(id), msgspec.json.encode(record))
-        if content != self.path(id):
-            content.replace(self.path(id))
-            sync_folder(self._folder)
-        with self._lock:
-            self._records[id] = record
+        insert = "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)"
+        _, *fields = msgspec.structs.astuple(record)
+        self._database.write((insert, id, self._owner, *fields))
         return record
 
-    def _record_path(self, id: str) -> Path:
-        return self._folder / f"{id}.json"
+    def add_results(self, id: str, filename: str, expires_s: int | None) -> None:
+        """The same of rows."""
+        sql = "SELECT SUM(LENGTH(line)) FROM results WHERE file = ?"
+        nbytes = self._database.rows(sql, id)[0][0]
+        self.add(id, filename, "batch_output", expires_s, nbytes)
 
-    def _remove(self, id: str) -> None:
-        """The content first: a record alone is removed at the next start."""
-        self.path(id).unlink(missing_ok=True)
-        self._record_path(id).unlink(missing_ok=True)
-        self.nbytes -= self._records.pop(id).nbytes
+    def append(self, id: str, line: bytes) -> None:
+        """A result. Computing it again costs less than waiting for the disk at each of them."""
+        self.claim(len(line))
+        try:
+            insert = "INSERT INTO results VALUES (?, ?, ?)"
+            self._database.write((insert, self._owner, id, line), durable=False)
+        except PippinError:
+            self.release(len(line))
+            raise
+
+    def results(self, id: str) -> Iterator[list[bytes]]:
+        """The lines of a file of results, some at a time."""
+        sql = "SELECT rowid, line FROM results WHERE file = ? AND rowid > ? ORDER BY rowid LIMIT ?"
+        last = 0
+        while rows := self._database.rows(sql, id, last, LINES_A_PAGE):
+            last = rows[-1][0]
+            yield [line for _, line in rows]
+
+    def _remove(self, record: FileRecord) -> None:
+        self._database.write(
+            ("DELETE FROM files WHERE id = ?", record.id),
+            ("DELETE FROM results WHERE file = ?", record.id),
+        )
+        self.nbytes -= record.nbytes
+        with storage_errors():  # content alone is deleted at the next start
+            self.path(record.id).unlink(missing_ok=True)
 
     def _delete_expired(self) -> None:
-        now = time.time()
-        for record in list(self._records.values()):
-            if record.expires_at is not None and record.expires_at <= now:
-                self._remove(record.id)
-
-    def _load(self) -> None:
-        for path in [*self._folder.glob("*.part"), *self._folder.glob("*.new")]:
-            path.unlink()
-        found = []
-        for record in read_records(self._folder.glob("file-*.json"), FileRecord):
-            if self.path(record.id).exists():
-                found.append(record)
-            else:
-                self._record_path(record.id).unlink(missing_ok=True)
-        found.sort(key=lambda record: (record.created_at, record.id))
-        self._records = {record.id: record for record in found}
-        self.nbytes = sum(path.stat().st_size for path in self._folder.glob("file-*.jsonl"))
+        found = self._database.rows(f"{_SELECT} AND expires_at <= ?", self._owner, time.time())
+        for row in found:
+            self._remove(FileRecord(*row))
 
 
 class Upload:
@@ -211,9 +254,10 @@ class Upload:
     A thread may still write when the request has ended: that has no effect.
     """
 
-    def __init__(self, store: FileStore, path: Path) -> None:
+    def __init__(self, store: FileStore, id: str) -> None:
         self._store = store
-        self._path = path
+        self._id = id
+        self._path = store.path(id)
         self._file: BinaryIO | None = None
         self._lock = threading.Lock()
         self._ended = False
@@ -221,61 +265,67 @@ class Upload:
 
     def write(self, data: bytes) -> None:
         with self._lock:
-            if not self._ended:
-                self._write(data)
+            if self._ended:
+                return
+            if self.nbytes + len(data) > self._store.max_file_bytes:
+                raise PippinError(
+                    f"the file is larger than {self._store.max_file_bytes:,} bytes, the limit for "
+                    "one file (--batch-file-bytes)",
+                    param="file",
+                    code="file_too_large",
+                )
+            self._store.claim(len(data))
+            self.nbytes += len(data)
+            with storage_errors():
+                if self._file is None:
+                    number = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+                    self._file = open(number, "wb")  # noqa: SIM115
+                self._file.write(data)
+
+    def seek(self, offset: int) -> None:
+        """Starlette's parser does it at the end of a file."""
 
     def finish(self, filename: str, purpose: str, expires_s: int | None) -> FileRecord:
         assert self._file is not None, "an empty file was refused"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        record = self._store.add(self._path.stem, filename, purpose, expires_s, self._path)
-        self.nbytes = 0  # the store's from now on
+        with storage_errors():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            folder = os.open(self._path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+        record = self._store.add(self._id, filename, purpose, expires_s, self.nbytes)
+        self._ended = True
+        self._file.close()
         return record
 
     def discard(self) -> None:
         """After `finish` there is nothing to delete."""
         with self._lock:
-            self._ended = True
-            if self._file is not None:
-                self._file.close()
-            self._path.unlink(missing_ok=True)
-            self._store.release(self.nbytes)
-
-    def _write(self, data: bytes) -> None:
-        if self.nbytes + len(data) > self._store.max_file_bytes:
-            raise FileTooLarge(
-                f"the file is larger than {self._store.max_file_bytes:,} bytes, the limit for one "
-                "file (--batch-file-bytes)",
-                param="file",
-            )
-        self._store.claim(len(data))
-        self.nbytes += len(data)
-        if self._file is None:
-            self._file = open(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")  # noqa: SIM115
-        self._file.write(data)
-
-
-MAX_BATCHES = 1_000  # of one owner; the oldest finished one is forgotten first
-
-
-class BatchNotFound(NotFound):
-    code = "batch_not_found"
+            if not self._ended:
+                self._ended = True
+                if self._file is not None:
+                    self._file.close()
+                self._path.unlink(missing_ok=True)
+                self._store.release(self.nbytes)
 
 
 class BatchStore:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, database: Database, owner: str) -> None:
+        self._database = database
+        self._owner = owner
         self._lock = threading.Lock()
-        found = read_records(folder.glob("batch_*.json"), Batch)
-        found.sort(key=lambda batch: batch.id)
-        self._batches = {batch.id: batch for batch in found}  # in order of creation
+        found = database.rows("SELECT batch FROM batches WHERE owner = ? ORDER BY id", owner)
+        batches = [msgspec.json.decode(record, type=Batch) for (record,) in found]
+        self._batches = {batch.id: batch for batch in batches}  # in order of creation
 
     def batches(self) -> list[Batch]:
         return list(self._batches.values())
 
     def get(self, id: str) -> Batch:
         if id not in self._batches:
-            raise BatchNotFound(f"No batch found with id '{cut(id)}'.", param="id")
+            raise NotFound(
+                f"No batch found with id '{cut(id)}'.", param="id", code="batch_not_found"
+            )
         return self._batches[id]
 
     def add(self, batch: Batch) -> None:
@@ -286,17 +336,16 @@ class BatchStore:
 
     def save(self, batch: Batch) -> None:
         with self._lock:  # of threads that save one batch, each writes its latest state
-            write_whole(self._path(batch), msgspec.json.encode(batch))
+            insert = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?)"
+            self._database.write((insert, batch.id, self._owner, msgspec.json.encode(batch)))
 
     def _forget_oldest(self) -> None:
         oldest = next((batch for batch in self._batches.values() if batch.is_finished), None)
         if oldest is None:
-            raise StorageFull(
+            raise RequestError(
                 f"{len(self._batches):,} batches have not finished, and at most {MAX_BATCHES:,} "
-                "are allowed: wait for one, or cancel one"
+                "are allowed: wait for one, or cancel one",
+                code="storage_limit_exceeded",
             )
-        self._path(oldest).unlink(missing_ok=True)
+        self._database.write(("DELETE FROM batches WHERE id = ?", oldest.id))
         del self._batches[oldest.id]
-
-    def _path(self, batch: Batch) -> Path:
-        return self._folder / f"{batch.id}.json"

@@ -12,7 +12,7 @@ import msgspec
 from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice, run_sequences
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import RequestEngine
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
@@ -145,7 +145,7 @@ def _token_entry(id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any
     }
 
 
-async def whole_reply(job: Job, dialect: Dialect, engine: Engine) -> Any:
+async def whole_reply(job: Job, dialect: Dialect, engine: RequestEngine) -> Any:
     folded = [FoldedChoice(sequence.index) for sequence in job.sequences]
     async with aclosing(run_sequences(engine, job)) as pieces:
         async for piece in pieces:
@@ -153,7 +153,9 @@ async def whole_reply(job: Job, dialect: Dialect, engine: Engine) -> Any:
     return dialect.whole(folded)
 
 
-async def reply_events(job: Job, dialect: Dialect, engine: Engine) -> AsyncGenerator[bytes, None]:
+async def reply_events(
+    job: Job, dialect: Dialect, engine: RequestEngine
+) -> AsyncGenerator[bytes, None]:
     opened = False
     async with aclosing(run_sequences(engine, job)) as pieces:
         async for piece in pieces:

@@ -28,7 +28,6 @@ from pippin.api.fields.table import (
     pick,
     refused_field,
 )
-from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
@@ -38,7 +37,7 @@ from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, 
 from pippin.api.requests.sampling_fields import read_options
 from pippin.api.requests.tools import read_chat_tools
 from pippin.durations import IN_WORDS, parse_duration
-from pippin.errors import PippinError, cut
+from pippin.errors import ModelNotFound, PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.cut_json import members_of
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, FoldedCall, Reasoning
@@ -204,9 +203,6 @@ SHOW = FieldTable(
 )
 _HUB_ID = kinds.text(MAX_HUB_ID_CHARS)
 _HUB_MODEL: Fields = {"model": _HUB_ID, "name": _HUB_ID}
-COPY = FieldTable(
-    {"source": MODEL["model"], "destination": _HUB_ID}, required=("source", "destination")
-)
 _NO_ACCOUNT = ignored_field("the server's own HF_TOKEN is used", "")
 PULL = FieldTable(
     {

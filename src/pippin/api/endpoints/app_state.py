@@ -1,25 +1,30 @@
-"""What all endpoints share: the models, the limits, one pool of threads. Knows no route."""
+"""What all endpoints share, and a request's way to its model: read, checked, waited for, leased."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
+from pippin.api.batches.runner import Batches
+from pippin.api.dialects.response_store import ResponseStores
+from pippin.api.endpoints.metrics_endpoint import ServerMetrics
 from pippin.api.http.access_control import Admins, client_of, owner_salt_of
 from pippin.api.http.read_body import BodyBudget, decode_body, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import in_time, unless_disconnected
 from pippin.api.http.workers import SMALL_BYTES, Workers
-from pippin.api.model_info import ModelInfo, RequestRules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Leniency
 from pippin.api.served_models import ModelLease, ServedModel, ServedModels, ServedText
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import Engine, RequestEngine
 from pippin.errors import NotReady
-from pippin.text.bundle import SamplingDefaults, TextBundle
+from pippin.text.bundle import SamplingDefaults
 from pippin.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -39,57 +44,29 @@ class Runnable(Protocol):
 
 
 R = TypeVar("R", bound=Runnable)
-J = TypeVar("J", bound=Runnable)
 
 
-@dataclass(frozen=True)
-class Prepared(Generic[R]):
-    """A request that was read, whose model is loaded until its reply has been sent."""
-
-    job: R
-    engine: Engine
-    served: ServedText
-    entry: ServedModel
-    waited_s: float  # for the model to be loaded
-
-    def with_job(self, job: J) -> Prepared[J]:
-        """The same, of a job whose type is known."""
-        return Prepared(job, self.engine, self.served, self.entry, self.waited_s)
-
-    @property
-    def text(self) -> TextBundle:
-        return self.served.text
-
-    @property
-    def model(self) -> ModelInfo:
-        return self.served.model
-
-
-@dataclass(frozen=True)
+@dataclass
 class AppState:
     models: ServedModels
     config: ServerConfig
     limits: LimitsConfig
-    use: Callable[[ServedModel, Engine], Engine] = lambda _, engine: engine  # how requests do
+    stored: ResponseStores
+    use: Callable[[str, RequestEngine], RequestEngine]  # how requests use it, by a model's name
+    batches: Batches = field(init=False)  # which have a state of their own for their lines
+    metrics: ServerMetrics = field(init=False)
     workers: Workers = field(default_factory=Workers)
-    bodies: BodyBudget = field(init=False)
+    downloads: set[str] = field(default_factory=set)  # one at a time: disk and network are shared
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bodies", BodyBudget(self.limits))
-
-    @property
-    def rules(self) -> RequestRules:
-        """For requests that no model reads."""
-        return RequestRules(
+        self.bodies = BodyBudget(self.limits)
+        self.admins = Admins(self.config)
+        self.rules = RequestRules(  # for requests that no model reads
             self.models.default.info,
             SamplingDefaults(),
             self.limits,
             strict_fields=self.config.strict_fields,
         )
-
-    @property
-    def admins(self) -> Admins:
-        return Admins(self.config)
 
     def model_of(self, request: Request) -> ServedModel:
         """That `?model=` names, or the default."""
@@ -118,39 +95,36 @@ class AppState:
             body = await read_body(request, self.limits, claim)
             return await self.workers.run(lambda body: work(decode_body(body)), body)
 
-    async def prepare(self, request: Request, work: Callable[[Any, ServedText], R]) -> Prepared[R]:
-        """Of a request for the engine: what is wrong with it is found before its model loads."""
+    async def prepare(
+        self, request: Request, work: Callable[[Any, ServedText], R]
+    ) -> tuple[R, ModelLease]:
+        """A request for the engine: what is wrong with it is found before its model loads. The
+        model stays loaded until the reply has been sent."""
         self.models.check_ready()
         with self.bodies.claim(client_of(request.scope)) as claim:
             body = await read_body(request, self.limits, claim)
             entry, served, job = await self._work(body, work)
             lease = await self._lease(request, entry, job.timeout_s)
-            loaded = self._within_limits(lease.served)
-            if loaded.model != served.model:  # it is known exactly since it was loaded
+            if lease.served.model != served.model:  # it is known exactly since it was loaded
+                loaded = lease.served
                 job = await self.workers.run(lambda body: work(decode_body(body), loaded), body)
         job.keep_apart(owner_salt_of(request.scope))
-        shown_with = loaded.text.tokenizer if self.config.log_prompts else None
+        shown_with = lease.served.text.tokenizer if self.config.log_prompts else None
         record = record_of(request.scope)
         record.ignored = job.leniency.header()
         record.facts = lambda: job.facts(shown_with)
-        return Prepared(job, self.use(entry, lease.engine), loaded, entry, lease.waited_s)
+        return job, lease
 
     async def _work(
         self, body: bytearray, work: Callable[[Any, ServedText], T]
     ) -> tuple[ServedModel, ServedText, T]:
         """By the model that a body names; what it is decoded to is not kept."""
-        if len(body) <= SMALL_BYTES:
-            fields = decode_body(body)
-            entry, served = await self._served(fields)
+        is_small = len(body) <= SMALL_BYTES
+        async with nullcontext() if is_small else self.workers.decoded(body):
+            fields = decode_body(body) if is_small else await self.workers.run(decode_body, body)
+            entry = self.models.of(fields)
+            served = self._within_limits(await entry.served_text())
             return entry, served, await self.workers.run(lambda _: work(fields, served), body)
-        async with self.workers.decoded(body):
-            fields = await self.workers.run(decode_body, body)
-            entry, served = await self._served(fields)
-            return entry, served, await self.workers.run(lambda _: work(fields, served), body)
-
-    async def _served(self, fields: Any) -> tuple[ServedModel, ServedText]:
-        entry = self.models.of(fields)
-        return entry, self._within_limits(await entry.served_text())
 
     async def _lease(
         self, request: Request, entry: ServedModel, timeout_s: float | None
@@ -166,9 +140,13 @@ class AppState:
         record.at_end.append(lease.release)
         if lease.place:
             record.headers[PLACE_HEADER] = str(lease.place)
-        return lease
+        engine = self.use(entry.info.name, lease.engine)
+        return replace(lease, engine=engine, served=self._within_limits(lease.served))
 
     def _within_limits(self, served: ServedText) -> ServedText:
         if served.rules.limits is self.limits:
             return served
         return replace(served, rules=replace(served.rules, limits=self.limits))
+
+
+Handler = Callable[[AppState, Request], Awaitable[Response]]

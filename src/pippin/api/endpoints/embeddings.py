@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/embeddings`: texts to vectors, many at once. Knows no HTTP."""
+"""OpenAI's `/v1/embeddings`: texts to vectors, many at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Body, Leniency, read_salt, under_owner
 from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_of, embedding_submit, unit
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import RequestEngine
 from pippin.errors import EngineDead, RequestError
 from pippin.messages import Submit
 from pippin.sequences import room_for_reply
@@ -50,7 +50,11 @@ class EmbeddingJob(SubmitsJob):
     dimensions: int | None  # that are kept of each vector; None: all
 
 
-def parse_embeddings(
+def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> EmbeddingJob:
+    return read_embeddings(rules.body(fields), text, rules)
+
+
+def read_embeddings(
     body: Body, text: TextBundle, rules: RequestRules, *, truncate: bool = False
 ) -> EmbeddingJob:
     """`truncate`: of a text that is too long, only as much is read as fits the model."""
@@ -100,15 +104,17 @@ def text_tokens(
     return tokens
 
 
-async def embed(job: EmbeddingJob, engine: Engine) -> list[np.ndarray]:
+async def embed_all(job: EmbeddingJob, engine: RequestEngine) -> list[np.ndarray]:
     vectors = await all_or_none(vector_of(submit, engine) for submit in job.submits)
     if job.dimensions is not None:
         vectors = [_shortened(vector, job.dimensions) for vector in vectors]
     return vectors
 
 
-async def whole_embeddings(job: EmbeddingJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
-    vectors = await embed(job, engine)
+async def whole_embeddings(
+    job: EmbeddingJob, engine: RequestEngine, model: ModelInfo
+) -> dict[str, Any]:
+    vectors = await embed_all(job, engine)
     return {
         "object": "list",
         "data": [
@@ -120,7 +126,7 @@ async def whole_embeddings(job: EmbeddingJob, engine: Engine, model: ModelInfo) 
     }
 
 
-async def vector_of(submit: Submit, engine: Engine) -> np.ndarray:
+async def vector_of(submit: Submit, engine: RequestEngine) -> np.ndarray:
     async for delta in engine.generate(submit):
         if delta.finish is not None:
             return embedding_of(delta)

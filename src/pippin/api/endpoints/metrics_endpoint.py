@@ -1,4 +1,4 @@
-"""`GET /metrics` for Prometheus: the server's histograms, the engine's counters. Measures nothing.
+"""`GET /metrics` for Prometheus: the server's histograms, the engine's counters.
 
 The engine answers between two steps, and a step may take longer than a scrape may. So a scrape
 waits a limited time for the engine, and then gets its latest numbers, with their age.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import reduce
 from time import monotonic, process_time
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,9 +25,9 @@ from pippin.api.metered_engine import ReplyTimes
 from pippin.api.served_models import ServedModel, ServedModels
 from pippin.errors import PippinError
 
-REPLICA = "replica"
+REPLICA, MODEL_NAME = "replica", "model_name"  # labels; the second is vLLM's
 TIERS = ("host", "disk", "peer")  # of the prefix cache, below the device's memory
-
+PATIENCE_SECONDS = 1.0  # for the engine's answer; scrapes often time out after ten
 
 # Each metric, its path in `Engine.counters`, and its help. A path with {tier} or {drafter} has a
 # value for each of them; a mapping has one for each component, and a list one for each position.
@@ -147,35 +147,54 @@ pippin_handover_sent_bytes = pushes.sent_bytes
 """
 
 
-class _Number(NamedTuple):
-    name: str
-    path: list[str]
-    help: str
+MODEL_GAUGES = """\
+pippin_model_requests_waiting = model.num_waiting
+    Number of requests that wait for a model to be loaded.
+pippin_model_requests_open = model.num_open
+    Number of requests that use a loaded model: it is not unloaded before they end.
+"""
+MODEL_COUNTERS = """\
+pippin_model_loads = model.num_loads
+    Number of times that a model was loaded.
+"""
 
 
-def _numbers(table: str) -> list[_Number]:
+def _families(table: str, counters: dict[str, Any]) -> Iterator[Metric]:
     lines = table.splitlines()
-    rows = zip(lines[::2], lines[1::2], strict=True)
-    named = [(*row.split(" = "), help.strip()) for row, help in rows]
-    return [_Number(name, path.split("."), help) for name, path, help in named]
+    kind = CounterMetricFamily if table in (COUNTERS, MODEL_COUNTERS) else GaugeMetricFamily
+    for row, help in zip(lines[::2], lines[1::2], strict=True):
+        name, path = row.split(" = ")
+        labels, values = _samples(path, counters)
+        if any(isinstance(value, list) for value in values.values()):
+            labels = [*labels, "position"]
+            values = {
+                (*key, str(position)): value
+                for key, counts in values.items()
+                for position, value in enumerate(counts)
+            }
+        if values:
+            family = kind(name, help.strip(), labels=labels)
+            for key, value in values.items():
+                family.add_metric(key, value)
+            yield family
 
 
-def replica_families(replicas: Sequence[dict[str, Any] | None]) -> Iterator[Metric]:
-    """The same of several engines, each sample with the number of its replica."""
-    up = GaugeMetricFamily(
-        "pippin_replica_up", "1 if the engine of this replica is running.", labels=[REPLICA]
-    )
-    families: dict[str, Metric] = {}
-    for number, counters in enumerate(replicas):
-        label = {REPLICA: str(number)}
-        up.add_metric([str(number)], counters is not None)
-        for family in engine_families(counters) if counters is not None else ():
-            merged = Metric(family.name, family.documentation, family.type)
-            families.setdefault(family.name, merged).samples += [
-                sample._replace(labels=label | sample.labels) for sample in family.samples
-            ]
-    yield up
-    yield from families.values()
+def _samples(path: str, counters: dict[str, Any]) -> tuple[list[str], dict[tuple[str, ...], Any]]:
+    """Labels, and values by theirs; none without a prefix cache, a lower tier or a drafter."""
+    for label in ("tier", "drafter"):
+        if f"{{{label}}}" in path:
+            tiers = (tier for tier in TIERS if counters.get(tier) is not None)
+            names = tiers if label == "tier" else counters["metrics"]["drafters"]
+            return [label], {(n,): _value(path.format(**{label: n}), counters) for n in names}
+    if counters.get(path.partition(".")[0]) is None:
+        return [], {}
+    if isinstance(value := _value(path, counters), dict):
+        return ["component"], {(part,): count for part, count in value.items()}
+    return [], {(): value}
+
+
+def _value(path: str, counters: dict[str, Any]) -> Any:
+    return reduce(operator.getitem, path.split("."), counters)
 
 
 def engine_families(counters: dict[str, Any]) -> Iterator[Metric]:
@@ -185,184 +204,29 @@ def engine_families(counters: dict[str, Any]) -> Iterator[Metric]:
         "Share of the memory budget that running requests use; 1 means 100 percent.",
         value=1 - memory["available_bytes"] / max(1, memory["budget_bytes"]),
     )
-    for number in _numbers(GAUGES):
-        yield from _family(GaugeMetricFamily, number, counters)
-    for number in _numbers(COUNTERS):
-        yield from _family(CounterMetricFamily, number, counters)
+    for table in (GAUGES, COUNTERS):
+        yield from _families(table, counters)
 
 
-def _family(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    number: _Number,
-    counters: dict[str, Any],
-) -> Iterator[Metric]:
-    """One family; none without a prefix cache, a lower tier or a drafter."""
-    path = ".".join(number.path)
-    values: dict[tuple[str, ...], Any] = {}  # by the labels' values
-    labels: list[str] = []
-    if "{tier}" in path:
-        labels = ["tier"]
-        for tier in [tier for tier in TIERS if counters.get(tier) is not None]:
-            values[tier,] = _value(counters, number.path, tier=tier)
-    elif "{drafter}" in path:
-        labels = ["drafter"]
-        for drafter in counters["metrics"]["drafters"]:
-            values[drafter,] = _value(counters, number.path, drafter=drafter)
-    elif counters.get(number.path[0]) is None:
-        return
-    elif isinstance(value := _value(counters, number.path), dict):
-        labels, values = ["component"], {(part,): count for part, count in value.items()}
-    else:
-        values = {(): value}
-    if any(isinstance(value, list) for value in values.values()):
-        labels.append("position")
-        values = {
-            (*key, str(position)): value
-            for key, counts in values.items()
-            for position, value in enumerate(counts)
-        }
-    if values:
-        family = kind(number.name, number.help, labels=labels)
-        for label_values, value in values.items():
-            family.add_metric(label_values, value)
-        yield family
-
-
-def _value(counters: dict[str, Any], path: list[str], **names: str) -> Any:
-    return reduce(operator.getitem, [part.format(**names) for part in path], counters)
-
-
-OLD_NAMES = {  # by the new name; a label in braces was part of the old name
-    "pippin_num_requests_running": "pippin_requests_running",
-    "pippin_num_requests_waiting": "pippin_requests_waiting",
-    "pippin_requests": "pippin_sequences",
-    "pippin_request_queue_time_seconds": "pippin_queue_seconds",
-    "pippin_inter_token_latency_seconds": "pippin_token_gap_seconds",
-    "pippin_e2e_request_latency_seconds": "pippin_sequence_seconds",
-    "pippin_request_prompt_tokens": "pippin_sequence_prompt_tokens",
-    "pippin_request_generation_tokens": "pippin_sequence_reply_tokens",
-    "pippin_prompt_tokens_cached": "pippin_cached_tokens",
-    "pippin_prompt_tokens_loaded": "pippin_{tier}_tokens",
-    "pippin_generation_tokens": "pippin_generated_tokens",
-    "pippin_num_preemptions": "pippin_retractions",
-    "pippin_prefix_cache_queries": "pippin_cache_lookup_tokens",
-    "pippin_prefix_cache_hits": "pippin_cache_hit_tokens",
-    "pippin_prefix_cache_lookup_requests": "pippin_cache_lookups",
-    "pippin_prefix_cache_hit_requests": "pippin_cache_hits",
-    "pippin_prefix_cache_damaged_payloads": "pippin_cache_damaged",
-    "pippin_kv_offload_used_bytes": "pippin_{tier}_bytes",
-    "pippin_kv_offload_tokens": "pippin_{tier}_tree_tokens",
-    "pippin_kv_offload_requests_loading": "pippin_{tier}_loading",
-    "pippin_kv_offload_load_bytes": "pippin_{tier}_loaded_bytes",
-    "pippin_kv_offload_store_bytes": "pippin_{tier}_spilled_bytes",
-}
-PREFIXES = {"pippin_prefix_cache_": "pippin_cache_", "pippin_kv_offload_": "pippin_{tier}_"}
-
-
-class WithOldNames(Collector):
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            yield family
-            old = _old_name(family.name)
-            old_families: dict[str, Metric] = {}
-            for sample in family.samples if old != family.name else ():
-                if sample.labels.get("tier") != "peer":  # it is newer than the old names
-                    _add(old_families, family, sample, old)
-            yield from old_families.values()
-
-
-def _old_name(new: str) -> str:
-    for prefix, old_prefix in PREFIXES.items():
-        if new not in OLD_NAMES and new.startswith(prefix):
-            return new.replace(prefix, old_prefix)
-    return OLD_NAMES.get(new, new)
-
-
-def _add(families: dict[str, Metric], family: Metric, sample: Sample, old: str) -> None:
-    name = old.format(**sample.labels).replace("pippin_disk_loading", "pippin_loading")
-    if name not in families:
-        new = family.name + ("_total" if family.type == "counter" else "")
-        text = f"Deprecated: use {new}. This old name is removed in the next release."
-        families[name] = Metric(name, text, family.type)
-    labels = {key: value for key, value in sample.labels.items() if key != "tier"}
-    if (reason := labels.pop("finished_reason", None)) is not None:
-        labels["finish"] = "cut" if reason == "abort" else reason
-    old_name = name + sample.name.removeprefix(family.name)
-    families[name].samples.append(sample._replace(name=old_name, labels=labels))
-
-
-LABEL = "model_name"  # vLLM's
+def merged(label: str, parts: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Metric]:
+    """The same families of several, each sample with the label's value of its part."""
+    families: dict[str, Metric] = {}
+    for value, part in parts:
+        for family in part:
+            whole = Metric(family.name, family.documentation, family.type)
+            families.setdefault(family.name, whole).samples += [
+                sample._replace(labels={label: value, **sample.labels}) for sample in family.samples
+            ]
+    yield from families.values()
 
 
 class ModelMetrics(Collector):
-    """A registry for each model; what they collect is exported as one."""
-
-    def __init__(self, models: ServedModels) -> None:
-        self._are_several = models.are_several
-        self._registries = {model.info.name: CollectorRegistry() for model in models}
-        self._times = {name: ReplyTimes(each) for name, each in self._registries.items()}
-        for model in models:
-            if model.info.on_demand:
-                self._registries[model.info.name].register(_Residency(model))
-
-    def times(self, name: str) -> ReplyTimes:
-        return self._times[name]
-
-    def add(self, name: str, collector: Collector) -> None:
-        self._registries[name].register(collector)
-
-    def collect(self) -> Iterator[Metric]:
-        if not self._are_several:
-            for registry in self._registries.values():
-                yield from registry.collect()
-            return
-        families: dict[str, Metric] = {}
-        for name, registry in self._registries.items():
-            for family in registry.collect():
-                merged = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                merged.samples += [
-                    sample._replace(labels={LABEL: name, **sample.labels})
-                    for sample in family.samples
-                ]
-        yield from families.values()
-
-
-class _Residency(Collector):
-    """Of a model that is loaded by requests."""
+    """Of one model: its replies' times, whether it is loaded, and its engine's numbers."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-
-    def collect(self) -> Iterator[Metric]:
-        found = self._model.residency
-        yield GaugeMetricFamily(
-            "pippin_model_requests_waiting",
-            "Number of requests that wait for a model to be loaded.",
-            value=found.num_waiting,
-        )
-        yield GaugeMetricFamily(
-            "pippin_model_requests_open",
-            "Number of requests that use a loaded model: it is not unloaded before they end.",
-            value=found.num_open or 0,
-        )
-        yield CounterMetricFamily(
-            "pippin_model_loads",
-            "Number of times that a model was loaded.",
-            value=found.num_loads,
-        )
-
-
-PATIENCE_SECONDS = 1.0  # for the engine's answer; scrapes often time out after ten
-
-
-class EngineCounters(Collector):
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+        self._registry = CollectorRegistry()
+        self.times = ReplyTimes(self._registry)
         self._known: dict[str, Any] | None = None
         self._known_at = 0.0
         self._asking: asyncio.Task[None] | None = None
@@ -384,6 +248,11 @@ class EngineCounters(Collector):
             self._known = None
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._registry.collect()
+        if self._model.info.on_demand:
+            found = {"model": asdict(self._model.residency)}
+            yield from _families(MODEL_GAUGES, found)
+            yield from _families(MODEL_COUNTERS, found)
         engine = self._model.engine
         up = engine is not None and engine.healthy
         yield GaugeMetricFamily(
@@ -396,35 +265,50 @@ class EngineCounters(Collector):
             "Age of the engine's numbers in this scrape: the engine answers between two steps.",
             value=monotonic() - self._known_at,
         )
-        if (replicas := self._known.get("replicas")) is not None:
-            yield from replica_families(replicas)
-        else:
+        if (replicas := self._known.get("replicas")) is None:
             yield from engine_families(self._known)
+            return
+        replica_up = GaugeMetricFamily(
+            "pippin_replica_up", "1 if the engine of this replica is running.", labels=[REPLICA]
+        )
+        for number, counters in enumerate(replicas):
+            replica_up.add_metric([str(number)], counters is not None)
+        yield replica_up
+        yield from merged(
+            REPLICA,
+            (
+                (str(number), engine_families(counters))
+                for number, counters in enumerate(replicas)
+                if counters is not None
+            ),
+        )
 
 
-class ServerTime(Collector):
+class ServerMetrics(Collector):
+    """Of all models. `registry` has what concerns none of them, and is what is exported."""
+
+    def __init__(self, models: ServedModels) -> None:
+        self.registry = CollectorRegistry()
+        self._of_models = {model.info.name: ModelMetrics(model) for model in models}
+        self.registry.register(self)
+
+    def times(self, name: str) -> ReplyTimes:
+        return self._of_models[name].times
+
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "pippin_server_cpu_seconds",
             "CPU seconds of the server process, which reads requests and writes replies.",
             value=process_time(),
         )
-
-
-class MetricsEndpoint:
-    def __init__(
-        self, models: ServedModels, metrics: ModelMetrics, registry: CollectorRegistry
-    ) -> None:
-        """`registry`: of what concerns no single model."""
-        self._counters = {model.info.name: EngineCounters(model) for model in models}
-        for name, counters in self._counters.items():
-            metrics.add(name, counters)
-        registry.register(ServerTime())
-        registry.register(metrics)
-        self._exported = CollectorRegistry()
-        self._exported.register(WithOldNames(registry))
+        if len(self._of_models) > 1:
+            parts = ((name, model.collect()) for name, model in self._of_models.items())
+            yield from merged(MODEL_NAME, parts)
+        else:
+            for model in self._of_models.values():
+                yield from model.collect()
 
     async def show(self, request: Request) -> Response:
-        await asyncio.gather(*(counters.refresh() for counters in self._counters.values()))
+        await asyncio.gather(*(model.refresh() for model in self._of_models.values()))
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._exported), media_type=media_type)
+        return Response(encode(self.registry), media_type=media_type)

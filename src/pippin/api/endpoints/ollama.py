@@ -1,4 +1,4 @@
-"""Ollama's pull and delete: models of the Hugging Face hub's cache. Knows no hub's protocol.
+"""Ollama's API: replies, models, and the Hugging Face hub's cache, which pull and delete change.
 
 The server goes on serving the model that it serves: what is pulled is for the next start.
 """
@@ -9,16 +9,13 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from time import perf_counter, time
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
 
 from pippin.api.dialects.ollama import (
-    COPY,
     DELETE,
     EMBED,
     EMBEDDINGS,
@@ -38,8 +35,8 @@ from pippin.api.dialects.ollama import (
     parse_ollama_chat,
     rfc3339,
 )
-from pippin.api.endpoints.app_state import AppState, Prepared, Runnable
-from pippin.api.endpoints.embeddings import EmbeddingJob, embed, parse_embeddings
+from pippin.api.endpoints.app_state import AppState, Runnable
+from pippin.api.endpoints.embeddings import EmbeddingJob, embed_all, read_embeddings
 from pippin.api.endpoints.generation import answer
 from pippin.api.fields.table import FieldTable
 from pippin.api.http.access_control import check_downloads
@@ -48,9 +45,9 @@ from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import JSON_LINES, StreamResponse, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
 from pippin.api.model_info import ModelInfo, RequestRules, spread
-from pippin.api.requests.body import Body, shown
+from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
-from pippin.api.served_models import ServedModel, ServedText
+from pippin.api.served_models import ModelLease, ServedModel, ServedText
 from pippin.durations import FOR_EVER, parse_duration
 from pippin.errors import LoadError, Overloaded, RequestError, cut
 from pippin.hub import HUB_ID, delete_cached_model, find_cached_model, pull_progress
@@ -62,86 +59,82 @@ HUB_PREFIX = re.compile(r"(https?://)?(hf\.co|huggingface\.co)/")  # as Ollama's
 REVISION = re.compile(r"\w[\w.-]{0,127}")
 
 
-class OllamaDownloads:
-    def __init__(self, state: AppState) -> None:
-        self._state = state
-        self._running: str | None = None  # one at a time: a disk and a network are shared
+async def pull(state: AppState, request: Request) -> Response:
+    name, body = await _named(state, request, PULL)
+    progress = _progress(state, name)
+    if not body.get("stream", True):
+        return WholeResponse(lambda: _last(progress), None)
+    return StreamResponse(
+        _lines(progress),
+        encode_error=lambda error: line(ollama_error(error)),
+        timeout_s=None,
+        media_type=JSON_LINES,
+        heartbeat=lambda: HEARTBEAT,
+    )
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/api/pull", self._pull, methods=["POST"]),
-            Route("/api/delete", self._delete, methods=["DELETE"]),
-        ]
 
-    async def _pull(self, request: Request) -> Response:
-        name, body = await self._named(request, PULL)
-        if not body.get("stream", True):
-            return WholeResponse(lambda: self._last(name), None)
-        return StreamResponse(
-            self._lines(name),
-            encode_error=lambda error: line(ollama_error(error)),
-            timeout_s=None,
-            media_type=JSON_LINES,
-            heartbeat=lambda: HEARTBEAT,
+async def delete(state: AppState, request: Request) -> Response:
+    name, _ = await _named(state, request, DELETE)
+    id, _ = _hub_id(name)
+    if _serves(state, name):
+        raise RequestError(f"model {id!r} is served by this server: stop it first")
+    await asyncio.to_thread(_delete, id)
+    return Response()
+
+
+async def _named(state: AppState, request: Request, table: FieldTable) -> tuple[str, Body]:
+    check_downloads(state.config, request.scope)
+
+    def read(fields: Any) -> tuple[str, Body]:
+        body = state.rules.body(fields)
+        table.check(body, state.rules)
+        field = "model" if body.has("model") else "name"  # the older name of it
+        return body.required_string(field), body
+
+    name, body = await state.read_json(request, read)
+    record_of(request.scope).ignored = body.leniency.header()
+    return name, body
+
+
+async def _lines(progress: AsyncGenerator[Progress, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(progress):
+        async for each in progress:
+            yield line(each)
+
+
+async def _last(progress: AsyncGenerator[Progress, None]) -> Progress:
+    async with aclosing(progress):
+        async for _ in progress:
+            pass
+    return SUCCESS
+
+
+async def _progress(state: AppState, name: str) -> AsyncGenerator[Progress, None]:
+    if _serves(state, name):
+        yield SUCCESS
+        return
+    id, revision = _hub_id(name)
+    if state.downloads:
+        raise Overloaded(
+            f"{', '.join(state.downloads)} is being downloaded, and one model is at a time: pull "
+            f"{cut(name)} when that is done"
         )
-
-    async def _delete(self, request: Request) -> Response:
-        name, _ = await self._named(request, DELETE)
-        id, _ = _hub_id(name)
-        if self._serves(name):
-            raise RequestError(f"model {id!r} is served by this server: stop it first")
-        await asyncio.to_thread(_delete, id)
-        return Response()
-
-    async def _named(self, request: Request, table: FieldTable) -> tuple[str, Body]:
-        check_downloads(self._state.config, request.scope)
-
-        def read(fields: Any) -> tuple[str, Body]:
-            body = self._state.rules.body(fields)
-            table.check(body, self._state.rules)
-            field = "model" if body.has("model") else "name"  # the older name of it
-            return body.required_string(field), body
-
-        name, body = await self._state.read_json(request, read)
-        record_of(request.scope).ignored = body.leniency.header()
-        return name, body
-
-    async def _lines(self, name: str) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._progress(name)) as progress:
+    state.downloads.add(id)
+    try:
+        async with aclosing(pull_progress(id, revision)) as progress:
             async for each in progress:
-                yield line(each)
+                yield each
+    finally:
+        state.downloads.clear()
 
-    async def _last(self, name: str) -> Progress:
-        async with aclosing(self._progress(name)) as progress:
-            async for _ in progress:
-                pass
-        return SUCCESS
 
-    async def _progress(self, name: str) -> AsyncGenerator[Progress, None]:
-        if self._serves(name):
-            yield SUCCESS
-            return
-        id, revision = _hub_id(name)
-        if self._running is not None:
-            raise Overloaded(
-                f"{self._running} is being downloaded, and one model is at a time: pull "
-                f"{cut(name)} when that is done"
-            )
-        self._running = id
-        try:
-            async with aclosing(pull_progress(id, revision)) as progress:
-                async for each in progress:
-                    yield each
-        finally:
-            self._running = None
-
-    def _serves(self, name: str) -> bool:
-        """Clients pull a model that they do not find in `/api/tags`."""
-        plain = name.removesuffix(LATEST)
-        accepted = [model.info.accepted_names for model in self._state.models]
-        if any(names is not None and plain in names for names in accepted):
-            return True
-        return None in accepted and not HUB_ID.fullmatch(plain)
+def _serves(state: AppState, name: str) -> bool:
+    """Clients pull a model that they do not find in `/api/tags`."""
+    plain = name.removesuffix(LATEST)
+    accepted = [model.info.accepted_names for model in state.models]
+    if any(names is not None and plain in names for names in accepted):
+        return True
+    return None in accepted and not HUB_ID.fullmatch(plain)
 
 
 def _hub_id(name: str) -> tuple[str, str | None]:
@@ -170,72 +163,39 @@ def _delete(id: str) -> None:
 # here; what later versions added is not.
 API_VERSION = "0.14.2"
 NEVER = "2318-01-01T00:00:00Z"  # when the model is unloaded
-GREETING = "Ollama is running"
 
 
-class OllamaModels:
-    def __init__(self, state: AppState) -> None:
-        self._state = state
+async def version(state: AppState, request: Request) -> Response:
+    return JSONResponse({"version": API_VERSION})
 
-    def routes(self) -> list[Route]:
-        routes = [
-            Route("/api/version", self._version),
-            Route("/api/tags", self._tags),
-            Route("/api/ps", self._ps),
-            Route("/api/show", self._show, methods=["POST"]),
-            Route("/api/copy", self._copy, methods=["POST"]),
-        ]
-        if not self._state.config.page:  # which is at / otherwise
-            routes.append(Route("/", self._greet, include_in_schema=False))
-        return routes
 
-    async def _greet(self, request: Request) -> Response:
-        return PlainTextResponse(GREETING)
+async def tags(state: AppState, request: Request) -> Response:
+    models = [
+        each | {"modified_at": rfc3339(model.info.created_s)}
+        for model in state.models
+        for each in _listed(model.info)
+    ]
+    return JSONResponse({"models": models})
 
-    async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": API_VERSION})
 
-    async def _tags(self, request: Request) -> Response:
-        models = [
-            each | {"modified_at": rfc3339(model.info.created_s)}
-            for model in self._state.models
-            for each in _listed(model.info)
-        ]
-        return JSONResponse({"models": models})
+async def ps(state: AppState, request: Request) -> Response:
+    models = [
+        each | _loaded(model)
+        for model in state.models
+        if model.residency.is_loaded
+        for each in _listed(model.info)
+    ]
+    return JSONResponse({"models": models})
 
-    async def _ps(self, request: Request) -> Response:
-        models = [
-            each | _loaded(model)
-            for model in self._state.models
-            if model.residency.is_loaded
-            for each in _listed(model.info)
-        ]
-        return JSONResponse({"models": models})
 
-    async def _show(self, request: Request) -> Response:
-        def show(fields: Any, served: ServedText) -> dict[str, Any]:
-            body = served.rules.body(fields)
-            SHOW.check(body, served.rules)
-            record_of(request.scope).ignored = body.leniency.header()
-            return _shown(served)
+async def show(state: AppState, request: Request) -> Response:
+    def read(fields: Any, served: ServedText) -> dict[str, Any]:
+        body = served.rules.body(fields)
+        SHOW.check(body, served.rules)
+        record_of(request.scope).ignored = body.leniency.header()
+        return _shown(served)
 
-        return JSONResponse(await self._state.read(request, show))
-
-    async def _copy(self, request: Request) -> Response:
-        """A copy is another name, and names are set at start: one that is known is made already."""
-
-        def check(fields: Any) -> None:
-            rules, models = self._state.rules, self._state.models
-            body = rules.body(fields)
-            source = models.find(body.string("source", "")) or models.default
-            COPY.check(body, replace(rules, model=source.info))
-            name = body.required_string("destination")
-            if models.find(name) is None:
-                what = "is a new name, and names are set when the server starts: use --alias"
-                raise body.error("destination", f"{shown(name.removesuffix(LATEST))} {what}")
-
-        await self._state.read_json(request, check)
-        return Response()
+    return JSONResponse(await state.read(request, read))
 
 
 def _shown(served: ServedText) -> dict[str, Any]:
@@ -308,118 +268,107 @@ class _Unload(Exception):
         self.load, self.name = load, name
 
 
-class OllamaReplies:
-    def __init__(self, state: AppState) -> None:
-        self._state = state
+async def chat(state: AppState, request: Request) -> Response:
+    empty = {"message": {"role": "assistant", "content": ""}}
+    return await _reply(state, request, parse_ollama_chat, OllamaChat, empty)
 
-    def routes(self) -> list[Route]:
-        posts = {
-            "/api/chat": self._chat,
-            "/api/generate": self._generate,
-            "/api/embed": self._embed,
-            "/api/embeddings": self._embeddings,
-        }
-        return [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._reply(
-            request,
-            parse_ollama_chat,
-            OllamaChat,
-            {"message": {"role": "assistant", "content": ""}},
-        )
+async def generate(state: AppState, request: Request) -> Response:
+    return await _reply(state, request, parse_generate, OllamaGenerate, {"response": ""})
 
-    async def _generate(self, request: Request) -> Response:
-        return await self._reply(request, parse_generate, OllamaGenerate, {"response": ""})
 
-    async def _reply(
-        self,
-        request: Request,
-        parse: Callable[[Any, RequestRules], Asked],
-        dialect: Callable[[Job, Tokenizer, float], OllamaStream],
-        empty: dict[str, Any],
-    ) -> Response:
-        def prepare(fields: Any, served: ServedText) -> Job | LoadRequest:
-            match parse(fields, served.rules):
-                case ChatRequest() as chat:
-                    return prepare_chat(chat, served.text, served.model)
-                case CompletionRequest() as completion:
-                    return prepare_completion(completion, served.text, served.model)
-                case LoadRequest(done_reason="unload") as load if served.model.on_demand:
-                    raise _Unload(load, served.model.name)
-                case LoadRequest() as load:
-                    return load
+async def _reply(
+    state: AppState,
+    request: Request,
+    parse: Callable[[Any, RequestRules], Asked],
+    dialect: Callable[[Job, Tokenizer, float], OllamaStream],
+    empty: dict[str, Any],
+) -> Response:
+    def prepare(fields: Any, served: ServedText) -> Job | LoadRequest:
+        match parse(fields, served.rules):
+            case ChatRequest() as chat:
+                return prepare_chat(chat, served.text, served.model)
+            case CompletionRequest() as completion:
+                return prepare_completion(completion, served.text, served.model)
+            case LoadRequest(done_reason="unload") as load if served.model.on_demand:
+                raise _Unload(load, served.model.name)
+            case LoadRequest() as load:
+                return load
 
-        try:
-            found = await self._prepare(request, prepare)
-        except _Unload as unload:
-            self._state.admins.check(request.scope)
-            self._state.models.get(unload.name).keep_alive(0.0)
-            record_of(request.scope).ignored = unload.load.leniency.header()
-            return _without_text(unload.name, unload.load, empty)
-        if isinstance(found.job, LoadRequest):
-            return _without_text(found.model.name, found.job, empty)
-        stream = dialect(found.job, found.text.tokenizer, found.waited_s)
-        return answer(
-            found.with_job(found.job), stream, media_type=JSON_LINES, heartbeat=lambda: HEARTBEAT
-        )
-
-    async def _embed(self, request: Request) -> Response:
-        started = perf_counter()
-        found = await self._prepare_embeddings(request, EMBED)
-        job = found.job
-
-        async def reply() -> dict[str, Any]:
-            vectors = await embed(job, found.engine)
-            return {
-                "model": found.model.name,
-                "embeddings": [vector.tolist() for vector in vectors],
-                "total_duration": nanoseconds(perf_counter() - started),
-                "load_duration": nanoseconds(found.waited_s),
-                "prompt_eval_count": job.prompt_tokens,
-            }
-
-        return WholeResponse(reply, job.timeout_s)
-
-    async def _embeddings(self, request: Request) -> Response:
-        found = await self._prepare_embeddings(request, EMBEDDINGS)
-
-        async def reply() -> dict[str, Any]:
-            (vector,) = await embed(found.job, found.engine)
-            return {"embedding": vector.tolist()}
-
-        return WholeResponse(reply, found.job.timeout_s)
-
-    async def _prepare_embeddings(
-        self, request: Request, table: FieldTable
-    ) -> Prepared[EmbeddingJob]:
-        def prepare(fields: Any, served: ServedText) -> EmbeddingJob:
-            renamed, truncate = parse_embed(fields, served.rules, table)
-            return parse_embeddings(renamed, served.text, served.rules, truncate=truncate)
-
-        return await self._prepare(request, prepare)
-
-    async def _prepare(self, request: Request, work: Callable[[Any, ServedText], R]) -> Prepared[R]:
-        """`keep_alive` counts from the end of this request. It is every client's model, so where
-        keys are set an admin's `keep_alive` alone has an effect."""
-        given: list[Any] = [None]
-        is_admin = self._state.admins.admit(request.scope)
-
-        def noting(fields: Any, served: ServedText) -> R:
-            job = work(fields, served)
-            keep_alive = spread(fields).get("keep_alive")
-            if is_admin:
-                given[:] = [keep_alive]
-            elif keep_alive is not None and served.model.on_demand:
-                job.leniency.ignore("keep_alive", "it needs an admin key (--admin-key)")
-            return job
-
-        found = await self._state.prepare(request, noting)
-        if (seconds := parse_duration(given[0])) is not None:
-            found.entry.keep_alive(None if seconds == FOR_EVER else seconds)
-        return found
+    try:
+        job, lease = await _prepare(state, request, prepare)
+    except _Unload as unload:
+        state.admins.check(request.scope)
+        state.models.get(unload.name).keep_alive(0.0)
+        record_of(request.scope).ignored = unload.load.leniency.header()
+        return _without_text(unload.name, unload.load, empty)
+    if isinstance(job, LoadRequest):
+        return _without_text(lease.served.model.name, job, empty)
+    stream = dialect(job, lease.served.text.tokenizer, lease.waited_s)
+    return answer(job, lease, stream, media_type=JSON_LINES, heartbeat=lambda: HEARTBEAT)
 
 
 def _without_text(name: str, load: LoadRequest, empty: dict[str, Any]) -> Response:
     head = {"model": name, "created_at": rfc3339()}
     return JSONResponse({**head, **empty, "done": True, "done_reason": load.done_reason})
+
+
+async def embed(state: AppState, request: Request) -> Response:
+    started = perf_counter()
+    job, lease = await _prepare_embeddings(state, request, EMBED)
+
+    async def reply() -> dict[str, Any]:
+        vectors = await embed_all(job, lease.engine)
+        return {
+            "model": lease.served.model.name,
+            "embeddings": [vector.tolist() for vector in vectors],
+            "total_duration": nanoseconds(perf_counter() - started),
+            "load_duration": nanoseconds(lease.waited_s),
+            "prompt_eval_count": job.prompt_tokens,
+        }
+
+    return WholeResponse(reply, job.timeout_s)
+
+
+async def embeddings(state: AppState, request: Request) -> Response:
+    job, lease = await _prepare_embeddings(state, request, EMBEDDINGS)
+
+    async def reply() -> dict[str, Any]:
+        (vector,) = await embed_all(job, lease.engine)
+        return {"embedding": vector.tolist()}
+
+    return WholeResponse(reply, job.timeout_s)
+
+
+async def _prepare_embeddings(
+    state: AppState, request: Request, table: FieldTable
+) -> tuple[EmbeddingJob, ModelLease]:
+    def prepare(fields: Any, served: ServedText) -> EmbeddingJob:
+        renamed, truncate = parse_embed(fields, served.rules, table)
+        return read_embeddings(renamed, served.text, served.rules, truncate=truncate)
+
+    return await _prepare(state, request, prepare)
+
+
+async def _prepare(
+    state: AppState, request: Request, work: Callable[[Any, ServedText], R]
+) -> tuple[R, ModelLease]:
+    """`keep_alive` counts from the end of this request. It is every client's model, so where
+    keys are set an admin's `keep_alive` alone has an effect."""
+    given: list[Any] = [None]
+    is_admin = state.admins.admit(request.scope)
+
+    def noting(fields: Any, served: ServedText) -> R:
+        job = work(fields, served)
+        keep_alive = spread(fields).get("keep_alive")
+        if is_admin:
+            given[:] = [keep_alive]
+        elif keep_alive is not None and served.model.on_demand:
+            job.leniency.ignore("keep_alive", "it needs an admin key (--admin-key)")
+        return job
+
+    job, lease = await state.prepare(request, noting)
+    if (seconds := parse_duration(given[0])) is not None:
+        model = state.models.get(lease.served.model.name)
+        model.keep_alive(None if seconds == FOR_EVER else seconds)
+    return job, lease

@@ -1,4 +1,4 @@
-"""How well pairs of texts match: `/v1/rerank` and `/v1/score`. Knows no HTTP.
+"""How well pairs of texts match: `/v1/rerank` and `/v1/score`.
 
 A reranker's score is how likely it says yes rather than no; that of any other model is the cosine
 of the two texts' embeddings.
@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pippin.api.endpoints.embeddings import SubmitsJob, text_tokens, vector_of
@@ -27,7 +28,7 @@ from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, read_salt
 from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_submit
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import RequestEngine
 from pippin.errors import EngineDead
 from pippin.messages import Submit, pack_tokens
 from pippin.sequences import error_of_delta, room_for_reply
@@ -119,7 +120,7 @@ def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJo
     given = body.get("documents")
     documents = [_text(each) for each in (given if isinstance(given, list) else [given])]
     pairs = [(_text(body.get("query")), document) for document in documents]
-    job = _Builder(body, text, rules, ("query", "documents")).build(pairs)
+    job = _job(body, text, rules, ("query", "documents"), pairs)
     return RerankJob(
         **vars(job),
         documents=documents,
@@ -139,7 +140,7 @@ def parse_score(fields: Any, text: TextBundle, rules: RequestRules) -> ScoreJob:
         counts = f"{len(first):,} texts and {names[1]} has {len(second):,}"
         raise body.error(names[0], f"has {counts}; send one, or as many as in {names[1]}")
     pairs = list(zip(first, second, strict=True))
-    return _Builder(body, text, rules, names).build(pairs)
+    return _job(body, text, rules, names, pairs)
 
 
 def _names_of_pairs(body: Body) -> tuple[str, str]:
@@ -156,105 +157,83 @@ def _text(given: str | dict[str, Any]) -> str:
     return given if isinstance(given, str) else str(given["text"])
 
 
-class _Builder:
-    """Makes submits of pairs. No pair is encoded behind one that is too long."""
+def _job(
+    body: Body, text: TextBundle, rules: RequestRules, names: tuple[str, str], pairs: list[Pair]
+) -> ScoreJob:
+    """Submits of pairs, one for each text that is embedded. No pair is encoded behind one that is
+    too long."""
+    model, tokenizer, reranker = rules.model, text.tokenizer, text.reranker
+    if len(pairs) > (most := rules.limits.max_choices):
+        limit = f"at most {most:,} are allowed (--max-choices)"
+        raise body.error(names[1], f"has {len(pairs):,} texts; {limit}")
+    if reranker is None and body.has("instruction"):
+        raise body.unsupported("instruction", "only rerankers have one: write it into the text")
+    instruction = body.get("instruction", DEFAULT_INSTRUCTION)
+    priority, salt = body.get("priority", 0), read_salt(body)
+    submits: list[Submit] = []
 
-    def __init__(
-        self, body: Body, text: TextBundle, rules: RequestRules, names: tuple[str, str]
-    ) -> None:
-        self._body, self._text, self._rules, self._names = body, text, rules, names
-        self._submits: list[Submit] = []
-        self._numbers: dict[tuple[str, str], int] = {}  # of submits, by field and text
-        self._heads: dict[str, list[int]] = {}  # by query
-        self._cut_texts: dict[tuple[str, str], str] = {}  # by field and text
+    def add(submit: Submit) -> int:
+        submits.append(submit)
+        return len(submits) - 1
 
-    def build(self, pairs: list[Pair]) -> ScoreJob:
-        body, most, reranker = self._body, self._rules.limits.max_choices, self._text.reranker
-        if len(pairs) > most:
-            limit = f"at most {most:,} are allowed (--max-choices)"
-            raise body.error(self._names[1], f"has {len(pairs):,} texts; {limit}")
-        if reranker is None and body.has("instruction"):
-            raise body.unsupported("instruction", "only rerankers have one: write it into the text")
-        pairs = [(self._cut(query, 0), self._cut(document, 1)) for query, document in pairs]
-        if reranker is not None:
-            numbers = [self._judged(query, document, reranker) for query, document in pairs]
-            num_tokens = sum(self._submits[yes].prompt_len for yes, _ in numbers)
-        else:
-            numbers = [(self._embedded(0, one), self._embedded(1, other)) for one, other in pairs]
-            num_tokens = sum(submit.prompt_len for submit in self._submits)
-        return ScoreJob(
-            self._submits,
-            read_timeout(body, self._rules.limits),
-            body.leniency,
-            numbers,
-            by_reranker=reranker is not None,
-            num_prompt_tokens=num_tokens,
-        )
-
-    def _cut(self, text: str, side: int) -> str:
+    @cache
+    def cut(side: int, given: str) -> str:
         """Its first tokens, where the request sets how many of a query or a document are read."""
-        most: int = self._body.get(("max_tokens_per_query", "max_tokens_per_doc")[side], 0)
-        key = (self._names[side], text)
-        if most and key not in self._cut_texts:
-            check_nbytes(nbytes_of(text), self._rules.model.max_prompt_bytes, param=key[0])
-            tokenizer = self._text.tokenizer
-            tokens = tokenizer.encode(text, add_special_tokens=False)
-            cut = tokenizer.decode_with_special(tokens[:most])
-            self._cut_texts[key] = cut if tokens[most:] else text
-        return self._cut_texts.get(key, text)
+        most: int = body.get(("max_tokens_per_query", "max_tokens_per_doc")[side], 0)
+        if not most:
+            return given
+        check_nbytes(nbytes_of(given), model.max_prompt_bytes, param=names[side])
+        tokens = tokenizer.encode(given, add_special_tokens=False)
+        return tokenizer.decode_with_special(tokens[:most]) if tokens[most:] else given
 
-    def _embedded(self, side: int, text: str) -> int:
-        key = (self._names[side], text)
-        if key not in self._numbers:
-            tokens = text_tokens(text, key[0], self._text, self._rules.model)
-            id, priority, salt = self._options()
-            submit = embedding_submit(id, tokens, priority=priority, salt=salt)
-            self._numbers[key] = self._add(submit)
-        return self._numbers[key]
+    @cache
+    def embedded(side: int, given: str) -> int:
+        tokens = text_tokens(given, names[side], text, model)
+        return add(embedding_submit(_new_id(), tokens, priority=priority, salt=salt))
 
-    def _judged(self, query: str, document: str, reranker: Reranker) -> tuple[int, int]:
-        model, tokenizer = self._rules.model, self._text.tokenizer
-        instruction = self._body.get("instruction", DEFAULT_INSTRUCTION)
-        texts = zip((*self._names, "instruction"), (query, document, instruction), strict=True)
-        for name, text in texts:
-            check_nbytes(nbytes_of(text), model.max_prompt_bytes, param=name)
-        if query not in self._heads:
-            self._heads[query] = reranker.head(query, instruction, tokenizer)
-        head = self._heads[query]
-        room_for_reply(Prompt(head), model.max_len, param=self._names[0])
+    @cache
+    def head_of(reranker: Reranker, query: str) -> list[int]:
+        return reranker.head(query, instruction, tokenizer)
+
+    def judged(reranker: Reranker, query: str, document: str) -> tuple[int, int]:
+        given = zip((*names, "instruction"), (query, document, instruction), strict=True)
+        for name, value in given:
+            check_nbytes(nbytes_of(value), model.max_prompt_bytes, param=name)
+        head = head_of(reranker, query)
+        room_for_reply(Prompt(head), model.max_len, param=names[0])
         tokens = head + reranker.tail(document, tokenizer)
-        room_for_reply(Prompt(tokens), model.max_len, param=self._names[1])
+        room_for_reply(Prompt(tokens), model.max_len, param=names[1])
         yes, no = (
-            self._add(self._forced(tokens, len(head), answer))
-            for answer in (reranker.yes_id, reranker.no_id)
+            Submit(
+                _new_id(),
+                pack_tokens(tokens),
+                SamplingParams(
+                    max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, logit_bias={id: _FORCED}
+                ),
+                boundaries=[len(head)],  # where prompts of other documents begin to differ
+                priority=priority,
+                salt=salt,
+            )
+            for id in (reranker.yes_id, reranker.no_id)
         )
-        return yes, no
+        return add(yes), add(no)
 
-    def _forced(self, tokens: list[int], head_len: int, answer: int) -> Submit:
-        id, priority, salt = self._options()
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, logit_bias={answer: _FORCED}
-        )
-        boundaries = [head_len]  # where prompts of other documents begin to differ
-        return Submit(
-            id,
-            pack_tokens(tokens),
-            params,
-            boundaries=boundaries,
-            priority=priority,
-            salt=salt,
-        )
-
-    def _options(self) -> tuple[str, int, bytes]:
-        id = f"score-{uuid.uuid4().hex}"
-        return id, self._body.get("priority", 0), read_salt(self._body)
-
-    def _add(self, submit: Submit) -> int:
-        self._submits.append(submit)
-        return len(self._submits) - 1
+    pairs = [(cut(0, query), cut(1, document)) for query, document in pairs]
+    if reranker is not None:
+        numbers = [judged(reranker, query, document) for query, document in pairs]
+        num_tokens = sum(submits[yes].prompt_len for yes, _ in numbers)
+    else:
+        numbers = [(embedded(0, one), embedded(1, other)) for one, other in pairs]
+        num_tokens = sum(submit.prompt_len for submit in submits)
+    timeout_s, by_reranker = read_timeout(body, rules.limits), reranker is not None
+    return ScoreJob(submits, timeout_s, body.leniency, numbers, by_reranker, num_tokens)
 
 
-async def whole_rerank(job: RerankJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
+def _new_id() -> str:
+    return f"score-{uuid.uuid4().hex}"
+
+
+async def whole_rerank(job: RerankJob, engine: RequestEngine, model: ModelInfo) -> dict[str, Any]:
     scores = await _scores(job, engine)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[dict[str, Any]] = []
@@ -273,10 +252,10 @@ async def whole_rerank(job: RerankJob, engine: Engine, model: ModelInfo) -> dict
     }
 
 
-async def whole_score(job: ScoreJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
+async def whole_score(job: ScoreJob, engine: RequestEngine, model: ModelInfo) -> dict[str, Any]:
     scores = await _scores(job, engine)
     return {
-        "id": f"score-{uuid.uuid4().hex}",
+        "id": _new_id(),
         "object": "list",
         "created": int(time.time()),
         "model": model.name,
@@ -292,7 +271,7 @@ def _usage(job: ScoreJob) -> dict[str, int]:
     return {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens}
 
 
-async def _scores(job: ScoreJob, engine: Engine) -> Sequence[float]:
+async def _scores(job: ScoreJob, engine: RequestEngine) -> Sequence[float]:
     if job.by_reranker:
         submits = [(job.submits[yes], job.submits[no]) for yes, no in job.pairs]
         return await all_or_none(_judge(yes, no, engine) for yes, no in submits)
@@ -306,7 +285,7 @@ def _share(yes: float, no: float) -> float:
     return 1 / (1 + math.exp(difference))
 
 
-async def _judge(yes: Submit, no: Submit, engine: Engine) -> float:
+async def _judge(yes: Submit, no: Submit, engine: RequestEngine) -> float:
     """The second is only run if its token is not among the likeliest of the first."""
     first = await _logprobs(yes, engine)
     (no_id,) = no.params.logit_bias
@@ -316,7 +295,7 @@ async def _judge(yes: Submit, no: Submit, engine: Engine) -> float:
     return _share(first.logprob, likeliest[no_id])
 
 
-async def _logprobs(submit: Submit, engine: Engine) -> TokenLogprobs:
+async def _logprobs(submit: Submit, engine: RequestEngine) -> TokenLogprobs:
     found: TokenLogprobs | None = None
     async for delta in engine.generate(submit):
         if delta.finish == "error" or delta.finish == "abort":

@@ -1,4 +1,4 @@
-"""Stored responses: read again, listed, deleted. Knows no tokens and no engine."""
+"""Stored responses: read again, listed, deleted. And what all queries and lists have in common."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from pippin.api.dialects.response_store import ResponseStore, ResponseStores
-from pippin.api.fields.openai import STORED_ITEMS, STORED_RESPONSE
+from pippin.api.dialects.response_store import ResponseStore
+from pippin.api.endpoints.app_state import AppState
 from pippin.api.fields.table import FieldTable
 from pippin.api.http.access_control import owner_of
 from pippin.api.http.http_errors import JSONResponse
@@ -32,7 +31,7 @@ def read_query(request: Request, table: FieldTable, rules: RequestRules) -> Body
     return query
 
 
-def page_of(items: list[dict[str, Any]], query: Body, *, limit: int, what: str) -> dict[str, Any]:
+def page_of(items: list[dict[str, Any]], query: Body, *, limit: int, what: str) -> Response:
     """What follows `after`; `limit`: if the query has none."""
     if (after := query.get("after")) is not None:
         ids = [item["id"] for item in items]
@@ -41,51 +40,33 @@ def page_of(items: list[dict[str, Any]], query: Body, *, limit: int, what: str) 
         items = items[ids.index(after) + 1 :]
     limit = query.get("limit", limit)
     page = items[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > limit,
-    }
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+    )
 
 
-RESPONSE_PATH = "/v1/responses/{id}"
-ITEMS_PATH = f"{RESPONSE_PATH}/input_items"
+async def show_response(state: AppState, request: Request) -> Response:
+    return JSONResponse(_stored(state, request).get(request.path_params["id"]).response())
 
 
-class StoredResponses:
-    def __init__(self, stored: ResponseStores, rules: RequestRules) -> None:
-        self._stored = stored
-        self._rules = rules
+async def delete_response(state: AppState, request: Request) -> Response:
+    id = request.path_params["id"]
+    _stored(state, request).delete(id)
+    return JSONResponse({"id": id, "object": "response", "deleted": True})
 
-    def routes(self) -> list[Route]:
-        return [
-            Route(RESPONSE_PATH, self._show, methods=["GET"]),
-            Route(RESPONSE_PATH, self._delete, methods=["DELETE"]),
-            Route(ITEMS_PATH, self._list_items, methods=["GET"]),
-        ]
 
-    async def _show(self, request: Request) -> Response:
-        self._query(request, STORED_RESPONSE)
-        return JSONResponse(self._of(request).get(request.path_params["id"]).response())
+async def list_input_items(state: AppState, request: Request) -> Response:
+    items = _stored(state, request).get(request.path_params["id"]).turn.input_items()
+    if request.state.query.get("order", "desc") == "desc":
+        items.reverse()
+    return page_of(items, request.state.query, limit=20, what="an item of this response")
 
-    async def _delete(self, request: Request) -> Response:
-        id = request.path_params["id"]
-        self._query(request, FieldTable({}))
-        self._of(request).delete(id)
-        return JSONResponse({"id": id, "object": "response", "deleted": True})
 
-    async def _list_items(self, request: Request) -> Response:
-        query = self._query(request, STORED_ITEMS)
-        items = self._of(request).get(request.path_params["id"]).turn.input_items()
-        if query.get("order", "desc") == "desc":
-            items.reverse()
-        page = page_of(items, query, limit=20, what="an item of this response")
-        return JSONResponse(page)
-
-    def _of(self, request: Request) -> ResponseStore:
-        return self._stored.of(owner_of(request.scope))
-
-    def _query(self, request: Request, table: FieldTable) -> Body:
-        return read_query(request, table, self._rules)
+def _stored(state: AppState, request: Request) -> ResponseStore:
+    return state.stored.of(owner_of(request.scope))

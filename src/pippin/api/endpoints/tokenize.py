@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM and SGLang have them. Knows no engine and no HTTP."""
+"""`/tokenize` and `/detokenize`, as vLLM and SGLang have them."""
 
 from __future__ import annotations
 

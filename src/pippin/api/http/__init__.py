@@ -1,1 +1,1 @@
-"""HTTP: access control, limits of size and time, ids, logs, streams, errors. Knows no field."""
+"""HTTP: access control, limits of size and time, ids, logs, streams, errors."""

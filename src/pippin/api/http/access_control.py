@@ -1,4 +1,4 @@
-"""Access control: by the Host, the Origin and the key of a request. Knows no route.
+"""Access control: by the Host, the Origin and the key of a request.
 
 Host     a name that only a tricked resolver leads here is refused (DNS rebinding), unless the
          request has a key, which such a page cannot know
@@ -21,12 +21,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.http.http_errors import AdminOnly, Forbidden, Unauthorized, error_response
-from pippin.api.http.request_log import HEADER, IGNORED_HEADER, PROBES
+from pippin.api.http.http_errors import ErrorResponse
+from pippin.api.http.request_log import HEADER, IGNORED_HEADER
 from pippin.api.requests.body import salt_of_owner
 from pippin.config import ServerConfig
 from pippin.errors import LoadError, PippinError
@@ -121,79 +120,133 @@ class Admins:
         if self.admit(scope):
             return
         if len(self._keys):
-            raise AdminOnly("this needs the admin key of this server (--admin-key), not an API key")
-        raise AdminOnly(
+            raise PippinError(
+                "this needs the admin key of this server (--admin-key), not an API key",
+                code="admin_key_required",
+            )
+        raise PippinError(
             "this needs an admin key, and this server has several API keys and no admin key: set "
-            "one with --admin-key-file, --admin-key or PIPPIN_ADMIN_KEY, and send it as the key"
+            "one with --admin-key-file, --admin-key or PIPPIN_ADMIN_KEY, and send it as the key",
+            code="admin_key_required",
         )
 
 
 log = logging.getLogger(__name__)
 
-Check = Callable[[Scope], None]  # raises a PippinError
-PathTest = Callable[[str], bool]
 ANY = "*"
 LOOPBACK_ORIGIN = r"https?://(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
 OWN_SITE = ("same-origin", "none")  # none: the address was typed
 
 
-def access_checks(
-    config: ServerConfig,
-    public: frozenset[str] = frozenset(),
-    for_local_pages: PathTest = lambda path: False,
-) -> list[Middleware]:
-    """The checks of every request, outermost first. `public` paths need no key."""
-    keys = known_keys(config)
-    origins = AllowedOrigins(config.cors_origin, for_local_pages)
-    checks = [
-        Middleware(Guard, check=HostCheck(config, keys)),
-        Middleware(CorsHeaders, origins=origins),
-        Middleware(Guard, check=OriginCheck(origins)),
-    ]
-    if config.api_key:
-        check = KeyCheck(keys, PROBES | public, separates=separates_owners(config))
-        checks.append(Middleware(Guard, check=check))
-    return checks
+class AccessControl:
+    """The checks of every request, and CORS's headers, with which browsers show replies to pages.
 
+    Hosts: addresses and localhost always pass, as no resolver is involved. No public resolver has
+    names in .internal, which containers use for their host.
+    Origins: pages of this server, those that were named, and on `is_local` paths those of this
+    machine. No other site's page can have one of these.
+    """
 
-class AllowedOrigins:
-    """The origins whose pages may use this server, besides its own: those that were named, and on
-    some paths those of this machine. No other site's page can have one of these."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        public: frozenset[str] = frozenset(),
+        is_local: Callable[[str], bool] = lambda path: False,
+    ) -> None:
+        """`public` paths need no key."""
+        self._app = app
+        self._keys = known_keys(config) if config.api_key else None
+        self._separates = separates_owners(config)
+        self._public = public
+        self._is_local = is_local
+        self._hosts = {"localhost", "*.internal", config.host.lower()}
+        self._hosts |= set(map(str.lower, config.allowed_host))
+        bound = _address(config.host)
+        if config.host == "" or (bound is not None and bound.is_unspecified):
+            own = socket.gethostname().lower()
+            self._hosts |= {own, f"{own}.local"}
+        self._allows_all = ANY in config.cors_origin
+        named = [re.escape(origin).replace(r"\*", ".*") for origin in config.cors_origin]
+        # by whether pages of this machine may use a path
+        self._origins = {False: "|".join(named), True: "|".join([*named, LOOPBACK_ORIGIN])}
+        self._with_headers = {local: self._cors(regex) for local, regex in self._origins.items()}
 
-    def __init__(self, named: Iterable[str], for_local_pages: PathTest) -> None:
-        patterns = [re.escape(origin).replace(r"\*", ".*") for origin in named]
-        self.named = "|".join(patterns)
-        self.named_and_local = "|".join([*patterns, LOOPBACK_ORIGIN])
-        self.for_local_pages = for_local_pages
-        self.are_all = ANY in named
-
-    def include(self, origin: str | None, path: str) -> bool:
-        pattern = self.named_and_local if self.for_local_pages(path) else self.named
-        return self.are_all or (origin is not None and bool(re.fullmatch(pattern, origin)))
-
-
-class CorsHeaders:
-    """Lets browsers show replies to the pages of allowed origins."""
-
-    def __init__(self, app: ASGIApp, origins: AllowedOrigins) -> None:
-        self._origins = origins
-        self._for_named = self._headers(app, origins.named)
-        self._for_local = self._headers(app, origins.named_and_local)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_local = scope["type"] == "http" and self._origins.for_local_pages(scope["path"])
-        await (self._for_local if is_local else self._for_named)(scope, receive, send)
-
-    def _headers(self, app: ASGIApp, pattern: str) -> CORSMiddleware:
+    def _cors(self, pattern: str) -> CORSMiddleware:
         return CORSMiddleware(
-            app,
-            allow_origins=[ANY] if self._origins.are_all else (),
+            self._call_checked,
+            allow_origins=[ANY] if self._allows_all else (),
             allow_origin_regex=pattern,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,
             expose_headers=[HEADER, IGNORED_HEADER, "retry-after"],
         )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self.check_host(Headers(scope=scope))
+        except PippinError as error:
+            await ErrorResponse(error)(scope, receive, send)
+            return
+        await self._with_headers[self._is_local(scope["path"])](scope, receive, send)
+
+    async def _call_checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            headers = Headers(scope=scope)
+            self._check_origin(scope, headers)
+            if self._keys is not None and scope["path"] not in self._public:
+                owner = self._keys.owner(key_in(headers))
+                if owner is None:
+                    raise PippinError(
+                        "the API key is missing or wrong: send it as a bearer token, or as "
+                        "x-api-key",
+                        code="invalid_api_key",
+                    )
+                scope["state"].update(owner_state(owner, separates=self._separates))
+        except PippinError as error:
+            await ErrorResponse(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def check_host(self, headers: Headers) -> None:
+        given = headers.get("host")
+        if given is None:  # no browser leaves it out, and HTTP/1.1 does not allow to
+            return
+        host = host_of(given)
+        known = _address(host) is not None or any(_matches(host, name) for name in self._hosts)
+        if not known and not (self._keys and self._keys.owner(key_in(headers)) is not None):
+            raise PippinError(
+                f"the Host {given[:100]!r} is not a name of this server; "
+                "allow it with --allowed-host",
+                code="forbidden",
+            )
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        """Browsers send the site of a page. Images, scripts, links and forms of another site carry
+        no Origin, or none on a GET: what they request is refused by Sec-Fetch-Site, except for a
+        link to the page at /."""
+        origin = headers.get("origin")
+        pattern = self._origins[self._is_local(scope["path"])]
+        if self._allows_all or (origin is not None and re.fullmatch(pattern, origin)):
+            return
+        site = headers.get("sec-fetch-site", "none")  # programs send none of these headers
+        if site not in OWN_SITE and not _leads_to_the_page(scope, headers):
+            raise PippinError(
+                f"this request is from a page of another site (Sec-Fetch-Site: {site[:100]!r}); "
+                "allow the site with --cors-origin",
+                code="forbidden",
+            )
+        if origin is None:
+            return
+        if origin.partition("://")[2].lower() != headers.get("host", "").lower():
+            raise PippinError(
+                f"pages of {origin[:100]!r} may not use this server; allow them with --cors-origin",
+                code="forbidden",
+            )
 
 
 def warn_if_open(config: ServerConfig) -> None:
@@ -203,94 +256,6 @@ def warn_if_open(config: ServerConfig) -> None:
             "the model (set --api-key-file)",
             config.host,
         )
-
-
-class Guard:
-    def __init__(self, app: ASGIApp, check: Check) -> None:
-        self._app = app
-        self._check = check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._check(scope)
-            except PippinError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class HostCheck:
-    """Addresses and localhost always pass: no resolver is involved. No public resolver has names
-    in .internal, which containers use for their host."""
-
-    def __init__(self, config: ServerConfig, keys: ApiKeys) -> None:
-        self._keys = keys if config.api_key else None
-        self._names = {"localhost", "*.internal", config.host.lower()}
-        self._names |= set(map(str.lower, config.allowed_host))
-        if is_wildcard(config.host):
-            own = socket.gethostname().lower()
-            self._names |= {own, f"{own}.local"}
-
-    def __call__(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        given = headers.get("host")
-        if given is None:  # no browser leaves it out, and HTTP/1.1 does not allow to
-            return
-        host = host_of(given)
-        known = is_address(host) or any(_matches(host, name) for name in self._names)
-        if not known and not (self._keys and self._keys.owner(key_in(headers)) is not None):
-            raise Forbidden(
-                f"the Host {given[:100]!r} is not a name of this server; "
-                "allow it with --allowed-host"
-            )
-
-
-class OriginCheck:
-    """Browsers send the site of a page. Only this server's own pages and allowed ones are accepted.
-
-    Images, scripts, links and forms of another site carry no Origin, or none on a GET: what they
-    request is refused by Sec-Fetch-Site, except for a link to the page at /.
-    """
-
-    def __init__(self, allowed: AllowedOrigins) -> None:
-        self._allowed = allowed
-
-    def __call__(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        if self._allowed.include(origin, scope["path"]):
-            return
-        site = headers.get("sec-fetch-site", "none")  # programs send none of these headers
-        if site not in OWN_SITE and not _leads_to_the_page(scope, headers):
-            raise Forbidden(
-                f"this request is from a page of another site (Sec-Fetch-Site: {site[:100]!r}); "
-                "allow the site with --cors-origin"
-            )
-        if origin is None:
-            return
-        if origin.partition("://")[2].lower() != headers.get("host", "").lower():
-            raise Forbidden(
-                f"pages of {origin[:100]!r} may not use this server; allow them with --cors-origin"
-            )
-
-
-class KeyCheck:
-    def __init__(self, keys: ApiKeys, public: frozenset[str], *, separates: bool) -> None:
-        """`separates`: requests of different keys share no cached prefix."""
-        self._keys = keys
-        self._public = public
-        self._separates = separates
-
-    def __call__(self, scope: Scope) -> None:
-        if scope["path"] in self._public:
-            return
-        owner = self._keys.owner(key_in(Headers(scope=scope)))
-        if owner is None:
-            raise Unauthorized(
-                "the API key is missing or wrong: send it as a bearer token, or as x-api-key"
-            )
-        scope["state"].update(owner_state(owner, separates=self._separates))
 
 
 def separates_owners(config: ServerConfig) -> bool:
@@ -317,16 +282,15 @@ def host_of(given: str) -> str:
         return ""
 
 
-def is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
-def is_wildcard(host: str) -> bool:
-    return host == "" or (is_address(host) and ipaddress.ip_address(host).is_unspecified)
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or ((found := _address(host)) is not None and found.is_loopback)
 
 
 def shows_prompts(config: ServerConfig) -> bool:
@@ -340,13 +304,16 @@ def check_downloads(config: ServerConfig, scope: Scope) -> None:
     """Whether a client may fill and free this machine's disk. `auto`: an admin; where no key is
     set, a client on this machine."""
     if config.allow_pull == "off":
-        raise Forbidden("this server downloads and deletes no models (--allow-pull)")
+        raise PippinError(
+            "this server downloads and deletes no models (--allow-pull)", code="forbidden"
+        )
     if config.api_key:
         Admins(config).check(scope)
     elif config.allow_pull == "auto" and not _is_local(scope):
-        raise Forbidden(
+        raise PippinError(
             "without keys only clients on the server's own machine may download and delete models: "
-            "set an API key (--api-key-file), or --allow-pull on"
+            "set an API key (--api-key-file), or --allow-pull on",
+            code="forbidden",
         )
 
 
@@ -354,10 +321,6 @@ def _is_local(scope: Scope) -> bool:
     """Whether the client is on this machine; through a proxy on it, all clients are."""
     host: str = (scope.get("client") or ("",))[0]
     return is_loopback(host.removeprefix("::ffff:"))  # of IPv4 at an IPv6 socket
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _leads_to_the_page(scope: Scope, headers: Headers) -> bool:

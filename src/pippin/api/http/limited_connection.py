@@ -30,13 +30,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pippin.api.http.access_control import network_of
-from pippin.api.http.http_errors import (
-    HeadTooLarge,
-    TooManyConnections,
-    TooSlow,
-    error_body,
-    error_response,
-)
+from pippin.api.http.http_errors import ErrorResponse, error_body
 from pippin.api.http.request_log import RequestLog
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError
@@ -66,19 +60,12 @@ class ChunkWriter:
     async def drained(self) -> None:
         await self._flow.drain()
 
-    def write(self, body: bytes) -> None:
-        """Nothing, once the client has disconnected. An empty chunk would end the body."""
+    def write(self, body: bytes) -> bool:
+        """Whether the client is behind now. Nothing, once it has disconnected: an empty chunk would
+        end the body."""
         if body and not self._cycle.disconnected:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-
-
-def with_chunk_writer(app: ASGIApp, connection: H11Protocol) -> ASGIApp:
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
-            scope["extensions"] = {EXTENSION: ChunkWriter(connection)}
-        await app(scope, receive, send)
-
-    return call
+        return self._flow.write_paused and not self._cycle.disconnected
 
 
 # So many connections above the limit get a 429; those beyond are closed at once.
@@ -200,7 +187,7 @@ class LimitedConnection(H11Protocol):
         super().__init__(*args, **kwargs)
         self.conn: ChunkLimits = ChunkLimits()
         self.flow: _Flow
-        self.app = with_chunk_writer(_with_chunks(self.app, self), self)
+        self.app = _with_chunks(self.app, self)
         self._limits = limits
         self._waiting = waiting
         self._turns = turns
@@ -294,7 +281,11 @@ class LimitedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-            self._refuse(HeadTooLarge("the head of the request is larger than 16 KiB"))
+            self._refuse(
+                PippinError(
+                    "the head of the request is larger than 16 KiB", code="request_head_too_large"
+                )
+            )
         elif isinstance(error, Unaccepted):
             self._refuse(RequestError(str(error)))
         else:
@@ -326,7 +317,11 @@ class LimitedConnection(H11Protocol):
 
     def _head_is_late(self) -> None:
         limit = f"{self._limits.header_timeout:g} s (--header-timeout)"
-        self._end(TooSlow(f"the head of the request did not arrive within {limit}"))
+        self._end(
+            PippinError(
+                f"the head of the request did not arrive within {limit}", code="request_too_slow"
+            )
+        )
 
     def make_room(self) -> None:
         """For another connection."""
@@ -442,11 +437,15 @@ class ChunkLimits(h11.Connection):
 
 
 def _with_chunks(app: ASGIApp, connection: LimitedConnection) -> ASGIApp:
+    """An app that may write chunks, and whose body's chunks are parsed once it asks for them."""
+
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def receive_body() -> Message:
             connection.ask_for_body()
             return await receive()
 
+        if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            scope["extensions"] = {EXTENSION: ChunkWriter(connection)}
         await app(scope, receive_body if connection.conn.is_held else receive, send)
 
     return call
@@ -478,17 +477,18 @@ class _Flow(FlowControl):
 
 def _refusing_app(limits: LimitsConfig) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_response(_too_many(limits))
+        response = ErrorResponse(_too_many(limits))
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 
     return RequestLog(app)
 
 
-def _too_many(limits: LimitsConfig) -> TooManyConnections:
-    return TooManyConnections(
+def _too_many(limits: LimitsConfig) -> PippinError:
+    return PippinError(
         f"{limits.max_connections:,} connections are open, and no more are allowed "
-        "(--max-connections); try again later"
+        "(--max-connections); try again later",
+        code="too_many_connections",
     )
 
 

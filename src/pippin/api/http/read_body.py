@@ -5,177 +5,120 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from pippin.api.http.http_errors import BodyTooLarge, TooManyBodies, TooSlow, WrongMediaType
 from pippin.api.requests.body import check_json_size
 from pippin.config import LimitsConfig
-from pippin.errors import RequestError, cut
+from pippin.errors import PippinError, RequestError, cut
 
-MAX_PARTS = 16
+MAX_FIELDS = 15
 MAX_FIELD_BYTES = 1_024
 FILE_FIELD = "file"
 MAX_OVERHEAD_BYTES = 65_536  # of a form beside its file: more than all parts may have
 TIMED_BYTES = 8_000_000  # of a body, for which there is --body-timeout
-PIECE_BYTES = 262_144  # that are parsed and written at a time, in a thread
 
 
-@dataclass
-class Form:
-    fields: dict[str, str] = field(default_factory=dict)
-    filename: str | None = None  # None: there is no file
+class Sink(Protocol):
+    """Where a file is written, in threads. It may raise."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+    def seek(self, offset: int, /) -> object: ...
+
+
+class Form(NamedTuple):
+    fields: dict[str, str]
+    filename: str | None  # None: there is no file
 
 
 async def read_form(
-    request: Request,
-    limits: LimitsConfig,
-    max_file_bytes: int,
-    claim: BodyClaim,
-    sink: Callable[[bytes], None],
+    request: Request, limits: LimitsConfig, max_file_bytes: int, claim: BodyClaim, sink: Sink
 ) -> Form:
-    """`sink` gets the file, and may raise; it is called in threads."""
-    reader = _FormReader(_boundary(request), sink)
     most = max_file_bytes + MAX_OVERHEAD_BYTES
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) >= 20 or int(declared) > most):
         raise _upload_too_large(most)
-    pending, received, timed = bytearray(), 0, 0
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "multipart/form-data" or "boundary" not in given:
+        given_type = f"is {cut(given)!r}" if given else "is missing"
+        raise PippinError(
+            f"the Content-Type {given_type}; it must be multipart/form-data with a boundary",
+            code="unsupported_media_type",
+        )
     loop = asyncio.get_running_loop()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        received = timed = 0
+        async for piece in request.stream():
+            received += len(piece)
+            claim.resize(len(piece))
+            if received > most:
+                raise _upload_too_large(most)
+            if received - timed >= TIMED_BYTES:
+                timed = received
+                limit.reschedule(loop.time() + limits.body_timeout)
+            yield piece
+
+    parser = _FormParser(request.headers, pieces(), sink)
     try:
         async with asyncio.timeout(limits.body_timeout) as limit:
-            async for piece in request.stream():
-                received += len(piece)
-                claim.resize(len(pending) + len(piece))
-                pending += piece
-                if received > most:
-                    raise _upload_too_large(most)
-                if received - timed >= TIMED_BYTES:
-                    timed = received
-                    limit.reschedule(loop.time() + limits.body_timeout)
-                if len(pending) >= PIECE_BYTES:
-                    await asyncio.to_thread(reader.write, bytes(pending))
-                    pending.clear()
-            await asyncio.to_thread(reader.write, bytes(pending))
+            found = await parser.parse()
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise TooSlow(
+        raise PippinError(
             f"{TIMED_BYTES:,} bytes of the request body did not arrive within "
-            f"{limits.body_timeout:g} s (--body-timeout)"
+            f"{limits.body_timeout:g} s (--body-timeout)",
+            code="request_too_slow",
         ) from error
-    return reader.end()
+    except MultiPartException as error:
+        raise RequestError(f"the request body is not an expected form: {error.message}") from error
+    if not parser.has_ended:
+        raise RequestError("the request body ends before the form does: no last boundary")
+    form: dict[str, str] = {}
+    filename = None
+    for name, value in found.multi_items():
+        if name in form:
+            raise RequestError(f"{cut(name)} is given twice", param=name)
+        if name == FILE_FIELD and isinstance(value, UploadFile):
+            filename = value.filename or "upload"
+        else:
+            form[name] = value if isinstance(value, str) else ""
+    return Form(form, filename)
 
 
-def _upload_too_large(most: int) -> BodyTooLarge:
-    return BodyTooLarge(
+class _FormParser(MultiPartParser):
+    """Starlette's, which writes the file where it stays, instead of a temporary one."""
+
+    def __init__(self, headers: Headers, pieces: AsyncGenerator[bytes, None], sink: Sink) -> None:
+        bounds = {"max_files": 1, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
+        super().__init__(headers, pieces, **bounds)
+        self._sink: Any = sink
+        self.has_ended = False
+
+    def on_headers_finished(self) -> None:
+        super().on_headers_finished()
+        if (file := self._current_part.file) is not None:
+            file.file.close()
+            file.file = self._sink
+
+    def on_end(self) -> None:
+        self.has_ended = True
+
+
+def _upload_too_large(most: int) -> PippinError:
+    return PippinError(
         f"the request body has more than {most:,} bytes, the limit for one file and its form "
-        "(--batch-file-bytes)"
+        "(--batch-file-bytes)",
+        code="request_too_large",
     )
-
-
-def _boundary(request: Request) -> bytes:
-    given = request.headers.get("content-type", "")
-    kind, options = parse_options_header(given)
-    if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        given_type = f"is {cut(given)!r}" if given else "is missing"
-        raise WrongMediaType(
-            f"the Content-Type {given_type}; it must be multipart/form-data with a boundary"
-        )
-    return options[b"boundary"]
-
-
-class _FormReader:
-    def __init__(self, boundary: bytes, sink: Callable[[bytes], None]) -> None:
-        self._sink = sink
-        self._form = Form()
-        self._num_parts = 0
-        self._ended = False
-        self._header_name, self._header_value = bytearray(), bytearray()
-        self._disposition = b""
-        self._name = ""
-        self._value = bytearray()
-        try:
-            self._parser = MultipartParser(
-                boundary,
-                {
-                    "on_part_begin": self._begin,
-                    "on_header_field": self._add_header_name,
-                    "on_header_value": self._add_header_value,
-                    "on_header_end": self._end_header,
-                    "on_headers_finished": self._end_headers,
-                    "on_part_data": self._add_data,
-                    "on_part_end": self._end_part,
-                    "on_end": self._end,
-                },
-            )
-        except FormParserError as error:
-            raise RequestError(f"the boundary of the form is not valid: {error}") from error
-
-    def write(self, piece: bytes) -> None:
-        try:
-            self._parser.write(piece)
-        except FormParserError as error:
-            raise RequestError(f"the request body is not a multipart form: {error}") from error
-
-    def end(self) -> Form:
-        if not self._ended:
-            raise RequestError("the request body ends before the form does: no last boundary")
-        return self._form
-
-    def _begin(self) -> None:
-        self._num_parts += 1
-        if self._num_parts > MAX_PARTS:
-            raise RequestError(f"the form has more than {MAX_PARTS} parts, which is the limit")
-        self._disposition = b""
-        self._value.clear()
-
-    def _add_header_name(self, data: bytes, start: int, end: int) -> None:
-        self._header_name += data[start:end]
-
-    def _add_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header_value += data[start:end]
-
-    def _end_header(self) -> None:
-        if bytes(self._header_name).lower() == b"content-disposition":
-            self._disposition = bytes(self._header_value)
-        self._header_name.clear()
-        self._header_value.clear()
-
-    def _end_headers(self) -> None:
-        _, options = parse_options_header(self._disposition)
-        self._name = options.get(b"name", b"").decode(errors="replace")
-        if self._name == FILE_FIELD:
-            if self._form.filename is not None:
-                raise RequestError("the form has two files; it must have one", param=FILE_FIELD)
-            self._form.filename = options.get(b"filename", b"upload").decode(errors="replace")
-        elif self._name in self._form.fields:
-            raise RequestError(f"{cut(self._name)} is given twice", param=self._name)
-
-    def _add_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name == FILE_FIELD:
-            self._sink(data[start:end])
-            return
-        self._value += data[start:end]
-        if len(self._value) > MAX_FIELD_BYTES:
-            raise RequestError(
-                f"{cut(self._name)} has more than {MAX_FIELD_BYTES:,} bytes, which is the limit",
-                param=self._name,
-            )
-
-    def _end_part(self) -> None:
-        if self._name != FILE_FIELD:
-            self._form.fields[self._name] = self._value.decode(errors="replace")
-
-    def _end(self) -> None:
-        self._ended = True
 
 
 _PAIR = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
@@ -203,13 +146,14 @@ class BodyBudget:
         return BodyClaim(self, client)
 
     def add(self, client: bytes | str, nbytes: int) -> None:
-        """Raise TooManyBodies where that is more than the client may have. Negative: it is free."""
+        """Raise an error where that is more than the client may have. Negative: it is free."""
         own, claimed = self._by_client[client] + nbytes, self._claimed + nbytes
         if nbytes > 0 and own > self._max_bytes - claimed:
-            raise TooManyBodies(
+            raise PippinError(
                 f"bodies of requests that are being read take {self._claimed:,} of "
                 f"{self._max_bytes:,} bytes, {own - nbytes:,} of them for this client, which may "
-                "have no more than is free; try again later"
+                "have no more than is free; try again later",
+                code="too_many_request_bodies",
             )
         self._claimed = claimed
         self._by_client[client] = own
@@ -262,9 +206,10 @@ async def read_bytes(request: Request, limits: LimitsConfig, claim: BodyClaim) -
                 if len(body) > limits.max_body_bytes:
                     raise _too_large("larger", limits)
     except TimeoutError as error:
-        raise TooSlow(
+        raise PippinError(
             f"the request body did not arrive within {limits.body_timeout:g} s (--body-timeout); "
-            f"{len(body):,} bytes did"
+            f"{len(body):,} bytes did",
+            code="request_too_slow",
         ) from error
     return body
 
@@ -293,16 +238,18 @@ def _check_media_type(request: Request) -> None:
     if given.partition(";")[0].strip().lower() == "application/json" or not _is_of_browser(request):
         return
     given_type = f"is {cut(given)!r}" if given else "is missing"
-    raise WrongMediaType(
-        f"the Content-Type of a browser's request {given_type}; it must be application/json"
+    raise PippinError(
+        f"the Content-Type of a browser's request {given_type}; it must be application/json",
+        code="unsupported_media_type",
     )
 
 
 def _check_encoding(request: Request) -> None:
     given = request.headers.get("content-encoding", "identity")
     if given.strip().lower() != "identity":
-        raise WrongMediaType(
-            f"the Content-Encoding of the request is {cut(given)!r}; send the body uncompressed"
+        raise PippinError(
+            f"the Content-Encoding of the request is {cut(given)!r}; send the body uncompressed",
+            code="unsupported_media_type",
         )
 
 
@@ -314,8 +261,9 @@ def _is_of_browser(request: Request) -> bool:
     )
 
 
-def _too_large(size: str, limits: LimitsConfig) -> BodyTooLarge:
-    return BodyTooLarge(
+def _too_large(size: str, limits: LimitsConfig) -> PippinError:
+    return PippinError(
         f"the request body is {size}; at most "
-        f"{limits.max_body_bytes:,} bytes are allowed (--max-body-bytes)"
+        f"{limits.max_body_bytes:,} bytes are allowed (--max-body-bytes)",
+        code="request_too_large",
     )

@@ -1,4 +1,4 @@
-"""An id for every request, and one line in the log at its end. Knows no route.
+"""An id for every request, and one line in the log at its end.
 
 A client's own `x-request-id` is used, if it is printable. Endpoints add what a request was about
 (tokens, times): see `RequestRecord.facts`.
@@ -22,8 +22,6 @@ log = logging.getLogger("pippin.requests")
 HEADER = "x-request-id"
 IGNORED_HEADER = "x-pippin-ignored"
 USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-PROBES = frozenset({"/health", "/ready"})
-ASKED_BY_MACHINES = PROBES | {"/metrics"}  # every few seconds
 
 
 @dataclass
@@ -91,9 +89,8 @@ class RequestLog:
                 release()
             if record.ignored:
                 log.debug("request %s: ignored %s", record.id, record.ignored)
-            quiet = record.quiet or record.path in ASKED_BY_MACHINES
             log.log(
-                logging.DEBUG if quiet and record.error is None else logging.INFO,
+                logging.DEBUG if record.quiet and record.error is None else logging.INFO,
                 "request",
                 extra={"fields": record.fields()},
             )

@@ -1,4 +1,4 @@
-"""Sends a reply, as a stream or whole, while its client is connected. Knows no dialect.
+"""Sends a reply, as a stream or whole, while its client is connected.
 
 A client that disconnects cancels the work. A stream's headers are sent within `GRACE_SECONDS`: an
 error before that is a status, a later one a part of the stream. While there is nothing to send,
@@ -11,17 +11,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from time import monotonic
-from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pippin.api.http.http_errors import (
     CLIENT_CLOSED_REQUEST,
-    DeadlinePassed,
+    ErrorResponse,
     JSONResponse,
-    error_response,
     internal_error,
 )
 from pippin.api.http.limited_connection import ChunkWriter
@@ -29,51 +27,6 @@ from pippin.api.http.request_log import record_of
 from pippin.errors import PippinError
 
 HEARTBEAT_SECONDS = 10.0
-TICKS = 10  # in this time
-
-
-class QuietStream(Protocol):
-    sent_at: float  # time.monotonic() of the last thing that was sent
-
-    def beat(self) -> None: ...
-
-
-class Heartbeats:
-    """The streams of one event loop. Without streams there is no timer."""
-
-    def __init__(self) -> None:
-        self._streams: set[QuietStream] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    @classmethod
-    def of_this_loop(cls) -> Heartbeats:
-        return _OF_LOOPS.setdefault(asyncio.get_running_loop(), cls())
-
-    def add(self, stream: QuietStream) -> None:
-        self._streams.add(stream)
-        if self._timer is None:
-            self._start()
-
-    def remove(self, stream: QuietStream) -> None:
-        self._streams.discard(stream)
-        if not self._streams and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(HEARTBEAT_SECONDS / TICKS, self._tick)
-
-    def _tick(self) -> None:
-        due = monotonic() - HEARTBEAT_SECONDS
-        for stream in [each for each in self._streams if each.sent_at <= due]:
-            stream.beat()
-        self._start()
-
-
-_OF_LOOPS: WeakKeyDictionary[asyncio.AbstractEventLoop, Heartbeats] = WeakKeyDictionary()
-
-
 T = TypeVar("T")
 GRACE_SECONDS = 0.2
 EVENTS, JSON_LINES = "text/event-stream", "application/x-ndjson"
@@ -94,7 +47,7 @@ class WholeResponse(Response):
         try:
             return JSONResponse(await in_time(self._work(), self._timeout_s))
         except PippinError as error:
-            return error_response(error)
+            return ErrorResponse(error)
 
 
 class StreamResponse(Response):
@@ -116,10 +69,11 @@ class StreamResponse(Response):
         self._encode_error = encode_error
         self._timeout_s = timeout_s
         self._send_message: Send
+        self._timer: asyncio.TimerHandle  # of the headers, then of heartbeats
         self._writer: ChunkWriter | None = None
         self._sending: set[asyncio.Task[None]] = set()  # headers or a heartbeat
         self._started = self._head_sent = False
-        self.sent_at = monotonic()
+        self._sent_at = monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send_message = send
@@ -130,17 +84,14 @@ class StreamResponse(Response):
             await self._events.aclose()  # if the client disconnected before the start
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        heartbeats = Heartbeats.of_this_loop()
-        heartbeats.add(self)
-        grace = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._start_soon)
+        self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._start_soon)
         failure: Exception | None = None
         try:
             await in_time(self._send_events(), self._timeout_s)
         except Exception as error:
             failure = error
         finally:
-            grace.cancel()
-            heartbeats.remove(self)
+            self._timer.cancel()
             for task in self._sending:
                 task.cancel()
         if failure is None:
@@ -148,7 +99,7 @@ class StreamResponse(Response):
             return
         shown = failure if isinstance(failure, PippinError) else internal_error()
         if not self._started:
-            await error_response(shown)(scope, receive, send)
+            await ErrorResponse(shown)(scope, receive, send)
         else:
             record_of(scope).error = shown.code
             await self._send(self._encode_error(shown), more=False)
@@ -161,22 +112,29 @@ class StreamResponse(Response):
                 if self._writer is None or not self._head_sent:
                     await self._send(event)
                     continue
-                if self._writer.is_paused:
+                self._sent_at = monotonic()
+                if self._writer.write(event):
                     await self._writer.drained()
-                self.sent_at = monotonic()
-                self._writer.write(event)
 
     def _start_soon(self) -> None:
         """Headers, if there is nothing else to send yet."""
         if not self._started:
             self._send_soon(self._start())
+        self._beat_later(HEARTBEAT_SECONDS)
 
-    def beat(self) -> None:
+    def _beat_later(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._beat)
+
+    def _beat(self) -> None:
         """Comments, or a dialect's own, while there is nothing else to send."""
+        left = self._sent_at + HEARTBEAT_SECONDS - monotonic()
+        self._beat_later(left if left > 0 else HEARTBEAT_SECONDS)
+        if left > 0:
+            return
         if self._writer is None or not self._head_sent:
             self._send_soon(self._send(self._heartbeat()))
         elif not self._writer.is_paused:
-            self.sent_at = monotonic()
+            self._sent_at = monotonic()
             self._writer.write(self._heartbeat())
 
     def _send_soon(self, work: Coroutine[Any, Any, None]) -> None:
@@ -198,7 +156,7 @@ class StreamResponse(Response):
 
     async def _send(self, body: bytes, *, more: bool = True) -> None:
         await self._start()
-        self.sent_at = monotonic()
+        self._sent_at = monotonic()
         message = {"type": "http.response.body", "body": body, "more_body": more}
         await self._send_message(message)
 
@@ -211,8 +169,9 @@ async def in_time(work: Awaitable[T], timeout_s: float | None) -> T:
     except TimeoutError as error:
         if not limit.expired():  # not this timeout
             raise
-        raise DeadlinePassed(
-            f"the reply was not complete after {timeout_s:g} s (timeout, --request-timeout)"
+        raise PippinError(
+            f"the reply was not complete after {timeout_s:g} s (timeout, --request-timeout)",
+            code="deadline_passed",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Threads for what takes long to check and to tokenize. Knows no requests.
+"""Threads for what takes long to check and to tokenize.
 
 Other clients' streams must not wait for it. Python runs one thread at a time, and each that
 computes holds the event loop up for some milliseconds: so large bodies wait for each other. What

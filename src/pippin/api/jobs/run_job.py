@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from pippin.api.jobs.prepare import Job
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_client import RequestEngine
 from pippin.messages import Submit, TokenDelta
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallEnd, FoldedText, TextPiece
@@ -41,7 +41,7 @@ def _is_cut(part: TextPiece) -> bool:
     return isinstance(part, CallEnd) and part.unparsed is not None
 
 
-async def run_sequences(engine: Engine, job: Job) -> AsyncGenerator[SequencePiece, None]:
+async def run_sequences(engine: RequestEngine, job: Job) -> AsyncGenerator[SequencePiece, None]:
     """Pieces of all sequences as they arrive. Closing it aborts those that still run."""
     running = {sequence.submit.id: sequence for sequence in job.sequences}
     job.timing.submitted = perf_counter()
@@ -61,11 +61,11 @@ async def run_sequences(engine: Engine, job: Job) -> AsyncGenerator[SequencePiec
                 return
 
 
-def _deltas(engine: Engine, submits: list[Submit]) -> AsyncGenerator[TokenDelta, None]:
+def _deltas(engine: RequestEngine, submits: list[Submit]) -> AsyncGenerator[TokenDelta, None]:
     return engine.generate(submits[0]) if len(submits) == 1 else _merge(engine, submits)
 
 
-async def _merge(engine: Engine, submits: list[Submit]) -> AsyncGenerator[TokenDelta, None]:
+async def _merge(engine: RequestEngine, submits: list[Submit]) -> AsyncGenerator[TokenDelta, None]:
     queue: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
 
     async def pump(submit: Submit) -> None:

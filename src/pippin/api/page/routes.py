@@ -1,4 +1,4 @@
-"""The page's files as routes. Knows no request but for its path and the ETag that it carries.
+"""The page's files as routes.
 
 The files are public: a browser that opens an address has no key to send. They hold no data; what
 the page shows comes from the API, which wants the key. No path is made of a request: every file
@@ -61,7 +61,8 @@ class PageFile:
     async def send(self, request: Request) -> Response:
         record_of(request.scope).quiet = True  # one look at the page asks for dozens of files
         headers = {**HEADERS, "etag": self.etag}
-        if _matches(request.headers.get("if-none-match", ""), self.etag):
+        known = request.headers.get("if-none-match", "").split(",")
+        if self.etag in (name.strip().removeprefix("W/") for name in known):  # W/: by a proxy
             return Response(status_code=304, headers=headers)
         return Response(self.content, media_type=self.media_type, headers=headers)
 
@@ -69,7 +70,14 @@ class PageFile:
 @cache
 def page_files() -> tuple[PageFile, ...]:
     """`index.html` is `/`; `chat/reply.js` is `/page/chat/reply.js`."""
-    return tuple(_read(path) for path in sorted(FILES.rglob("*")) if path.suffix in MEDIA_TYPES)
+    found = []
+    for file in sorted(FILES.rglob("*")):
+        if file.suffix in MEDIA_TYPES:
+            content, name = file.read_bytes(), file.relative_to(FILES).as_posix()
+            path = "/" if name == "index.html" else f"/page/{name}"
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found.append(PageFile(path, content, MEDIA_TYPES[file.suffix], etag))
+    return tuple(found)
 
 
 def page_paths() -> frozenset[str]:
@@ -78,19 +86,3 @@ def page_paths() -> frozenset[str]:
 
 def page_routes() -> list[Route]:
     return [Route(file.path, file.send, include_in_schema=False) for file in page_files()]
-
-
-def _read(path: Path) -> PageFile:
-    content = path.read_bytes()
-    name = path.relative_to(FILES).as_posix()
-    return PageFile(
-        path="/" if name == "index.html" else f"/page/{name}",
-        content=content,
-        media_type=MEDIA_TYPES[path.suffix],
-        etag=f'"{hashlib.sha256(content).hexdigest()[:32]}"',
-    )
-
-
-def _matches(given: str, etag: str) -> bool:
-    """Whether an If-None-Match names it; a proxy may have made it weak."""
-    return etag in (name.strip().removeprefix("W/") for name in given.split(","))

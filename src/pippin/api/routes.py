@@ -1,0 +1,240 @@
+"""All routes in one table, and what is made of it: starlette's routes, access and OpenAPI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from starlette.convertors import Convertor, IntegerConvertor
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, compile_path
+
+from pippin.api.batches import routes as batches
+from pippin.api.dialects import infill, messages, ollama
+from pippin.api.endpoints import embeddings, events, generation, scoring, tokenize
+from pippin.api.endpoints import ollama as ollamas
+from pippin.api.endpoints import server_info as server
+from pippin.api.endpoints import stored_responses as stored
+from pippin.api.endpoints.app_state import AppState, Handler
+from pippin.api.endpoints.generation import answered_whole, read_by
+from pippin.api.fields import openai
+from pippin.api.fields.table import FieldTable
+from pippin.api.http.http_errors import ErrorShape, JSONResponse
+from pippin.api.http.request_log import record_of
+from pippin.api.http.sending import EVENTS, JSON_LINES
+from pippin.api.model_info import RequestRules
+
+OpenApi = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    method: str
+    path: str
+    handler: Handler
+    body: FieldTable | None = None  # of JSON
+    form: FieldTable | None = None  # beside a file
+    query: FieldTable | None = None  # the handler finds it in `request.state.query`
+    is_local: bool = False  # pages from this machine may use it
+    is_admin: bool = False  # with keys, an admin's is needed
+    is_probe: bool = False  # by machines, every few seconds: in the log only if it fails
+    is_open: bool = False  # without a key
+    streams: bool = False  # always; others do where their body has such a field
+
+
+def _local(method: str, paths: str, handler: Handler, body: FieldTable | None) -> list[Endpoint]:
+    """Of one or more paths."""
+    return [Endpoint(method, path, handler, body, is_local=True) for path in paths.split()]
+
+
+async def _openapi(state: AppState, request: Request) -> Response:
+    return JSONResponse(openapi_document(state.rules, needs_key=bool(state.config.api_key)))
+
+
+_rerank = answered_whole(scoring.parse_rerank, scoring.whole_rerank)
+_score = answered_whole(scoring.parse_score, scoring.whole_score)
+_embed = answered_whole(embeddings.parse_embeddings, embeddings.whole_embeddings)
+
+ENDPOINTS = (
+    *_local("POST", "/v1/chat/completions", generation.chat_completions, openai.CHAT),
+    *_local("POST", "/v1/completions", generation.completions, openai.COMPLETION),
+    *_local("POST", "/infill", generation.infill, infill.INFILL),
+    *_local("POST", "/v1/responses", generation.create_response, openai.RESPONSES),
+    *_local("POST", "/v1/responses/input_tokens", generation.input_tokens, openai.INPUT_TOKENS),
+    *_local("POST", "/v1/messages", generation.messages, messages.MESSAGES),
+    *_local("POST", "/v1/messages/count_tokens", generation.count_tokens, messages.COUNT_TOKENS),
+    *_local("POST", "/v1/embeddings", _embed, openai.EMBEDDINGS),
+    # Jina's, Cohere's, vLLM's
+    *_local("POST", "/v1/rerank /v2/rerank /rerank", _rerank, scoring.RERANK),
+    *_local("POST", "/v1/score /score", _score, scoring.SCORE),
+    *_local("POST", "/api/chat", ollamas.chat, ollama.CHAT),
+    *_local("POST", "/api/generate", ollamas.generate, ollama.GENERATE),
+    *_local("POST", "/api/embed", ollamas.embed, ollama.EMBED),
+    *_local("POST", "/api/embeddings", ollamas.embeddings, ollama.EMBEDDINGS),
+    *_local("POST", "/api/show", ollamas.show, ollama.SHOW),
+    *_local("POST", "/tokenize", read_by(tokenize.tokenize), tokenize.TOKENIZE),
+    *_local("POST", "/detokenize", read_by(tokenize.detokenize), tokenize.DETOKENIZE),
+    *_local("GET", "/api/tags", ollamas.tags, None),
+    *_local("GET", "/api/ps", ollamas.ps, None),
+    *_local("GET", "/api/version", ollamas.version, None),
+    *_local("GET", "/v1/models", server.list_models, None),
+    *_local("GET", "/v1/models/{id:path}", server.show_model, None),
+    Endpoint("GET", "/health", server.health, is_local=True, is_probe=True, is_open=True),
+    Endpoint("GET", "/ready", server.ready, is_local=True, is_probe=True, is_open=True),
+    Endpoint("POST", "/api/pull", ollamas.pull, ollama.PULL),
+    Endpoint("DELETE", "/api/delete", ollamas.delete),
+    Endpoint("GET", "/v1/responses/{id}", stored.show_response, query=openai.STORED_RESPONSE),
+    Endpoint("DELETE", "/v1/responses/{id}", stored.delete_response, query=FieldTable({})),
+    Endpoint(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        stored.list_input_items,
+        query=openai.STORED_ITEMS,
+    ),
+    Endpoint("POST", "/v1/files", batches.create_file, form=batches.UPLOAD),
+    Endpoint("GET", "/v1/files", batches.list_files, query=batches.FILE_LIST),
+    Endpoint("GET", "/v1/files/{id}", batches.show_file, query=FieldTable({})),
+    Endpoint("DELETE", "/v1/files/{id}", batches.delete_file, query=FieldTable({})),
+    Endpoint("GET", "/v1/files/{id}/content", batches.file_content, query=FieldTable({})),
+    Endpoint("POST", "/v1/batches", batches.create_batch, batches.BATCH),
+    Endpoint("GET", "/v1/batches", batches.list_batches, query=batches.BATCH_LIST),
+    Endpoint("GET", "/v1/batches/{id}", batches.show_batch, query=FieldTable({})),
+    Endpoint("POST", "/v1/batches/{id}/cancel", batches.cancel_batch, query=FieldTable({})),
+    # SGLang's older and newer names
+    Endpoint("GET", "/get_model_info", server.model_info),
+    Endpoint("GET", "/model_info", server.model_info),
+    Endpoint("GET", "/get_server_info", server.server_info),
+    Endpoint("GET", "/server_info", server.server_info),
+    Endpoint("GET", "/status", server.status),
+    Endpoint("POST", "/flush_cache", server.flush_cache, is_admin=True),
+    Endpoint("POST", "/restart_replicas", server.restart_replicas, is_admin=True),
+    Endpoint("GET", "/metrics", lambda state, request: state.metrics.show(request), is_probe=True),
+    Endpoint("GET", "/events", events.events, is_admin=True, streams=True),
+    Endpoint("GET", "/events/node/{id:int}", events.node, is_admin=True),
+    Endpoint("GET", "/openapi.json", _openapi),
+)
+# Clients that were given an address without /v1 send paths like /chat/completions.
+VERSIONED = frozenset(each.path.split("/")[2] for each in ENDPOINTS if each.path.startswith("/v1/"))
+OPEN_PATHS = frozenset(each.path for each in ENDPOINTS if each.is_open)
+_LOCAL = [compile_path(each.path)[0] for each in ENDPOINTS if each.is_local and "{" in each.path]
+_LOCAL_PATHS = frozenset(each.path for each in ENDPOINTS if each.is_local)
+
+
+def is_local_path(path: str) -> bool:
+    return path in _LOCAL_PATHS or any(pattern.match(path) for pattern in _LOCAL)
+
+
+def starlette_routes(state: AppState, paths: Iterable[str] | None = None) -> list[Route]:
+    return [
+        Route(each.path, _endpoint(each, state), methods=[each.method])
+        for each in ENDPOINTS
+        if paths is None or each.path in paths
+    ]
+
+
+def _endpoint(row: Endpoint, state: AppState) -> Any:
+    async def handle(request: Request) -> Response:
+        record_of(request.scope).quiet = row.is_probe
+        if row.is_admin:
+            state.admins.check(request.scope)
+        if row.query is not None:
+            request.state.query = stored.read_query(request, row.query, state.rules)
+        return await row.handler(state, request)
+
+    return handle
+
+
+def _object(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_STRING = {"type": "string"}
+ERROR_SCHEMAS = {
+    "Error": _object(
+        error=_object(
+            message=_STRING,
+            type={"enum": ["invalid_request_error", "server_error"]},
+            param={"type": ["string", "null"]},
+            code=_STRING,
+        )
+    ),
+    "MessagesError": _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING)),
+    "OllamaError": _object(error=_STRING),
+}
+# Errors of these paths and of all below them are not OpenAI's: the shape and its schema.
+_SHAPES: dict[str, tuple[ErrorShape, str]] = {
+    "/v1/messages": (messages.messages_error, "MessagesError"),
+    "/api": (ollama.ollama_error, "OllamaError"),
+}
+# Those of these are Anthropic's for clients that send its header.
+_SHARED = {"/v1/models": _SHAPES["/v1/messages"]}
+
+
+def error_shape_of(path: str, *, is_anthropic: bool) -> tuple[ErrorShape | None, str]:
+    for start, found in (_SHAPES | (_SHARED if is_anthropic else {})).items():
+        if f"{path}/".startswith(f"{start}/"):
+            return found
+    return None, "Error"
+
+
+def openapi_document(rules: RequestRules, *, needs_key: bool) -> OpenApi:
+    paths: dict[str, Any] = {}
+    for row in sorted(ENDPOINTS, key=lambda row: row.method):
+        path = compile_path(row.path)[1]
+        paths.setdefault(path, {})[row.method.lower()] = _operation(row, path, rules)
+    document: OpenApi = {
+        "openapi": "3.1.0",
+        "info": {"title": "Pippin", "version": version("pippin")},
+        "paths": paths,
+        "components": {"schemas": dict(ERROR_SCHEMAS)},
+    }
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _operation(row: Endpoint, path: str, rules: RequestRules) -> dict[str, Any]:
+    _, error = error_shape_of(path, is_anthropic=False)
+    answers: dict[str, Any] = {"description": "the answer"}
+    operation: dict[str, Any] = {
+        "operationId": f"{row.method.lower()}{path.replace('/', '_')}",
+        "responses": {"200": answers, "default": {"description": "an error"}},
+    }
+    schema = {"$ref": f"#/components/schemas/{error}"}
+    operation["responses"]["default"]["content"] = {"application/json": {"schema": schema}}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _path_schema(convertor)}
+        for name, convertor in compile_path(row.path)[2].items()
+    ]
+    for name, kind in row.query.fields.items() if row.query is not None else ():
+        parameters.append({"name": name, "in": "query", "schema": kind.schema(rules)})
+    if parameters:
+        operation["parameters"] = parameters
+    if row.streams:
+        answers["content"] = {EVENTS: {}}
+    if row.form is not None:
+        fields = {name: kind.schema(rules) for name, kind in row.form.fields.items()}
+        form = _object(**fields, file={"type": "string", "format": "binary"})
+        form |= {"required": [*row.form.required, "file"], "additionalProperties": False}
+        operation["requestBody"] = _content("multipart/form-data", form)
+    if row.body is not None:
+        body = row.body.schema(rules)
+        operation["requestBody"] = _content("application/json", body)
+        answers["content"] = {"application/json": {}}
+        if "stream" in body["properties"]:
+            answers["content"][JSON_LINES if path.startswith("/api/") else EVENTS] = {}
+    return operation
+
+
+def _content(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {media_type: {"schema": schema}}}
+
+
+def _path_schema(convertor: Convertor[Any]) -> dict[str, Any]:
+    if isinstance(convertor, IntegerConvertor):
+        return {"type": "integer", "minimum": 0}
+    return {"type": "string"}
