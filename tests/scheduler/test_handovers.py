@@ -312,12 +312,13 @@ def test_bytes_end_hand_overs_that_keep_some_and_no_others() -> None:
     replies = [pair.decode.submit(prompt) for prompt in prompts]
     pair.decode.step()
     before = scheduler.cache.evictable_bytes
-    assert scheduler.traffic.give_up_handovers(1)
+    (handovers,) = scheduler.traffic._handovers
+    assert handovers.give_up(1)
     assert scheduler.cache.evictable_bytes > before
     assert pair.wire.cancelled == ["handover-2"], "the youngest that keeps any"
-    assert scheduler.traffic.give_up_handovers(1 << 40)
+    assert handovers.give_up(1 << 40)
     assert pair.wire.cancelled[1:] == ["handover-0", "handover-1"]
-    assert not scheduler.traffic.give_up_handovers(1)
+    assert not handovers.give_up(1)
     pair.run()
     assert [reply.tokens for reply in replies] == [
         oracle(prompt, components=(A,))[0] for prompt in prompts

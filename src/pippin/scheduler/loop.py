@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter, process_time
 from typing import Any
@@ -242,7 +242,6 @@ class Loop:
     def _rest_if_idle(self) -> None:
         cache = self.scheduler.cache
         if self.idle and self.failure is None and not self._paused and cache is not None:
-            cache.check_when_idle()
             self.scheduler.traffic.check_when_idle()
         self._paused = self.idle
         if self._paused:
@@ -307,7 +306,7 @@ class Loop:
             "host": tiers.get("host"),
             "disk": tiers.get("disk"),
             "peer": tiers.get("peer"),
-            "pushes": scheduler.traffic.push_counters(),
+            "pushes": None if scheduler.pushes is None else asdict(scheduler.pushes.stats),
         }
 
     def flush_cache(self, on_freed: Callable[[dict[str, Any]], None] = lambda answer: None) -> None:
@@ -356,7 +355,8 @@ class Loop:
     def _write_behind(self) -> None:
         """What waits to be written, for at most FLUSH_SECONDS."""
         traffic = self.scheduler.traffic
-        traffic.give_up_loads()
+        for tier in traffic.tiers:
+            tier.loads.give_up(0)
         deadline = perf_counter() + FLUSH_SECONDS
         while traffic.hurry() and perf_counter() < deadline:
             plan = self.scheduler.plan_spill()

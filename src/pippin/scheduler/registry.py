@@ -312,7 +312,9 @@ class Registry:
         request.end(reason)
         if request.grammar is not None:
             self._compiling.trim()
-        self._traffic.ended(request)
+        if self._traffic.pushes is not None and request.handover:
+            why = "" if request.completed else f"the request ended: {request.finish}"
+            self._traffic.pushes.end(request, why)
         del self.requests[request.id]
         self.on_end(request)
         self.notify(request)
@@ -333,14 +335,14 @@ class Preemption:
         `in_flight` that releases bytes, one request is larger than the budget.
         """
         running_slots = self._registry.running_slots
-        shortage = self._claims.shortage(starved, running_slots.values())
-        if shortage > 0 and self._traffic.give_up_loads():
-            shortage = self._claims.shortage(starved, running_slots.values())
-        if shortage > 0 and self._traffic.give_up_handovers(shortage):
-            shortage = self._claims.shortage(starved, running_slots.values())
-        if shortage <= 0:
+
+        def shortage() -> int:
+            return self._claims.shortage(starved, running_slots.values())
+
+        self._traffic.give_up(shortage)
+        if (nbytes := shortage()) <= 0:
             return
-        for running in requests_to_preempt(self._registry.running, shortage):
+        for running in requests_to_preempt(self._registry.running, nbytes):
             self._registry.preempt(running)
         if len(running_slots) == 1 and not in_flight:
             self._start_over(starved[0])

@@ -160,7 +160,8 @@ class Scheduler:
             self.check(submit)
         except PippinError as error:
             self.registry.refuse(submit.id, error)
-            self.traffic.refuse(submit.handover, error)
+            if self.pushes is not None and submit.handover:
+                self.pushes.refuse(submit.handover, str(error))
             return
         seed = submit.params.seed
         request = Request.from_submit(
@@ -171,7 +172,8 @@ class Scheduler:
             grammar=grammar,
         )
         request.submitted_s = now_s
-        self.traffic.start_push(request)
+        if self.pushes is not None and submit.handover:
+            self.pushes.start(request)
         self.registry.add(request, submit.params.grammar if grammar is None else None)
 
     def check(self, submit: Submit) -> None:
