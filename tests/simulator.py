@@ -597,7 +597,7 @@ class World:
             return
         tree = scheduler.cache.nbytes if scheduler.cache is not None else 0
         claimed = sum(h.nbytes + h.checkpoint_bytes for h in scheduler.running_slots.values())
-        claimed += scheduler.inflight_steps.transient_bytes
+        claimed += sum(inflight.transient_bytes for inflight in scheduler.inflight_steps.values())
         claimed += scheduler.traffic.claimed_bytes
         assert scheduler.budget.claimed == claimed, "claims do not add up"
         assert claimed + tree <= capacity, "claims and the tree are over capacity"

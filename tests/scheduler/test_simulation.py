@@ -104,7 +104,7 @@ def test_a_slot_is_never_reused_while_a_step_of_its_owner_is_in_flight() -> None
                     if retire.slot in {row.slot for row in p.rows}
                 )
                 assert last <= committed, f"slot {retire.slot} was freed with a step in flight"
-        committed = client.loop.scheduler.inflight_steps.committed
+        committed = client.loop.scheduler.committed
 
 
 def test_slot_reuse_straight_after_a_ghost() -> None:

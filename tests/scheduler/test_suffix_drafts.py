@@ -149,7 +149,7 @@ def test_a_search_reads_as_much_whatever_the_text(tokens: list[int]) -> None:
 def request_of(prompt: Sequence[int], name: str = "r", salt: bytes = b"") -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=100)
     submit = Submit(id=name, tokens=pack_tokens(prompt), params=params, stop_ids=[], salt=salt)
-    return Request.from_submit(submit, seed=0, arrival=0)
+    return Request(submit, seed=0, arrival=0)
 
 
 def test_a_step_indexes_a_bounded_slice_of_all_texts() -> None:

@@ -312,7 +312,7 @@ class Loads(Waits[LoadJob]):
             self._budget.release(reading.nbytes)
         self._leftover += job.readings
         for request, before in job.waiters.items():
-            request.note_load(self._tiers.kind.name, before, job.brought)
+            request.loaded[self._tiers.kind.name] = before, max(before, job.brought)
         super()._end(job)
 
     def _clear_leftover(self) -> None:

@@ -199,7 +199,7 @@ def _insert(capture: Capture, running: RunningSlot, cache: PrefixCache, budget: 
     if not found.inserted:
         running.lost_tree(capture.start - found.gap)
         return False
-    running.entered_tree(capture.end)
+    running.in_tree = max(running.in_tree, capture.end)
     if not capture.retired and capture.end < running.capture_len:  # the next chunk connects to it
         running.move_tip(cache, cache.lock(found))
     return True
