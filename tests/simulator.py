@@ -32,6 +32,7 @@ from builders import (
 )
 from damage import damage
 from memory_store import MemoryStore
+from oracle_drafter import OracleDrafter
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
@@ -45,7 +46,7 @@ from pippin.scheduler.admission import LOOKAHEAD, common_prefix_len
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.request import Limits, Request, RunningSlot, Stage
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.speculation import DeviceDrafter, OracleDrafter, Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE

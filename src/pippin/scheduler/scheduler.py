@@ -34,7 +34,7 @@ from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
 from pippin.scheduler.admission import Admission
 from pippin.scheduler.memory import Claims, take_captures
-from pippin.scheduler.pace import Pace, Timed
+from pippin.scheduler.pace import CostModel, Pace, Timed
 from pippin.scheduler.prompts import PromptPlanner
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.replies import Compiling, Following, ReplyPlanner, make_masks
@@ -99,7 +99,10 @@ class Scheduler:
         self.inflight_steps: dict[int, InflightStep] = {}  # in order
         self.next_step = 0
         self.committed = -1  # or failed: the last step that was
-        self.pace = Pace(limits.prefill_tokens, limits.max_gap, limits.for_streams)
+        costs = CostModel()
+        if self.speculation is not None and self.speculation.policy is not None:
+            costs = self.speculation.policy.costs
+        self.pace = Pace(limits.prefill_tokens, limits.max_gap, limits.for_streams, costs)
         self._arrivals = itertools.count()
         self._seeds = random.Random()
         policy = None if self.cache is None else self.cache.policy

@@ -1,4 +1,4 @@
-"""Finds where a text's last tokens occurred before, and what followed. Knows no requests.
+"""Finds where a text's last tokens occurred before, and what followed.
 
 As in LZ77: every place is in a chain of the places whose last three tokens hash alike, the latest
 first. A search looks at the first few of a chain, so no text makes it long:
@@ -19,11 +19,11 @@ import numpy as np
 
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import NO_GUESS, Guess
 
 MIN_MATCH = 3  # tokens: fewer say nothing
 MAX_MATCH = 32  # more are not compared
 MAX_CANDIDATES = 16  # places that a search looks at
+NO_TOKENS = np.zeros(0, dtype=np.int32)
 SEPARATOR = -1  # between texts: no token, and no proposal goes beyond it
 LEAST_CAPACITY = 256  # tokens
 FEW = 12  # tokens that are indexed one by one: arrays pay off for more
@@ -195,6 +195,7 @@ class SuffixDrafter:
         self._shared = SharedTexts()
 
     def prepare(self, requests: Iterable[Request]) -> None:
+        """Some of these are about to be asked for, once a step. Takes bounded time."""
         left = SLICE
         salts: dict[bytes, None] = {}
         for request in requests:
@@ -210,7 +211,9 @@ class SuffixDrafter:
             if shared is not None and left > 0:
                 left -= shared.index(left)
 
-    def propose(self, request: Request, num_tokens: int) -> Guess:
+    def propose(self, request: Request, num_tokens: int) -> tuple[np.ndarray, int]:
+        """At most so many tokens that could follow the known ones, int32; and how sure that is: how
+        often these are right is learnt for each value by itself."""
         own = self._texts[request.id].index
         tail = own.tail()
         match, found_in = own.find(tail), own
@@ -220,9 +223,10 @@ class SuffixDrafter:
             if other is not None and (match is None or other.length > match.length):
                 match, found_in = other, shared
         if match is None:
-            return NO_GUESS
+            return NO_TOKENS, 0
         tokens = found_in.continuation(match, num_tokens, repeats=found_in is own)
-        return Guess(tokens, _confidence(match))
+        longer = sum(match.length >= length for length in LONGER_MATCHES)
+        return tokens, max(0, longer - (match.agreeing < DOUBTFUL))
 
     def forget(self, request: Request) -> None:
         self._texts.pop(request.id, None)
@@ -231,7 +235,8 @@ class SuffixDrafter:
             self._shared.add(request.salt, said)
 
     def flush(self) -> None:
-        self._shared.clear()
+        """Forget what requests said that have ended: the cache is flushed."""
+        self._shared = SharedTexts()
 
     def _start(self, request: Request) -> _Text:
         prompt = request.prompt[-MAX_TEXT:]
@@ -245,11 +250,6 @@ class SuffixDrafter:
                 index.extend(np.concatenate([prompt[-MAX_MATCH:], reply[:MAX_TEXT], [SEPARATOR]]))
         index.extend(prompt)
         return _Text(index)
-
-
-def _confidence(match: Match) -> int:
-    longer = sum(match.length >= length for length in LONGER_MATCHES)
-    return max(0, longer - (match.agreeing < DOUBTFUL))
 
 
 MAX_SALTS = 16  # used last
@@ -279,6 +279,3 @@ class SharedTexts:
         if text is not None:
             self._by_salt.move_to_end(salt)
         return text
-
-    def clear(self) -> None:
-        self._by_salt.clear()

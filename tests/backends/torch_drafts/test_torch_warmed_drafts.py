@@ -16,12 +16,14 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 from builders import Client
+from oracle_drafter import KeepsNothing
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.step.verify.words import VerifySize
 from pippin.backends.torch.verifies import Verifies
 from pippin.backends.warm_up import WarmUp
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import DeviceDrafter, Drafter, Guess, KeepsNothing, Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
+from pippin.scheduler.suffix import SuffixDrafter
 from serving import DRAFTED_BY, TORCH, make_client, make_prompt
 from torch_serving import load_torch
 
@@ -38,9 +40,9 @@ class Guesses(KeepsNothing):
 
     name = "guesses"
 
-    def propose(self, request: Request, num_tokens: int) -> Guess:
+    def propose(self, request: Request, num_tokens: int) -> tuple[np.ndarray, int]:
         rng = np.random.default_rng(request.num_tokens)
-        return Guess(rng.integers(3, 90, num_tokens).astype(np.int32))
+        return rng.integers(3, 90, num_tokens).astype(np.int32), 0
 
 
 @dataclass
@@ -96,7 +98,7 @@ def run_requests(client: Client, name: str, random: Random) -> None:
     client.run()
 
 
-def drafters(name: str) -> Iterator[Drafter | None]:
+def drafters(name: str) -> Iterator[SuffixDrafter | None]:
     if DEVICES[name] is not None:
         yield None
     yield Guesses()
@@ -106,7 +108,7 @@ def drafters(name: str) -> Iterator[Drafter | None]:
     ("name", "drafter"), [(name, drafter) for name in DEVICES for drafter in drafters(name)]
 )
 def test_steps_of_requests_have_sizes_that_were_warmed_up(
-    name: str, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch
+    name: str, drafter: SuffixDrafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = Random(0)
     name = f"{TORCH}{name}"
