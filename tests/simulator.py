@@ -617,10 +617,10 @@ class World:
         """No request waits for a prefill that has a lower priority than itself, or for what does
         not come any more; and the first in line starts soon while there are slots and bytes."""
         admission = self.client.loop.scheduler.admission
-        for request, running in admission.waiters.pairs():
+        for request, running in _promises(admission.queue):
             assert running.priority >= request.priority, "a prefill did not inherit a priority"
-        aside = len(admission.waiters)
-        assert aside + len(admission.eligible) == len(admission.queue), "the queue does not add up"
+        aside = sum(request.promise is not None for request in admission.queue)
+        assert aside == admission.num_aside, "the queue does not add up"
         self._check_aside()
         first = admission.eligible[0] if admission.eligible else None
         if first is None or not self._has_room(first):
@@ -636,7 +636,7 @@ class World:
         """A request that waits by choice is in line again soon after all that it waits for was
         planned, in steps in which a slot is free for it."""
         before, self.aside = self.aside, {}
-        for request, running in self.client.loop.scheduler.admission.waiters.pairs():
+        for request, running in _promises(self.client.loop.scheduler.admission.queue):
             if _is_planned(running):
                 pair = request.id, running
                 self.aside[pair] = before.get(pair, 0) + self._takes_any()
@@ -725,6 +725,11 @@ class World:
             return True
         total = len(ask.prompt) + len(ask.expected[0])
         return self.backend.row_bytes(total) > self.setting.capacity_bytes
+
+
+def _promises(queue: Sequence[Request]) -> list[tuple[Request, RunningSlot]]:
+    """Each request that waits by choice, and what it waits for."""
+    return [(one, one.promise.running) for one in queue if one.promise is not None]
 
 
 def _is_planned(running: RunningSlot) -> bool:

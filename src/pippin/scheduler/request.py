@@ -98,6 +98,7 @@ class Request:
         self.submitted_s: float | None = None  # on the loop's clock
         self.queued_s: float | None = None  # how long it waited, when it first started
         self.passed_over = 0  # times a later request was started first
+        self.promise: Promise | None = None  # while it waits by choice for a prefix
 
     # ---- what is known ---------------------------------------------------------------------
 
@@ -153,6 +154,9 @@ class Request:
     @property
     def samples_left(self) -> bool:
         return self.num_sampled < self.params.max_tokens
+
+    def waits_for(self, running: RunningSlot) -> bool:
+        return self.promise is not None and self.promise.running is running
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -316,6 +320,13 @@ class Quality(enum.IntEnum):
     SOUND = 3
 
 
+@dataclass(frozen=True)
+class Promise:
+    running: RunningSlot
+    shared: int  # tokens that it brings to a request that waits,
+    inflight_len: int  # of so many in all
+
+
 #   positions:  [ restored | computed here, planned | drafts in flight ]   `row_len` counts them all
 #               0      start_len            row_len - num_unsure    row_len
 #   `in_tree` of them were given to the tree; chunks end at `prefill_len`, then tokens follow.
@@ -344,7 +355,9 @@ class RunningSlot:
     captured_len: int = 0  # tokens that the tree gets with the step that retires it
     # States of the reply, by position. The tree takes them when it gets the KV they belong to.
     checkpoints: dict[int, Payload] = field(default_factory=dict)
-    inherited: int | None = None  # the highest priority of requests that wait for its prompt
+    # Requests that wait for its prompt, by what is shared with each. Ended waits are dropped when
+    # they are met.
+    waiters: list[tuple[int, int, Request]] = field(default_factory=list)
     num_skipped: int = 0  # steps in a row that computed prompts, and nothing of this one
 
     def __post_init__(self) -> None:
@@ -375,7 +388,9 @@ class RunningSlot:
     def priority(self) -> int:
         """Of its request, or of one that waits for what it computes if that is higher."""
         own = self.request.priority
-        return own if self.inherited is None else max(own, self.inherited)
+        if not self.waiters:
+            return own
+        return max([own, *(r.priority for *_, r in self.waiters if r.waits_for(self))])
 
     @property
     def num_left(self) -> int:
@@ -427,10 +442,6 @@ class RunningSlot:
 
     def worsen(self, quality: Quality) -> None:
         self.quality = min(self.quality, quality)
-
-    def inherit(self, priority: int) -> None:
-        """A request of this priority waits for its prompt."""
-        self.inherited = priority if self.inherited is None else max(self.inherited, priority)
 
     def plan_row(self, step: int, end: int, *, samples: bool, depth: int = 0) -> None:
         """The next step runs tokens up to `end`, and samples the one there or not.
