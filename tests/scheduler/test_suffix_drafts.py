@@ -158,7 +158,7 @@ def test_a_step_indexes_a_bounded_slice_of_all_texts() -> None:
     before, steps = 8 * 3000, 0
     while before > 8 * MIN_MATCH:
         drafter.prepare(requests)
-        left = sum(text.index.num_unindexed for text in drafter._texts.values())
+        left = sum(text.num_unindexed for text in drafter._texts.values())
         assert before - left <= SLICE + 8 * MIN_MATCH
         assert left < before
         before, steps = left, steps + 1

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """What one or more requests wait for."""
-
     tokens: np.ndarray  # int32, up to the end of what is to arrive
     salt: bytes
     memory_lock: Lock  # on what the next bytes connect to
@@ -85,7 +83,6 @@ class Waits(Generic[J]):
         return True
 
     def _along(self, tokens: np.ndarray, salt: bytes) -> J | None:
-        """A job that brings just this already."""
         jobs = (job for job in self._jobs if job.salt == salt)
         return next((job for job in jobs if np.array_equal(job.tokens, tokens)), None)
 
@@ -500,5 +497,4 @@ class Handovers(Waits[Handover]):
             self._store.forget([key for key in unused if not self._tiers.below.is_lost(key)])
 
     def _looks(self, request: Request) -> bool:
-        """Whether it has yet to look for its prompt in this tier."""
         return request.phase in ("waiting", "loading") and request.tiers_tried <= self._tiers.level

@@ -158,14 +158,13 @@ class Loop:
         return True
 
     def _comes_first(self, launched: Launched | None) -> bool:
-        """Whether a step in flight is to be committed before the next one is planned."""
         if launched is None or launched.plan.decode:
             return False
         if launched.plan.samples_at_once or launched.plan.spills_alone:
             return True
         metrics, pace = self.scheduler.metrics, self.scheduler.pace
         host_seconds = metrics.records[-1].plan_seconds if metrics.records else 0.0
-        seconds = pace.prompt_seconds(launched.plan.num_prefill_tokens)
+        seconds = pace.costs.prefill_seconds(launched.plan.num_prefill_tokens)
         pushes = self.scheduler.pushes
         least = 0.0 if pushes is not None and pushes.busy else LONG_STEP_SECONDS
         return seconds > max(least, LONG_STEP_FACTOR * host_seconds)
@@ -220,7 +219,6 @@ class Loop:
             self.scheduler.registry.observer.step_committed(plan, record)
 
     def _fail(self, plan: StepPlan, error: Exception, pending: PendingStep | None = None) -> None:
-        """The plan's requests end with an error; the others go on."""
         logger.error("step %d failed", plan.step, exc_info=error)
         lost = isinstance(error, DeviceFailed)  # as the backend says itself
         self._num_failed = MAX_FAILED_STEPS if lost else self._num_failed + 1
@@ -353,7 +351,6 @@ class Loop:
             self.scheduler.compiler.close()
 
     def _write_behind(self) -> None:
-        """What waits to be written, for at most FLUSH_SECONDS."""
         traffic = self.scheduler.traffic
         for tier in traffic.tiers:
             tier.loads.give_up(0)

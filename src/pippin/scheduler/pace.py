@@ -42,15 +42,15 @@ class StepTimes:
     def add(self, record: StepRecord) -> Timed | None:
         """A step that was committed; what it took, with those before it whose end was not seen."""
         dispatched, launched, resumed = record.dispatched, record.launched, record.resumed
-        step = Timed.step(
+        step = Timed(
             0.0,
             record.decode_rows,
             record.prefill_tokens,
             record.drafts,
             record.accepted,
             depth=max([depth for _, depth, _ in record.verified]) if record.verified else 0,
-            turns=bool(record.own_drafts) != bool(record.drafts_left),
-            is_new=record.forwards.new_decode > 0,
+            num_turns=bool(record.own_drafts) != bool(record.drafts_left),
+            num_new=record.forwards.new_decode > 0,
         )
         turn = resumed - max(dispatched, self._last_resumed)
         if dispatched >= self._last_resumed:  # nothing was in flight: the device had a pause
@@ -100,30 +100,17 @@ class Timed:
     seconds: float
     decode_rows: int  # in all
     prefill_tokens: int  # in all
-    num_decodes: int  # steps with rows
-    num_prefills: int  # steps with prompts
     drafts: int = 0  # in all,
     accepted: int = 0  # and of these
     depth: int = 0  # of the deepest row of each step
     num_turns: int = 0  # steps in which the device begins to draft, or ends
     num_new: int = 0  # steps of decode rows that were the first of their shape
+    num_decodes: int = -1  # steps with rows
+    num_prefills: int = -1  # steps with prompts
 
-    @classmethod
-    def step(
-        cls,
-        seconds: float,
-        decode_rows: int,
-        prefill_tokens: int,
-        drafts: int = 0,
-        accepted: int = 0,
-        depth: int = 0,
-        *,
-        turns: bool = False,
-        is_new: bool = False,
-    ) -> Timed:
-        has_rows, has_prompts = int(decode_rows > 0), int(prefill_tokens > 0)
-        rows = decode_rows, prefill_tokens, has_rows, has_prompts
-        return cls(seconds, *rows, drafts, accepted, depth, int(turns), int(is_new))
+    def __post_init__(self) -> None:
+        if self.num_decodes < 0:
+            self.num_decodes, self.num_prefills = self.decode_rows > 0, self.prefill_tokens > 0
 
     @property
     def features(self) -> Features:
@@ -168,7 +155,7 @@ class Fit:
         return decode + (self.forward + self.token * tokens if tokens else 0.0)
 
     def is_sure(self, rows: int, tokens: int) -> bool:
-        features = np.array(Timed.step(0.0, rows, tokens).features) * self.scale
+        features = np.array(Timed(0.0, rows, tokens).features) * self.scale
         variance = float(features @ self.covariance @ features)
         return variance <= (UNSURE * self.seconds(rows, tokens)) ** 2
 
@@ -247,7 +234,7 @@ class CostModel:
 
     def knows_decode(self, rows: int) -> bool:
         """Whether a step of about so many rows, and no prompts, is remembered."""
-        alike = Timed.step(0.0, rows, 0).kind[:-1]
+        alike = Timed(0.0, rows, 0).kind[:-1]
         return any(kind[:-1] == alike for kind in self._kinds)
 
     @property
@@ -267,7 +254,8 @@ class CostModel:
         return self._fitted().seconds(rows, 0, drafts)
 
     def prefill_seconds(self, tokens: int) -> float:
-        return self._fitted().seconds(0, tokens)
+        """Of a step of so many, and no streams; 0 if unknown."""
+        return self._fitted().seconds(0, tokens) if self.known else 0.0
 
     @property
     def productive_tokens(self) -> int:
@@ -293,7 +281,6 @@ class CostModel:
     # ---- drafts: a device's costs have steps and knees, so each depth is measured --------------
 
     def _observe_depth(self, step: Timed) -> None:
-        """A step, or the mean of a few."""
         self._num_plain_or_drafted += 1
         depth, rows = round(step.depth / step.num_decodes), step.decode_rows / step.num_decodes
         points = self._depths.setdefault(size_class(round(rows)), {})
@@ -322,7 +309,6 @@ class CostModel:
         return (self._num_plain_or_drafted - point.seen_at) * RECENT_PLAIN // len(point.seconds)
 
     def deepest_known(self, rows: int) -> int:
-        """Of about so many rows."""
         return max(self._shares(size_class(rows)), default=0)
 
     def depth_seconds(self, rows: int, most: int) -> list[float]:
@@ -378,21 +364,18 @@ def _least_squares(every: Sequence[_Seen], num_seen: int, believed: Fit) -> Fit:
     weights = np.maximum(0.5 ** ((num_seen - table[:, 6]) / HALF_LIFE), LEAST_WEIGHT)
     weighted = relative * weights[:, None]
     evidence, explained = weighted.T @ relative, weighted.sum(axis=0)
-    num_steps, before = float(weights.sum()), np.array(_costs(believed))
+    num_steps = float(weights.sum())
+    before = [believed.decode, believed.row, believed.forward, believed.token, believed.draft]
     squares = np.diagonal(evidence)
     scale = np.where(squares > 0.0, np.sqrt(num_steps / np.maximum(squares, 1e-300)), before)
     evidence = evidence * np.outer(scale, scale)
     left = evidence + STIFFNESS * EYE
-    right = explained * scale + STIFFNESS * before / scale
+    right = explained * scale + STIFFNESS * np.array(before) / scale
     costs = np.maximum(_solve_positive(left, right), LEAST_COST) * scale
     errors = relative @ costs - 1.0
     error = math.sqrt(float(weights @ errors**2) / num_steps)
     decode, row, forward, token, draft = costs.tolist()
     return Fit(decode, row, forward, token, draft, evidence, scale, max(error, LEAST_ERROR))
-
-
-def _costs(fit: Fit) -> tuple[float, float, float, float, float]:
-    return fit.decode, fit.row, fit.forward, fit.token, fit.draft
 
 
 def _solve_positive(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -504,14 +487,12 @@ class Pace:
         part = max(-(-prompt_len // PARTS), FORWARDS_WORTH * self.productive_tokens)
         return min(-(-part // GRID) * GRID, self.prefill_tokens)
 
-    def prompt_seconds(self, tokens: int) -> float:
-        """What a step of so many prompt tokens, and no streams, should take; 0 if unknown."""
-        return self.costs.prefill_seconds(tokens) if tokens and self.costs.known else 0.0
-
     def compute_seconds(self, tokens: int) -> float:
         """What a prompt of so many should take alone, in as many steps as it takes."""
         steps, rest = divmod(tokens, self.prefill_tokens)
-        return steps * self.prompt_seconds(self.prefill_tokens) + self.prompt_seconds(rest)
+        return steps * self.costs.prefill_seconds(self.prefill_tokens) + self.costs.prefill_seconds(
+            rest
+        )
 
     def pays_off(self, lengths: Sequence[int], num_streams: int) -> bool:
         """Whether replies whose next tokens are known are to run these at once, in a forward more.
@@ -525,7 +506,6 @@ class Pace:
         return gained > num_streams * self.costs.prefill_seconds(sum(lengths))
 
     def _within(self, seconds: float) -> int:
-        """Prompt tokens of a step that has `seconds` for them."""
         if seconds == math.inf:
             return self.prefill_tokens
         return min(self.costs.prefill_tokens(seconds), self.prefill_tokens)
@@ -575,8 +555,7 @@ class Pace:
 
     def spend(self, tokens: int) -> None:
         """A step with so many prompt tokens was planned."""
-        if tokens and self.costs.known:
-            self._credit = max(0.0, self._credit - self.costs.prefill_seconds(tokens))
+        self._credit = max(0.0, self._credit - self.costs.prefill_seconds(tokens))
 
     def observe(self, timed: Timed) -> None:
         if timed.num_decodes and not timed.num_prefills:

@@ -299,7 +299,6 @@ class PromptPlanner:
         return start + -(-left // num_pieces)
 
     def _checkpoints(self, running: RunningSlot, start: int, end: int) -> tuple[int, ...]:
-        """Positions in (start, end] whose states are wanted."""
         if self._policy is None or not self._spec.state_bytes or not self._captures(running, end):
             return ()
         found = self._policy.placements(

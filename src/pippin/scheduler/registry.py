@@ -161,7 +161,6 @@ class Registry:
     # ---- arrives, waits, runs --------------------------------------------------------------
 
     def refuse(self, request_id: str, error: Exception) -> None:
-        """It never was one of these."""
         self.outbox.error(request_id, error)
         self._metrics.requests_failed += 1
 
@@ -207,7 +206,6 @@ class Registry:
             self._finish(request, reason)
 
     def _enqueue(self, request: Request) -> None:
-        """Into the queue; while a thread follows its grammar, when that is done."""
         if request.followed:
             request.phase = "compiling"
         else:
@@ -215,7 +213,6 @@ class Registry:
         self.notify(request)
 
     def count_started(self, admit: Sequence[Admit]) -> None:
-        """What the cache saved them; once each."""
         for request in (self.running_slots[started.slot].request for started in admit):
             if not request.num_preemptions and not request.starts_again:
                 self._metrics.cached_tokens += request.cached_len
@@ -231,7 +228,7 @@ class Registry:
     def requeue(self, running: RunningSlot) -> None:
         request = running.request
         num_before = request.num_preemptions
-        request.requeue(damaged=running.damaged)
+        request.requeue(damaged=running.quality is Quality.DAMAGED)
         self._metrics.preemptions += request.num_preemptions - num_before
         self._enqueue(request)
 

@@ -233,8 +233,6 @@ PaysOff = Callable[[Sequence[int], int], bool]
 
 @dataclass
 class ReplyRows:
-    """A step's rows of replies."""
-
     decode: list[DecodeRow] = field(default_factory=list)
     chunks: list[PrefillRow] = field(default_factory=list)
     starved: list[RunningSlot] = field(default_factory=list)  # they have no bytes to grow into
@@ -337,7 +335,6 @@ class ReplyPlanner:
     def _chunk_ends(
         self, known: Sequence[RunningSlot], num_streams: int, pays_off: PaysOff
     ) -> dict[RunningSlot, int]:
-        """Where the chunks end that this step runs of replies."""
         ends = {running: self._end_of_known(running) for running in known if self.runs_chunks}
         ends = {running: end for running, end in ends.items() if end > running.row_len + 1}
         lengths = [end - running.row_len for running, end in ends.items()]
@@ -370,7 +367,10 @@ class ReplyPlanner:
         if running.stage is not Stage.RUNNING:
             return False
         if request.phase == "decode":
-            return not request.samples_left and running.row_len < request.max_total
+            return (
+                request.num_sampled >= request.params.max_tokens
+                and running.row_len < request.max_total
+            )
         return request.completed and not running.tainted and running.row_len < request.num_tokens
 
     def retire(self, step: int, running: RunningSlot) -> Retire:

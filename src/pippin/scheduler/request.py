@@ -151,10 +151,6 @@ class Request:
         """Beside the sample that is being committed another one is planned."""
         return self.num_sampled > len(self.output) + 1
 
-    @property
-    def samples_left(self) -> bool:
-        return self.num_sampled < self.params.max_tokens
-
     def waits_for(self, running: RunningSlot) -> bool:
         return self.promise is not None and self.promise.running is running
 
@@ -221,10 +217,6 @@ class Request:
             assert self.num_sampled == len(self.output), "a sample is in flight"
             self.num_preemptions += 1
 
-    def drop_samples(self) -> None:
-        """What was drawn for it, or is being drawn, is not to be used."""
-        self.num_sampled = len(self.output)
-
     def end(self, reason: FinishReason) -> None:
         assert self.finish is None, f"{self.id} has ended"
         self.phase = "ended"
@@ -266,7 +258,6 @@ class ByteBudget:
 
     @property
     def free(self) -> int:
-        """What neither claims nor the tree take."""
         return self.capacity - self.claimed - (0 if self.cache is None else self.cache.nbytes)
 
     def claim(self, nbytes: int) -> bool:
@@ -373,16 +364,8 @@ class RunningSlot:
         return self.stage is Stage.PREEMPTING
 
     @property
-    def released(self) -> bool:
-        return self.stage is Stage.RELEASED
-
-    @property
     def tainted(self) -> bool:
         return self.quality <= Quality.TAINTED
-
-    @property
-    def damaged(self) -> bool:
-        return self.quality is Quality.DAMAGED
 
     @property
     def priority(self) -> int:
@@ -457,7 +440,6 @@ class RunningSlot:
             self.request.plan_sample(end)
 
     def settle(self, depth: int, accepted: int) -> None:
-        """A step of this slot was committed that had `depth` drafts."""
         assert 0 <= accepted <= depth
         self.num_unsure -= depth
         self.num_extra = accepted
@@ -474,12 +456,6 @@ class RunningSlot:
         """The tree holds only `position` of the tokens that were given to it."""
         self.in_tree = min(self.in_tree, position)
         self.worsen(Quality.DETACHED)
-
-    def move_tip(self, cache: PrefixCache, tip: Lock) -> None:
-        """Lock the end of what was just inserted, so that the next chunk connects to it."""
-        if self.tip is not None:
-            cache.unlock(self.tip)
-        self.tip = tip
 
     def unlock_tip(self, cache: PrefixCache | None) -> None:
         if cache is not None and self.tip is not None:

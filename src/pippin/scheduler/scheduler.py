@@ -33,7 +33,7 @@ from pippin.errors import NotANumber, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
 from pippin.scheduler.admission import Admission
-from pippin.scheduler.memory import Claims, take_captures
+from pippin.scheduler.memory import Claims
 from pippin.scheduler.pace import CostModel, Pace, Timed
 from pippin.scheduler.prompts import PromptPlanner
 from pippin.scheduler.registry import Registry
@@ -164,7 +164,6 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """In the queue, or about to be."""
         coming = len(self.compiling) + self.following.num_coming + self.traffic.num_loading
         return len(self.admission.queue) + coming
 
@@ -276,18 +275,18 @@ class Scheduler:
             if (owner := inflight.owners.get(damage.slot)) is not None:
                 self._run_again(owner, damage)
         for slot in result.overflowed:
-            if not (owner := inflight.owners[slot]).damaged:
+            if (owner := inflight.owners[slot]).quality is not Quality.DAMAGED:
                 self.registry.taint(owner, NotANumber("the model's values overflowed"))
         if result.captures and self.cache is not None:
             owners, retired = inflight.owners, inflight.retired
-            for found in take_captures(result.captures, owners, retired, self.cache, self.budget):
-                self.traffic.note(found.request, found.length, whole=found.whole)
+            note = self.traffic.note
+            self._claims.take_captures(result.captures, owners, retired, self.cache, note)
         for running in inflight.retired.values():
             running.release(self.budget, self.slots, self.cache)
             del self.running_slots[running.slot]
         for row in inflight.plan.prefill:
             running = inflight.owners[row.slot]
-            if row.samples and not running.released:
+            if row.samples and running.stage is not Stage.RELEASED:
                 running.unlock_tip(self.cache)
                 # What its prompt was restored from matters no more, unless the row reads just that.
                 if not self.costs.restores_by_reference:
@@ -317,10 +316,9 @@ class Scheduler:
         return self.registry.outbox.take()
 
     def observe(self, timed: Timed) -> None:
-        """What steps took that were committed."""
         self.pace.observe(timed)
-        if self.speculation is not None:
-            self.speculation.observe(timed)
+        if self.speculation is not None and self.speculation.policy is not None:
+            self.speculation.policy.observe(timed)
 
     def _end_step(self, step: int) -> InflightStep:
         assert step == self.committed + 1, "steps end in order"
@@ -334,7 +332,7 @@ class Scheduler:
         """What the row was restored from has changed: it is dropped, with all that was computed on
         it, and its request runs those tokens itself."""
         running.worsen(Quality.DAMAGED)
-        if not running.released and not self.costs.restores_by_reference:
+        if running.stage is not Stage.RELEASED and not self.costs.restores_by_reference:
             running.unlock(self.cache)
         if self.cache is not None:
             request = running.request
@@ -355,7 +353,7 @@ class Scheduler:
                 ghosts += 1
             elif running.quality is Quality.DAMAGED:
                 if running.runs:
-                    request.drop_samples()
+                    request.num_sampled = len(request.output)  # of no use
             elif not row.masked or row.end == request.num_tokens:  # else a grammar had forced it
                 self.registry.take_tokens(request, row.slot, result)
         return ghosts

@@ -271,11 +271,6 @@ class Speculation:
                     confidence = BY_DEVICE if row.proposal is None else confidences[request.id]
                     self.policy.acceptance.observe(request.id, confidence, row.depth, accepted)
 
-    def observe(self, timed: Timed) -> None:
-        """What steps took that were committed, and that the cost model has seen."""
-        if self.policy is not None:
-            self.policy.observe(timed)
-
     def forget(self, request: Request) -> None:
         """It has ended."""
         if self.drafter is not None:

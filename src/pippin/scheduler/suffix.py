@@ -42,6 +42,7 @@ class TextIndex:
     """Grows at its end. `index` catches up with the text, as far as a step has time for it."""
 
     def __init__(self, capacity: int = LEAST_CAPACITY) -> None:
+        self.num_replied = 0  # tokens of a request's reply that are in it
         self._len = 0
         self._indexed = MIN_MATCH - 1  # places up to here are in chains
         self._allocate(max(LEAST_CAPACITY, capacity), np.zeros(0, dtype=np.int32))
@@ -179,19 +180,13 @@ LONGER_MATCHES = 5, 9, 17  # each is a class of its own: acceptance is learnt fo
 DOUBTFUL = 0.5  # share of places that agree: with less, a match counts as a shorter one
 
 
-@dataclass
-class _Text:
-    index: TextIndex
-    num_replied: int = 0  # tokens of the reply that are in it
-
-
 class SuffixDrafter:
     name = "suffix"
 
     def __init__(self, cache: PrefixCache | None) -> None:
         """Without a cache requests share nothing, and this neither."""
         self._cache = cache
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, TextIndex] = {}
         self._shared = SharedTexts()
 
     def prepare(self, requests: Iterable[Request]) -> None:
@@ -202,9 +197,9 @@ class SuffixDrafter:
             text = self._texts.get(request.id)
             if text is None:
                 text = self._texts[request.id] = self._start(request)
-            text.index.extend(request.output[text.num_replied :])
+            text.extend(request.output[text.num_replied :])
             text.num_replied = len(request.output)
-            left -= text.index.index(left)
+            left -= text.index(left)
             salts[request.salt] = None
         for salt in salts:
             shared = self._shared.of(salt)
@@ -214,7 +209,7 @@ class SuffixDrafter:
     def propose(self, request: Request, num_tokens: int) -> tuple[np.ndarray, int]:
         """At most so many tokens that could follow the known ones, int32; and how sure that is: how
         often these are right is learnt for each value by itself."""
-        own = self._texts[request.id].index
+        own = self._texts[request.id]
         tail = own.tail()
         match, found_in = own.find(tail), own
         shared = self._shared.of(request.salt)
@@ -238,7 +233,7 @@ class SuffixDrafter:
         """Forget what requests said that have ended: the cache is flushed."""
         self._shared = SharedTexts()
 
-    def _start(self, request: Request) -> _Text:
+    def _start(self, request: Request) -> TextIndex:
         prompt = request.prompt[-MAX_TEXT:]
         index = TextIndex(len(prompt) + len(prompt) // 4)
         replies = [request.prediction]  # the latest of several matches counts
@@ -249,7 +244,7 @@ class SuffixDrafter:
             if len(reply):
                 index.extend(np.concatenate([prompt[-MAX_MATCH:], reply[:MAX_TEXT], [SEPARATOR]]))
         index.extend(prompt)
-        return _Text(index)
+        return index
 
 
 MAX_SALTS = 16  # used last

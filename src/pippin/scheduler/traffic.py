@@ -143,8 +143,6 @@ MAX_FLUSHED = 128  # nodes that were flushed and are freed in one step: some mil
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """Of one tier."""
-
     tiers: CacheTier
     tier_io: TierIO
     loads: Loads
@@ -217,7 +215,6 @@ class Traffic:
 
     @property
     def num_loading(self) -> int:
-        """Requests that wait for a load, out of the queue."""
         return sum(source.num_waiting for source in self.waits)
 
     @property
@@ -232,7 +229,6 @@ class Traffic:
 
     @property
     def claimed_bytes(self) -> int:
-        """Of the budget, for what is being loaded."""
         return sum(tier.loads.claimed_bytes for tier in self.tiers)
 
     # ---- requests --------------------------------------------------------------------------
@@ -274,7 +270,7 @@ class Traffic:
             if (nbytes := shortage()) > 0:
                 source.give_up(nbytes)
 
-    def note(self, request: Request, length: int, *, whole: bool) -> None:
+    def note(self, request: Request, length: int, whole: bool) -> None:
         """The tree in memory holds so much of a request's tokens, and keeps it for a while.
 
         `whole`: all of its prompt, or of its reply. Tiers wait for that; a decode engine does not.
@@ -326,7 +322,6 @@ class Traffic:
     # ---- between steps ---------------------------------------------------------------------
 
     def wait(self, seconds: float) -> bool:
-        """For a read or a write to end; False if none is under way."""
         spills = [tier.spills for tier in self.tiers]
         pushes = [] if self.pushes is None else [self.pushes]
         futures: list[Future[Any]] = []
