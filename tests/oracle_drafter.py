@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 import numpy as np
 
 from pippin.scheduler.request import Request
-from pippin.scheduler.suffix import SuffixDrafter
+from pippin.scheduler.speculation import Drafter
 
 
-class KeepsNothing(SuffixDrafter):
-    """Its proposals depend on nothing that it has to keep."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    def prepare(self, requests: Iterable[Request]) -> None:
-        pass
-
-    def forget(self, request: Request) -> None:
-        pass
-
-
-class OracleDrafter(KeepsNothing):
+class OracleDrafter(Drafter):
     """Where it is right depends on the request and the place alone."""
 
     name = "oracle"
@@ -32,7 +19,6 @@ class OracleDrafter(KeepsNothing):
     def __init__(
         self, reply_of: Callable[[Request], Sequence[int]], share_right: float, vocab_size: int
     ) -> None:
-        super().__init__()
         self._reply_of = reply_of
         self._share_right = share_right
         self._vocab_size = vocab_size

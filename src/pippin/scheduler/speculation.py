@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -14,7 +14,28 @@ from pippin.backends.base import MAX_STOP_IDS, DecodeRow, Proposal, StepPlan, St
 from pippin.metrics import DraftCounts, EngineMetrics
 from pippin.scheduler.pace import CostModel, Timed
 from pippin.scheduler.request import Request, RunningSlot
-from pippin.scheduler.suffix import NO_TOKENS, SuffixDrafter
+
+NO_TOKENS = np.zeros(0, dtype=np.int32)
+
+
+class Drafter:
+    """On the host."""
+
+    name = ""
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Some of these are about to be asked for, once a step. Takes bounded time."""
+
+    def propose(self, request: Request, num_tokens: int) -> tuple[np.ndarray, int]:
+        """At most so many tokens that could follow the known ones, int32; and how sure that is: how
+        often these are right is learnt for each value by itself."""
+        raise NotImplementedError
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+
+    def flush(self) -> None:
+        """Forget what requests said that have ended: the cache is flushed."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +222,7 @@ NO_DRAFT = Draft()
 
 @dataclass
 class Speculation:
-    drafter: SuffixDrafter | None  # on the host; None: the device's own is the only one
+    drafter: Drafter | None  # on the host; None: the device's own is the only one
     max_depth: int  # that the backend verifies
     choose_depth: Callable[[RunningSlot], int]  # at most; it need not be possible
     policy: DepthPolicy | None = None  # None: as deep as that

@@ -19,11 +19,11 @@ import numpy as np
 
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.request import Request
+from pippin.scheduler.speculation import NO_TOKENS, Drafter
 
 MIN_MATCH = 3  # tokens: fewer say nothing
 MAX_MATCH = 32  # more are not compared
 MAX_CANDIDATES = 16  # places that a search looks at
-NO_TOKENS = np.zeros(0, dtype=np.int32)
 SEPARATOR = -1  # between texts: no token, and no proposal goes beyond it
 LEAST_CAPACITY = 256  # tokens
 FEW = 12  # tokens that are indexed one by one: arrays pay off for more
@@ -180,7 +180,7 @@ LONGER_MATCHES = 5, 9, 17  # each is a class of its own: acceptance is learnt fo
 DOUBTFUL = 0.5  # share of places that agree: with less, a match counts as a shorter one
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     name = "suffix"
 
     def __init__(self, cache: PrefixCache | None) -> None:
@@ -190,7 +190,6 @@ class SuffixDrafter:
         self._shared = SharedTexts()
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Some of these are about to be asked for, once a step. Takes bounded time."""
         left = SLICE
         salts: dict[bytes, None] = {}
         for request in requests:
@@ -207,8 +206,6 @@ class SuffixDrafter:
                 left -= shared.index(left)
 
     def propose(self, request: Request, num_tokens: int) -> tuple[np.ndarray, int]:
-        """At most so many tokens that could follow the known ones, int32; and how sure that is: how
-        often these are right is learnt for each value by itself."""
         own = self._texts[request.id]
         tail = own.tail()
         match, found_in = own.find(tail), own
@@ -230,7 +227,6 @@ class SuffixDrafter:
             self._shared.add(request.salt, said)
 
     def flush(self) -> None:
-        """Forget what requests said that have ended: the cache is flushed."""
         self._shared = SharedTexts()
 
     def _start(self, request: Request) -> TextIndex:

@@ -16,14 +16,12 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 from builders import Client
-from oracle_drafter import KeepsNothing
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.step.verify.words import VerifySize
 from pippin.backends.torch.verifies import Verifies
 from pippin.backends.warm_up import WarmUp
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import DeviceDrafter, Speculation
-from pippin.scheduler.suffix import SuffixDrafter
+from pippin.scheduler.speculation import DeviceDrafter, Drafter, Speculation
 from serving import DRAFTED_BY, TORCH, make_client, make_prompt
 from torch_serving import load_torch
 
@@ -35,7 +33,7 @@ DEVICES = {
 }
 
 
-class Guesses(KeepsNothing):
+class Guesses(Drafter):
     """Tokens at random, which no reply has but by chance."""
 
     name = "guesses"
@@ -98,7 +96,7 @@ def run_requests(client: Client, name: str, random: Random) -> None:
     client.run()
 
 
-def drafters(name: str) -> Iterator[SuffixDrafter | None]:
+def drafters(name: str) -> Iterator[Drafter | None]:
     if DEVICES[name] is not None:
         yield None
     yield Guesses()
@@ -108,7 +106,7 @@ def drafters(name: str) -> Iterator[SuffixDrafter | None]:
     ("name", "drafter"), [(name, drafter) for name in DEVICES for drafter in drafters(name)]
 )
 def test_steps_of_requests_have_sizes_that_were_warmed_up(
-    name: str, drafter: SuffixDrafter | None, monkeypatch: pytest.MonkeyPatch
+    name: str, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = Random(0)
     name = f"{TORCH}{name}"
