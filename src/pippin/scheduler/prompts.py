@@ -174,14 +174,14 @@ class PromptPlanner:
 
     def _turns(self, started: Sequence[RunningSlot]) -> list[Turn]:
         """A prompt that was skipped in many steps has the highest priority of all for one."""
-        top = max((running.priority for running in started), default=0)
+        priorities = [running.priority for running in started]
         return [
             Turn(
                 running.num_left,
                 self.num_planned - running.request.arrived_at,
-                top if running.num_skipped >= MAX_SKIPPED else running.priority,
+                max(priorities) if running.num_skipped >= MAX_SKIPPED else priority,
             )
-            for running in started
+            for running, priority in zip(started, priorities, strict=True)
         ]
 
     def _go_on(

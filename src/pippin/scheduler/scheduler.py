@@ -200,7 +200,7 @@ class Scheduler:
             if running.request.phase == "prefill" and running.stage is Stage.RUNNING
         ]
         queued = bool(self.admission.queue)
-        may_start = queued and self.speculation is not None and self._prompts.may_start()
+        may_start = queued and self._prompts.may_start()  # those that are ready are eligible now
         replies = self._replies.plan(
             step,
             self.running_slots.values(),
