@@ -121,7 +121,7 @@ def make_scheduler(
         drafter = SuffixDrafter(shared)
         speculation = Speculation(drafter, suffix_depth, lambda running: suffix_depth)
     scheduler = Scheduler(backend, limits, shared, tiers=tiers, speculation=speculation)
-    scheduler.pace = FixedPace(chunk)
+    scheduler.pace = FixedPace(chunk, costs=scheduler.pace.costs)
     return scheduler
 
 

@@ -125,7 +125,7 @@ def make_client(
     tiers = make_tiers(backend, prefix_cache, host=host, disk=store, batch_bytes=batch_bytes)
     tree = prefix_cache if cache else None
     scheduler = Scheduler(backend, limits, tree, tiers=tiers, speculation=speculation)
-    scheduler.pace = FixedPace(chunk)
+    scheduler.pace = FixedPace(chunk, costs=scheduler.pace.costs)
     if tiers:
         scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
     return Client(Loop(scheduler, backend, overlap=overlap))

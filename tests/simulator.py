@@ -32,6 +32,7 @@ from builders import (
 )
 from damage import damage
 from memory_store import MemoryStore
+from oracle_drafter import OracleDrafter
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
@@ -45,7 +46,7 @@ from pippin.scheduler.admission import LOOKAHEAD, common_prefix_len
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.request import Limits, Request, RunningSlot, Stage
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.speculation import DeviceDrafter, OracleDrafter, Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -597,7 +598,7 @@ class World:
             return
         tree = scheduler.cache.nbytes if scheduler.cache is not None else 0
         claimed = sum(h.nbytes + h.checkpoint_bytes for h in scheduler.running_slots.values())
-        claimed += scheduler.inflight_steps.transient_bytes
+        claimed += sum(inflight.transient_bytes for inflight in scheduler.inflight_steps.values())
         claimed += scheduler.traffic.claimed_bytes
         assert scheduler.budget.claimed == claimed, "claims do not add up"
         assert claimed + tree <= capacity, "claims and the tree are over capacity"
@@ -616,10 +617,10 @@ class World:
         """No request waits for a prefill that has a lower priority than itself, or for what does
         not come any more; and the first in line starts soon while there are slots and bytes."""
         admission = self.client.loop.scheduler.admission
-        for request, running in admission.waiters.pairs():
+        for request, running in _promises(admission.queue):
             assert running.priority >= request.priority, "a prefill did not inherit a priority"
-        aside = len(admission.waiters)
-        assert aside + len(admission.eligible) == len(admission.queue), "the queue does not add up"
+        aside = sum(request.promise is not None for request in admission.queue)
+        assert aside == admission.num_aside, "the queue does not add up"
         self._check_aside()
         first = admission.eligible[0] if admission.eligible else None
         if first is None or not self._has_room(first):
@@ -635,7 +636,7 @@ class World:
         """A request that waits by choice is in line again soon after all that it waits for was
         planned, in steps in which a slot is free for it."""
         before, self.aside = self.aside, {}
-        for request, running in self.client.loop.scheduler.admission.waiters.pairs():
+        for request, running in _promises(self.client.loop.scheduler.admission.queue):
             if _is_planned(running):
                 pair = request.id, running
                 self.aside[pair] = before.get(pair, 0) + self._takes_any()
@@ -724,6 +725,11 @@ class World:
             return True
         total = len(ask.prompt) + len(ask.expected[0])
         return self.backend.row_bytes(total) > self.setting.capacity_bytes
+
+
+def _promises(queue: Sequence[Request]) -> list[tuple[Request, RunningSlot]]:
+    """Each request that waits by choice, and what it waits for."""
+    return [(one, one.promise.running) for one in queue if one.promise is not None]
 
 
 def _is_planned(running: RunningSlot) -> bool:

@@ -99,7 +99,7 @@ def serve(
         backend, num_slots=64, chunk=device.prefill_tokens, speculation=speculation
     )
     limits = {} if max_gap is None else {"max_gap": max_gap}
-    scheduler.pace = Pace(device.prefill_tokens, **limits)
+    scheduler.pace = Pace(device.prefill_tokens, **limits, costs=scheduler.pace.costs)
     client = Client(Loop(scheduler, backend))
     heard: dict[str, Heard] = {}
     left = sorted(asks, key=lambda ask: ask[0])

@@ -15,11 +15,12 @@ from test_speculated_replies import prompts_of, replies_of
 import test_draft_contract as contract
 from families import build
 from near_ties import count_same
+from oracle_drafter import OracleDrafter
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.operations.bindings import without_operations
 from pippin.backends.mlx.load import prepare
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import DeviceDrafter, OracleDrafter, Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from serving import BUNDLED, make_client, spec_of
 from test_contract import Steps, alone, make_tokens
 

@@ -11,8 +11,9 @@ import pytest
 
 from builders import Client
 from cases import cases
+from oracle_drafter import OracleDrafter
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import DeviceDrafter, OracleDrafter, Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from serving import BUNDLED, make_client, make_prompt, spec_of
 
 MODELS = ("qwen3_5", "llama", "gpt_oss")

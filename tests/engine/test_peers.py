@@ -548,7 +548,8 @@ def named_right(decode: LiveDecode, id: str) -> dict[str, Any]:
     """The chain key and the size of the first 64 tokens' KV."""
     loop = decode.client.loop
     store = loop.scheduler.traffic.tiers[-1].tier_io.store
-    asked = loop.scheduler.traffic._handovers[0]._under_way[id]
+    jobs = loop.scheduler.traffic._handovers[0]._jobs
+    (asked,) = [job for job in jobs if job.wanted.id == id]
     arrays = loop.backend.payload_arrays
     entry = asked.wanted.entry(store.fingerprint, arrays, Component.ATTENTION, 0, 64)
     return {"chain": entry.key.chain, "nbytes": entry.nbytes}

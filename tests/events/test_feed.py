@@ -10,11 +10,12 @@ import pytest
 from replica import Replica, Watched
 
 from builders import Client, make_client, make_loop, make_prompt, oracle
+from oracle_drafter import OracleDrafter
 from pippin.backends.fake import FakeBackend
 from pippin.engine.events import recorder
 from pippin.engine.events.event_sender import MAX_ROWS, MAX_STEPS
 from pippin.engine.events.schema import Frame
-from pippin.scheduler.speculation import OracleDrafter, Speculation
+from pippin.scheduler.speculation import Speculation
 from pippin.types import Component
 
 MAX_MESSAGE_BYTES = 250_000  # docs/internals/events.md

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from oracle_drafter import OracleDrafter
 from pippin import LLM, SamplingParams
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.offline.offline_requests import Completion
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import OracleDrafter
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 STORY = "Once upon a time there was a little dog named Max. He had a red ball. " * 3

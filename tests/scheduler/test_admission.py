@@ -10,11 +10,10 @@ from pippin.scheduler.admission import (
     MAX_EXAMINED,
     MAX_PASSED_OVER,
     InflightPrefixes,
-    Offer,
-    Promise,
     common_prefix_len,
 )
 from pippin.scheduler.prompts import MAX_SKIPPED
+from pippin.scheduler.request import Request
 from pippin.types import Component
 
 A, S = Component.ATTENTION, Component.STATE
@@ -218,13 +217,13 @@ def test_a_plan_looks_at_a_bounded_number_of_a_thousand_that_wait() -> None:
     client.step()
     admission = client.loop.scheduler.admission
     examined: list[str] = []
-    promise = admission._promise
+    set_aside = admission._set_aside
 
-    def counted(offer: Offer, inflight: InflightPrefixes) -> Promise | None:
-        examined.append(offer.request.id)
-        return promise(offer, inflight)
+    def counted(request: Request, inflight: InflightPrefixes) -> bool:
+        examined.append(request.id)
+        return set_aside(request, inflight)
 
-    admission._promise = counted  # type: ignore[method-assign]
+    admission._set_aside = counted  # type: ignore[method-assign]
     for i in range(1000):
         client.submit([*long, i], max_tokens=1)
     for _ in range(20):
@@ -232,7 +231,7 @@ def test_a_plan_looks_at_a_bounded_number_of_a_thousand_that_wait() -> None:
         client.step()
         assert len(examined) - before <= MAX_EXAMINED
     assert len(set(examined)) == len(examined) == 1000, "each was looked at once"
-    assert len(admission.waiters) == 1000
+    assert admission.num_aside == 1000
 
 
 def test_a_branch_goes_on_when_what_it_waits_for_is_gone() -> None:
@@ -242,7 +241,7 @@ def test_a_branch_goes_on_when_what_it_waits_for_is_gone() -> None:
     client.step()
     branches = [client.submit([*long, i], max_tokens=2) for i in range(3)]
     client.step(2)
-    assert len(client.loop.scheduler.admission.waiters) == 3
+    assert client.loop.scheduler.admission.num_aside == 3
     client.loop.abort(branches[1].id)
     client.loop.abort(first.id)
     client.run()

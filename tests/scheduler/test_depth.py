@@ -14,14 +14,9 @@ from zlib import crc32
 import pytest
 
 from builders import make_prompt, oracle
+from oracle_drafter import OracleDrafter
 from pippin.scheduler.pace import CostModel, Timed
-from pippin.scheduler.speculation import (
-    Acceptance,
-    Candidate,
-    DepthPolicy,
-    OracleDrafter,
-    Speculation,
-)
+from pippin.scheduler.speculation import Acceptance, Candidate, DepthPolicy, Speculation
 from timed import LARGE_GPU, serve
 
 NUM_WORLDS = 48
@@ -144,6 +139,11 @@ def decide(policy: DepthPolicy, rows: int, candidates: Sequence[Candidate]) -> l
     return [0] * len(candidates) if policy.rests(rows) else policy.choose(rows, candidates)
 
 
+def see(policy: DepthPolicy, timed: Timed) -> None:
+    policy.costs.observe(timed)
+    policy.observe(timed)
+
+
 def learn(
     policy: DepthPolicy, seconds: float, names: list[str], depths: list[int], accepted: list[int]
 ) -> None:
@@ -151,7 +151,7 @@ def learn(
         if depth:
             policy.acceptance.observe(name, 0, depth, right)
     drafts = sum(depths), sum(accepted), max(depths, default=0)
-    policy.observe(Timed.step(seconds, len(names), 0, *drafts))
+    see(policy, Timed(seconds, len(names), 0, *drafts))
 
 
 def speed_up(seed: int) -> float:
@@ -208,10 +208,10 @@ def test_pauses_of_a_machine_seldom_stop_drafts() -> None:
 def test_a_step_that_only_drafts_for_the_next_is_no_step_without_drafts() -> None:
     policy = DepthPolicy()
     for _ in range(20):
-        policy.observe(Timed.step(1.0, 1, 0))
+        see(policy, Timed(1.0, 1, 0))
         for _ in range(4):
-            policy.observe(Timed.step(3.0, 1, 0, turns=True))
-    assert policy.costs.plain(1) == 1.0
+            see(policy, Timed(3.0, 1, 0, num_turns=1))
+    assert policy.costs.plain_seconds(1) == 1.0
 
 
 def test_the_first_step_of_a_shape_says_nothing_of_drafts() -> None:
@@ -219,7 +219,7 @@ def test_the_first_step_of_a_shape_says_nothing_of_drafts() -> None:
     policy = DepthPolicy()
     for _ in range(4):
         learn(policy, 1.0, ["a"], [0], [0])
-    policy.observe(Timed.step(50.0, 1, 0, 2, 2, 2, is_new=True))
+    see(policy, Timed(50.0, 1, 0, 2, 2, 2, num_new=1))
     for _ in range(20):
         depths = decide(policy, 1, [Candidate("a", 2)])
         learn(policy, 1.0, ["a"], depths, depths)
@@ -312,7 +312,7 @@ def test_what_drafts_cost_is_learnt_apart_from_rows() -> None:
     costs, rng = CostModel(), random.Random(0)
     for _ in range(200):
         rows, drafts = rng.choice([2, 8, 16]), rng.choice([0, 0, 8, 24])
-        costs.observe(Timed.step(0.01 + 0.001 * rows + 0.0005 * drafts, rows, 0, drafts))
+        costs.observe(Timed(0.01 + 0.001 * rows + 0.0005 * drafts, rows, 0, drafts))
     assert costs.decode_seconds(8) == pytest.approx(0.018, rel=0.02)
     assert costs.decode_seconds(8, 24) == pytest.approx(0.030, rel=0.02)
 

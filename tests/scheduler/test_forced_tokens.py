@@ -183,5 +183,5 @@ def test_a_chunk_pays_if_it_saves_more_time_than_everybody_waits(
         for rows in (0, 1, 16):
             if rows or tokens:
                 seconds = 0.004 * bool(rows) + (0.01 + 0.0002 * tokens) * bool(tokens)
-                pace.costs.observe(Timed.step(seconds, rows, tokens))
+                pace.costs.observe(Timed(seconds, rows, tokens))
     assert pace.pays_off(lengths, num_streams) is pays

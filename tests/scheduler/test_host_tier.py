@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
+from builders import Client, Reply, check_idle, make_loop, make_prompt, oracle
 from memory_store import MemoryStore
-from pippin.backends.base import StepPlan
-from pippin.backends.fake import FakeBackend, FakePending
+from pippin.backends.fake import FakeBackend
 from pippin.cache.entries.entry import Bytes, Entry
 from pippin.cache.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
@@ -191,40 +190,6 @@ def ask(client: Client, workers: Workers, prompt: Sequence[int]) -> Reply:
     return reply
 
 
-def test_streams_go_on_while_a_request_waits_for_a_copy() -> None:
-    client, workers = started(make_host())
-    prompt = make_prompt(500)
-    first = ask(client, workers, prompt)
-    empty_memory(client)
-    stream = client.submit(make_prompt(20, 5), max_tokens=60)
-    client.step(4)
-    waiting = client.submit(prompt)
-    client.step(10)
-    assert client.loop.scheduler.requests[waiting.id].phase == "loading"
-    assert len(stream.tokens) >= 12
-    for _ in range(30):
-        workers.advance(9)
-        client.step()
-    assert (waiting.tokens, waiting.host_tokens) == (first.tokens, 500)
-
-
-def test_a_copy_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
-    client, workers = started(make_host())
-    prompt = make_prompt(500)
-    first = ask(client, workers, prompt)
-    empty_memory(client)
-    traffic = client.loop.scheduler.traffic
-    now = [traffic.clock()]
-    traffic.clock = lambda: now[0]
-    reply = client.submit(prompt)
-    client.step(3)
-    now[0] += 1e6
-    client.step(30)
-    assert (reply.tokens, reply.cached_tokens, reply.host_tokens) == (first.tokens, 0, 0)
-    assert told(client)["late_loads"] == 1
-    workers.advance(99)
-
-
 def test_what_a_load_connects_to_may_turn_out_to_be_damaged() -> None:
     """It is dropped, with what was loaded behind it, when the load does not lock it any more."""
     client, workers = started(make_host(), components=(A,))
@@ -298,38 +263,6 @@ def test_a_copy_that_raises_costs_hits_and_nothing_else(caplog: pytest.LogCaptur
     assert told(client)["failed_spills"] > 0
     assert "writing to the host tier failed" in caplog.text
     check_idle(client)
-
-
-def test_a_step_that_fails_under_a_load_costs_a_hit() -> None:
-    class FailingBackend(FakeBackend):
-        fails = True
-
-        def launch(self, plan: StepPlan) -> FakePending:
-            if plan.load and self.fails:
-                self.fails = False
-                raise RuntimeError("no room on the device")
-            return super().launch(plan)
-
-    disk = MemoryStore(b"toy", 1 << 30)
-    client = start(make_host(), disk, backend=FailingBackend(components=ALL, num_slots=8))
-    prompt = make_prompt(500)
-    first = client.ask(prompt)
-    empty_memory(client)
-    again = client.ask(prompt)
-    assert again.tokens == first.tokens
-    assert told(client)["failed_loads"] == 1
-    check_idle(client)
-
-
-def test_a_load_that_would_take_longer_than_computing_is_not_begun() -> None:
-    client = start(make_host())
-    prompt = make_prompt(500)
-    first = client.ask(prompt)
-    empty_memory(client)
-    client.loop.scheduler.pace.compute_seconds = lambda tokens: 1e-9  # type: ignore[method-assign]
-    reply = client.ask(prompt)
-    assert (reply.tokens, reply.cached_tokens) == (first.tokens, 0)
-    assert told(client)["declined_loads"] == 1
 
 
 def test_flushing_empties_all_three() -> None:

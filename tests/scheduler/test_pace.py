@@ -46,7 +46,7 @@ def run(pace: Pace, seconds: Device, *, streams: int, prompts: int, steps: int) 
     for _ in range(steps):
         tokens = pace.budget(streams, prompts)
         pace.spend(tokens)
-        pace.observe(Timed.step(seconds(streams, tokens), streams, tokens))
+        pace.observe(Timed(seconds(streams, tokens), streams, tokens))
         budgets.append(tokens)
     return [tokens for tokens in budgets if tokens]
 
@@ -131,7 +131,7 @@ def test_it_learns_what_streams_cost_while_prompts_never_stop() -> None:
     seconds = device(0.008, 0.0006, 5e-5, noise=0.05)
     pace = Pace(2048)
     for _ in range(60):
-        pace.observe(Timed.step(seconds(1, 0), 1, 0))
+        pace.observe(Timed(seconds(1, 0), 1, 0))
     budgets = run(pace, seconds, streams=40, prompts=20, steps=30)
     ideal = (stretch(40, 20) - 1.0) * (0.008 + 0.0006 * 40) / 5e-5 - FORWARD_TOKENS
     assert budgets[-1] > 0.8 * ideal
@@ -141,7 +141,7 @@ def test_a_cold_burst_is_not_served_in_crumbs() -> None:
     """Nothing was measured, and no step without prompts comes by itself."""
     seconds = device(0.008, 0.0006, 5e-5, noise=0.05)
     pace = Pace(8192)
-    pace.observe(Timed.step(seconds(0, 8000), 0, 8000))
+    pace.observe(Timed(seconds(0, 8000), 0, 8000))
     budgets = run(pace, seconds, streams=2, prompts=20, steps=10)
     ideal = (LONGEST_STRETCH - 1.0) * 0.0092 / 5e-5 - FORWARD_TOKENS
     assert budgets[-1] > 0.8 * ideal
@@ -164,7 +164,7 @@ def test_short_chunks_do_not_make_prompts_look_dear() -> None:
     pace = measured(seconds)
     before = steady(pace, 4)
     for _ in range(50):
-        pace.observe(Timed.step(seconds(4, 3), 4, 3))
+        pace.observe(Timed(seconds(4, 3), 4, 3))
     assert steady(pace, 4) == pytest.approx(before, rel=0.1)
 
 
@@ -180,7 +180,7 @@ def test_a_pause_of_the_machine_does_not_lengthen_chunks() -> None:
     pace = measured(device(0.01, 0.0, 1e-4))
     before = steady(pace, 4)
     for _ in range(6):
-        pace.observe(Timed.step(0.2, 4, 0))
+        pace.observe(Timed(0.2, 4, 0))
     assert steady(pace, 4) == pytest.approx(before, rel=0.1)
 
 
@@ -211,13 +211,13 @@ def test_where_forwards_dominate_prompts_come_in_large_chunks_with_rests_between
         return decode * (rows > 0) + (forward + token * tokens) * (tokens > 0)
 
     pace = Pace(8192)
-    pace.observe(Timed.step(seconds(0, 4000), 0, 4000))
-    pace.observe(Timed.step(seconds(0, 500), 0, 500))
+    pace.observe(Timed(seconds(0, 4000), 0, 4000))
+    pace.observe(Timed(seconds(0, 500), 0, 500))
     steps = []
     for _ in range(400):
         tokens = pace.budget(8, 1)
         pace.spend(tokens)
-        pace.observe(Timed.step(seconds(8, tokens), 8, tokens))
+        pace.observe(Timed(seconds(8, tokens), 8, tokens))
         steps.append(tokens)
     chunks = [tokens for tokens in steps[100:] if tokens]
     assert seconds(0, min(chunks)) == pytest.approx(LONGEST_SAVED, rel=0.01)

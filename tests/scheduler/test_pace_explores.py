@@ -97,7 +97,7 @@ def mixed_steps(pace: Pace, load: Load, num_steps: int, measured: Measured) -> l
         tokens = pace.budget(load.num_streams, load.num_prompts)
         pace.spend(tokens)
         seconds = measured(load.device.seconds(load.num_streams, tokens))
-        pace.observe(Timed.step(seconds, load.num_streams, tokens))
+        pace.observe(Timed(seconds, load.num_streams, tokens))
         chunks.extend([tokens] if tokens else [])
     return chunks
 
@@ -135,12 +135,12 @@ def test_chunks_of_one_size_predict_no_other_size() -> None:
     device = Device(0.004, 0.0, 0.040, 1.7e-5)
     costs = CostModel()
     for _ in range(50):
-        costs.observe(Timed.step(device.seconds(8, 0), 8, 0))
-        costs.observe(Timed.step(device.seconds(8, 32), 8, 32))
+        costs.observe(Timed(device.seconds(8, 0), 8, 0))
+        costs.observe(Timed(device.seconds(8, 32), 8, 32))
     assert costs.predicts(8, 32)
     assert not costs.predicts(8, 48)
     for tokens in (64, 64, 65, 65):
-        costs.observe(Timed.step(device.seconds(8, tokens), 8, tokens))
+        costs.observe(Timed(device.seconds(8, tokens), 8, tokens))
     assert costs.predicts(8, 48)
 
 

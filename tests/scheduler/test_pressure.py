@@ -454,7 +454,7 @@ def test_what_a_failed_step_left_never_reaches_the_tree() -> None:
         if node.children and node.end > 64:
             cache.tree.drop(node, STATE)
     prompt = make_prompt(250) + make_prompt(200, 7)
-    backend.bad_step = client.loop.scheduler.inflight_steps.next_step + 1
+    backend.bad_step = client.loop.scheduler.next_step + 1
     assert client.ask(prompt).finish == "error"
     again = client.ask(prompt)
     assert again.tokens == oracle(prompt, components=(A, S))[0]

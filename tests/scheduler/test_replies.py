@@ -237,5 +237,5 @@ def test_a_loop_that_closes_waits_for_its_step_and_reports_no_failure(
     client.step(3)
     assert client.loop._in_flight is not None
     client.loop.close()
-    assert client.backend.device_queue.done_step == client.loop.scheduler.inflight_steps.committed
+    assert client.backend.device_queue.done_step == client.loop.scheduler.committed
     assert not caplog.records

@@ -37,7 +37,7 @@ def test_no_row_is_planned_for_a_slot_that_is_not_running() -> None:
     running = make_running()
     running.enter(Stage.PREEMPTING)
     with pytest.raises(AssertionError):
-        running.plan_tokens(9, running.row_len + 1, samples=True)
+        running.plan_row(9, running.row_len + 1, samples=True)
 
 
 def test_quality_only_gets_worse() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from builders import ALL, Client, ToyGrammar, check_idle, make_loop, make_prompt, oracle
 from cases import cases
+from oracle_drafter import OracleDrafter
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.policy import MAX_STRIDE
@@ -20,7 +21,6 @@ from pippin.scheduler.speculation import (
     Candidate,
     DepthPolicy,
     DeviceDrafter,
-    OracleDrafter,
     Speculation,
 )
 from pippin.types import Component

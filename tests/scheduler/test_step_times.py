@@ -94,7 +94,7 @@ def test_a_step_that_nobody_saw_before_a_pause_is_not_told_after_it() -> None:
     times.add(record(**seen, dispatched=0.0, launched=0.001, resumed=0.01))
     assert times.add(record(**unseen, dispatched=0.005, launched=0.006, resumed=0.011)) is None
     later = times.add(record(**seen, dispatched=9.0, launched=9.001, resumed=9.01))
-    assert later == Timed.step(pytest.approx(0.01), 1, 0)
+    assert later == Timed(pytest.approx(0.01), 1, 0)
 
 
 def test_an_idle_device_is_not_charged_for() -> None:
@@ -102,7 +102,7 @@ def test_an_idle_device_is_not_charged_for() -> None:
     step = {"decode_rows": 1, "prefill_tokens": 0, "waited": 0.009}
     times.add(record(**step, dispatched=0.0, launched=0.001, resumed=0.01))
     later = times.add(record(**step, dispatched=9.0, launched=9.001, resumed=9.01))
-    assert later == Timed.step(pytest.approx(0.01), 1, 0)
+    assert later == Timed(pytest.approx(0.01), 1, 0)
 
 
 def test_what_steps_had_of_drafts_is_known() -> None:

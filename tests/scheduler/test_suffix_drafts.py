@@ -149,7 +149,7 @@ def test_a_search_reads_as_much_whatever_the_text(tokens: list[int]) -> None:
 def request_of(prompt: Sequence[int], name: str = "r", salt: bytes = b"") -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=100)
     submit = Submit(id=name, tokens=pack_tokens(prompt), params=params, stop_ids=[], salt=salt)
-    return Request.from_submit(submit, seed=0, arrival=0)
+    return Request(submit, seed=0, arrival=0)
 
 
 def test_a_step_indexes_a_bounded_slice_of_all_texts() -> None:
@@ -158,7 +158,7 @@ def test_a_step_indexes_a_bounded_slice_of_all_texts() -> None:
     before, steps = 8 * 3000, 0
     while before > 8 * MIN_MATCH:
         drafter.prepare(requests)
-        left = sum(text.index.num_unindexed for text in drafter._texts.values())
+        left = sum(text.num_unindexed for text in drafter._texts.values())
         assert before - left <= SLICE + 8 * MIN_MATCH
         assert left < before
         before, steps = left, steps + 1
@@ -207,7 +207,7 @@ def share_accepted(client: Client, prompt: Sequence[int], **kwargs: Any) -> tupl
 def test_a_prompt_that_was_answered_before_is_answered_from_the_tree(overlap: bool) -> None:
     client = make_client(overlap=overlap)
     share_accepted(client, make_prompt(90))
-    client.loop.scheduler.speculation.drafter._shared.clear()  # type: ignore[union-attr]
+    client.loop.scheduler.speculation.drafter.flush()  # type: ignore[union-attr]
     drafted, share = share_accepted(client, make_prompt(90))
     assert drafted > 30
     assert share > 0.9
@@ -248,9 +248,9 @@ def test_a_request_finds_its_own_text_and_proposes_beyond_what_is_in_flight() ->
     request = request_of([*ends, *make_prompt(50, 2), 7, *ends])
     for number, token in enumerate(make_prompt(50, 2)[:20]):
         drafter.prepare([request])
-        guess = drafter.propose(request, 2 * DEPTH + 2)
-        assert guess.tokens.tolist() == make_prompt(50, 2)[number : number + 2 * DEPTH + 2]
-        assert guess.confidence == 3
+        tokens, confidence = drafter.propose(request, 2 * DEPTH + 2)
+        assert tokens.tolist() == make_prompt(50, 2)[number : number + 2 * DEPTH + 2]
+        assert confidence == 3
         request.append(token)
 
 
@@ -261,7 +261,7 @@ def test_a_long_match_is_another_class_than_a_short_one() -> None:
         tail = list(range(100, 100 + length))
         request = request_of([1, *tail, 2, 3, 4, 5, *tail], str(length))
         drafter.prepare([request])
-        classes.append(drafter.propose(request, 2).confidence)
+        classes.append(drafter.propose(request, 2)[1])
     assert classes == [0, 1, 2, 3]
 
 
@@ -271,7 +271,7 @@ def test_a_match_whose_places_disagree_is_doubtful() -> None:
     prompt = [token for number in range(50, 54) for token in (*tail, number)]
     request = request_of([*prompt, *tail])
     drafter.prepare([request])
-    assert drafter.propose(request, 2).confidence == 0
+    assert drafter.propose(request, 2)[1] == 0
 
 
 # ---- what a client predicts ----------------------------------------------------------------------

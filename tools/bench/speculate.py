@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 from zlib import crc32
@@ -14,7 +16,10 @@ from pippin.cli.bench import Count, Numbers
 from pippin.config import Config
 from pippin.offline.offline_requests import Completion
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import OracleDrafter
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+
+from oracle_drafter import OracleDrafter
 from shared import Compared, Names, Pairs, in_turn, pairs_table, run
 from steps import prompts_for
 

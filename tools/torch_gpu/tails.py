@@ -93,13 +93,12 @@ def loaded_loop(
 
 def propose_at_random(speculation: Any, vocab_size: int) -> None:
     """Drafts of every depth, nearly all of which are wrong: what a step launches does not depend on that."""
-    from pippin.scheduler.speculation import Guess
-
     rng, depth = np.random.default_rng(0), speculation.max_depth
     speculation.policy = None  # which would soon have no drafts
     speculation.choose_depth = lambda _: int(rng.integers(depth + 1))
-    speculation.drafter.propose = lambda request, num_tokens: Guess(
-        rng.integers(0, vocab_size, num_tokens).astype(np.int32)
+    speculation.drafter.propose = lambda request, num_tokens: (
+        rng.integers(0, vocab_size, num_tokens).astype(np.int32),
+        0,
     )
 
 

@@ -1,48 +1,35 @@
-"""A queued request that could start, and before which others. Knows no queue and no bytes."""
+"""The waiting queue: which request starts next, and what it gets."""
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-import msgspec
 import numpy as np
 
 from pippin.backends.base import Costs
-from pippin.cache.prefix_cache import Match, PrefixCache
+from pippin.cache.prefix_cache import PrefixCache
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedField
 from pippin.messages import TOKEN_BYTES, Submit
 from pippin.scheduler.memory import GROWTH_TOKENS
-from pippin.scheduler.request import KEY_TOKENS, ByteBudget, Limits, Request, RunningSlot, SlotPool
+from pippin.scheduler.request import (
+    KEY_TOKENS,
+    ByteBudget,
+    Limits,
+    Promise,
+    Request,
+    RunningSlot,
+    SlotPool,
+    Stage,
+)
 from pippin.types import GRID
 
 MAX_PASSED_OVER = 8
-
-
-class Offer(msgspec.Struct, frozen=True, gc=False):  # many for each request that starts
-    request: Request
-    matched: int  # tokens that the tree seemed to hold when it was last asked
-
-    @property
-    def num_to_compute(self) -> int:
-        return self.request.num_tokens - self.matched
-
-    @property
-    def is_firm(self) -> bool:
-        """It may not be passed over any more."""
-        request = self.request
-        return request.num_preemptions > 0 or request.passed_over >= MAX_PASSED_OVER
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        request = self.request
-        if self.is_firm:
-            return -request.priority, 0, request.arrival
-        return -request.priority, 1, self.num_to_compute
-
-
+LOOKAHEAD = 16  # queued requests considered at a time,
+MAX_EXAMINED = 64  # with those that are found to share an in-flight prefix, and set aside
+MAX_DOUBLINGS = 16  # of what a request that was preempted claims for its reply, each time
+PROBED_TOKENS = 1 << 15  # of a plan: looking prompts up costs host time by their lengths
 REPLY_TOKENS = KEY_TOKENS  # of a reply that are worth a wait of two steps; fewer are not seen
 
 
@@ -85,94 +72,13 @@ class InflightPrefixes:
         return None
 
 
-@dataclass(frozen=True)
-class Promise:
-    running: RunningSlot
-    shared: int  # tokens that it brings to a request that waits,
-    inflight_len: int  # of so many in all
-
-
-class Waiters:
-    """Requests that wait by choice for a prefix that a running request brings.
-
-    Nothing is done for them in a step that does not bring it. The running request has the highest
-    priority of those that wait for it.
-    """
-
-    def __init__(self) -> None:
-        self._promises: dict[Request, Promise] = {}
-        # By what is shared with each; ended waits are dropped when they are met.
-        self._heaps: dict[RunningSlot, list[tuple[int, int, Request]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._promises)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._promises
-
-    def pairs(self) -> Iterator[tuple[Request, RunningSlot]]:
-        """Each request and what it waits for."""
-        return ((request, promise.running) for request, promise in self._promises.items())
-
-    def add(self, request: Request, promise: Promise) -> None:
-        self._promises[request] = promise
-        heap = self._heaps.setdefault(promise.running, [])
-        heapq.heappush(heap, (promise.shared, request.arrival, request))
-        promise.running.inherit(request.priority)
-
-    def remove(self, request: Request) -> None:
-        running = self._promises.pop(request).running
-        if running.inherited == request.priority:
-            self._inherit(running)
-
-    def take_ready(self) -> list[Request]:
-        """Those whose prefix is in the tree by now, or will not arrive any more."""
-        ready: list[Request] = []
-        for running, heap in list(self._heaps.items()):
-            before = len(ready)
-            while heap and self._is_over(running, heap[0]):
-                *_, request = heapq.heappop(heap)
-                if self._waits_for(request, running):
-                    del self._promises[request]
-                    ready.append(request)
-            if not heap:
-                del self._heaps[running]
-            if len(ready) > before:
-                self._inherit(running)
-        return ready
-
-    def _is_over(self, running: RunningSlot, entry: tuple[int, int, Request]) -> bool:
-        shared, _, request = entry
-        if running.released or not self._waits_for(request, running) or shared <= running.in_tree:
-            return True
-        return running.inflight_len < self._promises[request].inflight_len
-
-    def _waits_for(self, request: Request, running: RunningSlot) -> bool:
-        promise = self._promises.get(request)
-        return promise is not None and promise.running is running
-
-    def _inherit(self, running: RunningSlot) -> None:
-        running.inherited = None
-        for *_, request in self._heaps.get(running, ()):
-            if self._waits_for(request, running):
-                running.inherit(request.priority)
-
-
 def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     return int(np.argmax(differs)) if differs.any() else n
 
 
-LOOKAHEAD = 16  # queued requests considered at a time,
-MAX_EXAMINED = 64  # with those that are found to share an in-flight prefix, and set aside
-MAX_DOUBLINGS = 16  # of what a request that was preempted claims for its reply, each time
-PROBED_TOKENS = 1 << 15  # of a plan: looking prompts up costs host time by their lengths
-
-
 class Admission:
-    """The waiting queue. `start_next` takes a request off it and gives it what it needs."""
-
     def __init__(
         self,
         costs: Costs,
@@ -188,13 +94,15 @@ class Admission:
         self._limits = limits
         self._deterministic = limits.deterministic
         self._hints: dict[Request, tuple[int, int]] = {}  # the cache's version, tokens matched
-        self._offers: list[Offer] = []  # of the first of those eligible, in their order,
+        self._offers: list[Request] = []  # the first of those eligible,
         self._offered_in: InflightPrefixes | None = None  # in the plan that has these
         self._refused_at: int | None = None  # bytes available when no request could start
         self.refused: Request | None = None  # the first that did not fit then
         self.queue: list[Request] = []  # by seniority
         self.eligible: list[Request] = []  # of these, those not set aside
-        self.waiters = Waiters()  # those set aside
+        # Requests that wait by choice for a prefix are set aside: nothing is done for them in a
+        # step that does not bring it.
+        self._awaited: dict[RunningSlot, None] = {}  # what they wait for
         self.num_tokens = 0  # in the queue
 
     # ---- the queue -------------------------------------------------------------------------
@@ -242,13 +150,16 @@ class Admission:
 
     def remove(self, request: Request) -> None:
         _remove(self.queue, request)
-        if request in self.waiters:
-            self.waiters.remove(request)
-        else:
+        if request.promise is None:
             _remove(self.eligible, request)
+        request.promise = None
         self.num_tokens -= request.num_queued
         self._hints.pop(request, None)
         self._refused_at = self.refused = self._offered_in = None
+
+    @property
+    def num_aside(self) -> int:
+        return len(self.queue) - len(self.eligible)
 
     # ---- who starts ------------------------------------------------------------------------
 
@@ -264,24 +175,24 @@ class Admission:
         self._take_ready()
         if not nothing_runs and self._still_refused:
             return None
-        num_waiters = len(self.waiters)
+        num_aside = self.num_aside
         self._offer_more(inflight)
         self.refused = None
-        for offer in sorted(self._offers, key=lambda offer: offer.order):
-            if max_to_compute is not None and offer.num_to_compute > max_to_compute:
-                if offer.is_firm:
+        for request in sorted(self._offers, key=self._order):
+            if max_to_compute is not None and self._to_compute(request) > max_to_compute:
+                if _is_firm(request):
                     return None
                 continue
-            running = self._claim(offer.request, nothing_runs=nothing_runs)
+            running = self._claim(request, nothing_runs=nothing_runs)
             if running is not None:
                 self._start(running)
-                self._offers.remove(offer)
+                self._offers.remove(request)
                 self._offered_in = inflight  # the others are still the first of those eligible
                 return running
-            self.refused = self.refused or offer.request
-            if offer.is_firm or offer.request.priority > self.queue[-1].priority:
+            self.refused = self.refused or request
+            if _is_firm(request) or request.priority > self.queue[-1].priority:
                 break  # smaller ones may not pass it
-        if len(self.waiters) == num_waiters and max_to_compute is None:
+        if self.num_aside == num_aside and max_to_compute is None:
             self._refused_at = self._budget.available
         return None
 
@@ -297,9 +208,17 @@ class Admission:
     def shortest(self, priority: int) -> int | None:
         """The fewest tokens that one of those considered would have to compute, of those that have
         this priority or a higher one."""
-        considered = (r for r in self.considered() if r.priority >= priority)
-        found = (r.num_tokens - self._hints.get(r, (0, 0))[1] for r in considered)
-        return min(found, default=None)
+        considered = [self._to_compute(r) for r in self.considered() if r.priority >= priority]
+        return min(considered, default=None)
+
+    def _to_compute(self, request: Request) -> int:
+        """Of its tokens those that the tree did not seem to hold when it was last asked."""
+        return request.num_tokens - self._hints.get(request, (0, 0))[1]
+
+    def _order(self, request: Request) -> tuple[int, int, int]:
+        if _is_firm(request):
+            return -request.priority, 0, request.arrival
+        return -request.priority, 1, self._to_compute(request)
 
     @property
     def top_priority(self) -> int | None:
@@ -312,54 +231,71 @@ class Admission:
         return self._refused_at is not None and self._budget.available <= self._refused_at
 
     def _take_ready(self) -> None:
-        """Those that need not wait any longer are eligible again."""
-        for request in self.waiters.take_ready():
-            bisect.insort(self.eligible, request, key=_rank)
-            self._refused_at = self._offered_in = None
+        """Those whose prefix is in the tree by now, or will not arrive, are eligible again."""
+        for running in list(self._awaited):
+            heap = running.waiters
+            while heap and self._is_over(running, *heap[0]):
+                *_, request = heapq.heappop(heap)
+                if request.waits_for(running):
+                    request.promise = None
+                    bisect.insort(self.eligible, request, key=_rank)
+                    self._refused_at = self._offered_in = None
+            if not heap:
+                del self._awaited[running]
+
+    def _is_over(self, running: RunningSlot, shared: int, arrival: int, request: Request) -> bool:
+        promise = request.promise
+        if promise is None or promise.running is not running or shared <= running.in_tree:
+            return True
+        return running.stage is Stage.RELEASED or running.inflight_len < promise.inflight_len
 
     def _offer_more(self, inflight: InflightPrefixes) -> None:
         """As many as are considered now. Those that had better wait are set aside.
 
         In one plan a request is looked at once: later, what started since is all that can differ.
         """
-        probed = 0
-        waits: list[tuple[Request, Promise]] = []
-        offers = self._still_offered(inflight, waits) if self._offered_in is inflight else []
+        probed, waits, offers = 0, False, []
+        if self._offered_in is inflight:
+            key = inflight.last_key  # those that share it may wait for what started last
+            for request in self._offers:
+                if key and request.key == key and self._set_aside(request, inflight):
+                    waits = True
+                else:
+                    offers.append(request)
+        examined = len(self._offers) if self._offered_in is inflight else 0
         current = 0 if self._cache is None else self._cache.tree.version
-        examined = len(offers) + len(waits)
         most = examined + MAX_EXAMINED - len(offers)
         while examined < min(most, len(self.eligible)) and len(offers) < LOOKAHEAD:
             request = self.eligible[examined]
             examined += 1
-            version, matched = self._hints.get(request, (-1, 0))
+            version, _ = self._hints.get(request, (-1, 0))
             if version != current and probed < PROBED_TOKENS:
                 probed += request.num_tokens
-                matched = self._probe(request)
-                self._hints[request] = current, matched
-            offer = Offer(request, matched)
-            if inflight and (promise := self._promise(offer, inflight)) is not None:
-                waits.append((request, promise))
-                continue
-            offers.append(offer)
+                self._hints[request] = current, self._probe(request)
+            if self._set_aside(request, inflight):
+                waits = True
+            else:
+                offers.append(request)
         if waits:
-            self.eligible[:examined] = [offer.request for offer in offers]
-        for request, promise in waits:
-            self.waiters.add(request, promise)
+            self.eligible[:examined] = offers
         self._offers, self._offered_in = offers, inflight
 
-    def _still_offered(
-        self, inflight: InflightPrefixes, waits: list[tuple[Request, Promise]]
-    ) -> list[Offer]:
-        """Of those offered before, less those that now wait for what started last."""
-        key = inflight.last_key
-        offers: list[Offer] = []
-        for offer in self._offers:
-            promise = self._promise(offer, inflight) if key and offer.request.key == key else None
-            if promise is None:
-                offers.append(offer)
-            else:
-                waits.append((offer.request, promise))
-        return offers
+    def _set_aside(self, request: Request, inflight: InflightPrefixes) -> bool:
+        """Whether it had better wait for a prefix that is being computed."""
+        if not inflight or self._cache is None or request.wants_prompt_logprobs:
+            return False
+        promise = inflight.promise(
+            request,
+            self._hints.get(request, (0, 0))[1],
+            knows_head=self._costs.spec.hidden_bytes > 0,
+            deterministic=self._deterministic,
+        )
+        if promise is None:
+            return False
+        request.promise = promise
+        heapq.heappush(promise.running.waiters, (promise.shared, request.arrival, request))
+        self._awaited[promise.running] = None
+        return True
 
     def _claim(self, request: Request, *, nothing_runs: bool) -> RunningSlot | None:
         whole, least = request.max_total, request.num_tokens + 1
@@ -377,9 +313,13 @@ class Admission:
         borrows = use_match and self._costs.restores_by_reference
         if not borrows and self._costs.row_bytes(row_tokens) > self._budget.available:
             return None
-        match = self._match(request) if use_match else None
-        lock = None
-        if self._cache is not None and match is not None:
+        match = lock = None
+        if self._cache is not None and use_match and not request.wants_prompt_logprobs:
+            tokens = request.tokens(request.num_tokens)
+            match = self._cache.match_prompt(tokens, request.salt)
+            if self._deterministic and match.length % GRID:  # whole blocks alone are computed alike
+                limit = match.length - match.length % GRID
+                match = self._cache.match(tokens, request.salt, limit=limit)
             lock = self._cache.lock(match)
         length = 0 if match is None else match.length
         nbytes = self._costs.row_bytes(row_tokens, length)
@@ -415,16 +355,6 @@ class Admission:
             return 0
         return self._cache.probe_prompt(request.tokens(request.num_tokens), request.salt)
 
-    def _match(self, request: Request) -> Match | None:
-        if self._cache is None or request.wants_prompt_logprobs:
-            return None
-        tokens = request.tokens(request.num_tokens)
-        match = self._cache.match_prompt(tokens, request.salt)
-        if self._deterministic and match.length % GRID:  # whole blocks alone are computed alike
-            limit = match.length - match.length % GRID
-            match = self._cache.match(tokens, request.salt, limit=limit)
-        return match
-
     def _capture_len(self, request: Request) -> int:
         """How much of what it starts with its chunks will bring the tree."""
         if self._cache is None or request.wants_prompt_logprobs:
@@ -432,15 +362,10 @@ class Admission:
         num_tokens = request.num_tokens
         return num_tokens - num_tokens % GRID if self._deterministic else num_tokens
 
-    def _promise(self, offer: Offer, inflight: InflightPrefixes) -> Promise | None:
-        if self._cache is None or offer.request.wants_prompt_logprobs:
-            return None
-        return inflight.promise(
-            offer.request,
-            offer.matched,
-            knows_head=self._costs.spec.hidden_bytes > 0,
-            deterministic=self._deterministic,
-        )
+
+def _is_firm(request: Request) -> bool:
+    """It may not be passed over any more."""
+    return request.num_preemptions > 0 or request.passed_over >= MAX_PASSED_OVER
 
 
 def _rank(request: Request) -> tuple[int, int]:

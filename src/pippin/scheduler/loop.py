@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
-from pippin.backends.base import Backend, PendingStep, StepPlan, StepResult
+from pippin.backends.base import Backend, DecodeRow, PendingStep, StepPlan, StepResult
 from pippin.backends.warm_up import WarmUp
 from pippin.decode.compile import Grammar
 from pippin.errors import DeviceFailed, Overloaded, PippinError
@@ -30,6 +30,10 @@ from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
 from pippin.scheduler.pace import StepTimes
 from pippin.scheduler.request import FLUSH_SECONDS
 from pippin.scheduler.scheduler import Scheduler
+
+
+def _dispatch(launched: Launched) -> None:
+    launched.pending.dispatch()
 
 
 @dataclass(frozen=True)
@@ -41,19 +45,20 @@ class Launched:
     after_pause: bool  # the engine had nothing to do before it
 
     def record(
-        self,
-        result: StepResult,
-        *,
-        waited: float,
-        resumed: float,
-        committed: float,
-        ghosts: int,
+        self, result: StepResult, *, waited: float, resumed: float, committed: float, ghosts: int
     ) -> StepRecord:
+        plan = self.plan
         # A host that did not wait was late: the device may have been done as early as the end of
         # the launch. So idle time is never counted too small.
         done = resumed if waited > NOTICEABLE_SECONDS else self.launched_at
+        own_drafts, drafts_left, verified = 0, 0, []
+        for row in plan.rows:
+            drafts_left += row.num_drafts
+            if isinstance(row, DecodeRow) and row.depth:
+                own_drafts += row.depth if row.drafted else 0
+                verified.append((row.slot, row.depth, len(result.tokens[row.slot]) - 1))
         return StepRecord(
-            step=self.plan.step,
+            step=plan.step,
             planned=self.planned_at,
             dispatched=result.dispatched,
             launched=self.launched_at,
@@ -61,21 +66,17 @@ class Launched:
             resumed=resumed,
             committed=committed,
             waited=waited,
-            prefill_tokens=self.plan.num_prefill_tokens,
-            decode_rows=len(self.plan.decode),
+            prefill_tokens=plan.num_prefill_tokens if plan.prefill else 0,
+            decode_rows=len(plan.decode),
             ghosts=ghosts,
             device=result.device,
             forwards=result.forwards,
             after_pause=self.after_pause,
-            drafts=self.plan.num_drafts,
-            accepted=result.num_accepted,
-            own_drafts=sum([row.depth for row in self.plan.decode if row.drafted]),
-            drafts_left=self.plan.num_drafts_left,
-            verified=tuple(
-                (row.slot, row.depth, len(result.tokens[row.slot]) - 1)
-                for row in self.plan.decode
-                if row.depth
-            ),
+            drafts=sum([depth for _, depth, _ in verified]) if verified else 0,
+            accepted=sum([accepted for *_, accepted in verified]) if verified else 0,
+            own_drafts=own_drafts,
+            drafts_left=drafts_left,
+            verified=tuple(verified),
         )
 
 
@@ -118,14 +119,17 @@ class Loop:
             return []
         if self._paused:
             self.backend.make_way(busy=True)
-        self._dispatch()
-        self._free_flushed()
         previous = self._in_flight
+        if previous is not None and not self._runs(previous, _dispatch):
+            self._in_flight = previous = None
+        if self.scheduler.traffic.flushing or self._flushes:
+            self._free_flushed()
         launched = None if self._comes_first(previous) else self._plan_and_launch()
         if previous is not None and self._in_flight is previous:
             self._in_flight = None
             self._commit(previous)
-        if launched is not None and self._sampled(launched):
+        masked = launched is not None and launched.plan.masked_rows
+        if launched is not None and (not masked or self._runs(launched, self._sample)):
             if self.overlap:
                 self._in_flight = launched
             else:
@@ -138,28 +142,29 @@ class Loop:
         if self._num_failed >= MAX_FAILED_STEPS:
             self._give_up()
         deltas = self.scheduler.take_outbox()
-        self._rest_if_idle()
+        if self._in_flight is None:
+            self._rest_if_idle()
+        else:
+            self._paused = False
         return deltas
 
-    def _dispatch(self) -> None:
-        launched = self._in_flight
-        if launched is None:
-            return
+    def _runs(self, launched: Launched, verb: Callable[[Launched], None]) -> bool:
+        """Whether a call of a step in flight succeeds; else the step fails."""
         try:
-            launched.pending.dispatch()
+            verb(launched)
         except Exception as error:
-            self._in_flight = None
             self._fail(launched.plan, error, launched.pending)
+            return False
+        return True
 
     def _comes_first(self, launched: Launched | None) -> bool:
-        """Whether a step in flight is to be committed before the next one is planned."""
         if launched is None or launched.plan.decode:
             return False
         if launched.plan.samples_at_once or launched.plan.spills_alone:
             return True
         metrics, pace = self.scheduler.metrics, self.scheduler.pace
         host_seconds = metrics.records[-1].plan_seconds if metrics.records else 0.0
-        seconds = pace.prompt_seconds(launched.plan.num_prefill_tokens)
+        seconds = pace.costs.prefill_seconds(launched.plan.num_prefill_tokens)
         pushes = self.scheduler.pushes
         least = 0.0 if pushes is not None and pushes.busy else LONG_STEP_SECONDS
         return seconds > max(least, LONG_STEP_FACTOR * host_seconds)
@@ -172,7 +177,8 @@ class Loop:
         if plan.admit:
             started = [self.scheduler.running_slots[admit.slot].request for admit in plan.admit]
             for request in started:
-                request.note_start(planned_at)
+                if request.submitted_s is not None and request.queued_s is None:
+                    request.queued_s = planned_at - request.submitted_s
             self.on_start([request.id for request in started])
         try:
             pending = self.backend.launch(plan)
@@ -187,16 +193,9 @@ class Loop:
             self.scheduler.registry.observer.step_launched(plan, self.scheduler.running_slots)
         return launched
 
-    def _sampled(self, launched: Launched) -> bool:
-        """Launch the sampling of grammar rows: their masks need the tokens just committed."""
-        if not launched.plan.masked_slots:
-            return True
-        try:
-            launched.pending.sample(self.scheduler.masks(launched.plan))
-        except Exception as error:
-            self._fail(launched.plan, error, launched.pending)
-            return False
-        return True
+    def _sample(self, launched: Launched) -> None:
+        """Grammar rows: their masks need the tokens just committed."""
+        launched.pending.sample(self.scheduler.masks(launched.plan))
 
     def _commit(self, launched: Launched) -> None:
         plan = launched.plan
@@ -220,7 +219,6 @@ class Loop:
             self.scheduler.registry.observer.step_committed(plan, record)
 
     def _fail(self, plan: StepPlan, error: Exception, pending: PendingStep | None = None) -> None:
-        """The plan's requests end with an error; the others go on."""
         logger.error("step %d failed", plan.step, exc_info=error)
         lost = isinstance(error, DeviceFailed)  # as the backend says itself
         self._num_failed = MAX_FAILED_STEPS if lost else self._num_failed + 1
@@ -242,7 +240,6 @@ class Loop:
     def _rest_if_idle(self) -> None:
         cache = self.scheduler.cache
         if self.idle and self.failure is None and not self._paused and cache is not None:
-            cache.check_when_idle()
             self.scheduler.traffic.check_when_idle()
         self._paused = self.idle
         if self._paused:
@@ -307,7 +304,7 @@ class Loop:
             "host": tiers.get("host"),
             "disk": tiers.get("disk"),
             "peer": tiers.get("peer"),
-            "pushes": scheduler.traffic.push_counters(),
+            "pushes": None if scheduler.pushes is None else asdict(scheduler.pushes.stats),
         }
 
     def flush_cache(self, on_freed: Callable[[dict[str, Any]], None] = lambda answer: None) -> None:
@@ -333,7 +330,7 @@ class Loop:
         traffic = self.scheduler.traffic
         if traffic.flushing:
             traffic.free_flushed()
-        if self._flushes and not traffic.flushing:
+        if not traffic.flushing:
             flushes, self._flushes = self._flushes, []
             for end in flushes:
                 end()
@@ -354,9 +351,9 @@ class Loop:
             self.scheduler.compiler.close()
 
     def _write_behind(self) -> None:
-        """What waits to be written, for at most FLUSH_SECONDS."""
         traffic = self.scheduler.traffic
-        traffic.give_up_loads()
+        for tier in traffic.tiers:
+            tier.loads.give_up(0)
         deadline = perf_counter() + FLUSH_SECONDS
         while traffic.hurry() and perf_counter() < deadline:
             plan = self.scheduler.plan_spill()

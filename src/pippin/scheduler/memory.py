@@ -1,19 +1,13 @@
-"""What running requests claim of the budget: rows that grow, captures and checkpoints in flight.
-
-Knows what a row of a plan costs, as the backend says, and what to leave out when it does not fit;
-knows no queue and no order.
-"""
+"""What running requests claim of the budget: rows that grow, captures and checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from pippin.backends.base import Capture, Costs, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.request import ByteBudget, Request, RunningSlot
-from pippin.types import Payload
 
 GROWTH_TOKENS = 256  # a row's claim grows by this much at a time
 
@@ -66,7 +60,6 @@ class Claims:
         return True
 
     def _shrink(self, running: RunningSlot) -> None:
-        """The row will not grow any more."""
         surplus = running.nbytes - self.row_bytes(running, running.row_len)
         if surplus > 0:
             running.nbytes -= surplus
@@ -134,80 +127,67 @@ class Claims:
         kept = self.cache.policy.thinned(list(running.checkpoints), len(running.checkpoints) // 2)
         running.drop_checkpoints(set(running.checkpoints).difference(kept), self.budget)
 
+    # ---- what a step captured --------------------------------------------------------------
 
-class Inserted(NamedTuple):
-    """The tree holds so much of a request's tokens."""
+    def take_captures(
+        self,
+        captures: Sequence[Capture],
+        owners: Mapping[int, RunningSlot],
+        retired: Mapping[int, RunningSlot],
+        cache: PrefixCache,
+        note: Callable[[Request, int, bool], None],
+    ) -> None:
+        """Insert a committed step's captures under the tokens of those that had the slots then.
 
-    request: Request
-    length: int
-    whole: bool  # all of its prompt, or of its reply
-
-
-def take_captures(
-    captures: Sequence[Capture],
-    owners: Mapping[int, RunningSlot],
-    retired: Mapping[int, RunningSlot],
-    cache: PrefixCache,
-    budget: ByteBudget,
-) -> list[Inserted]:
-    """Insert a committed step's captures under the tokens of the request that had the slot then.
-
-    States of a growing reply have no path in the tree yet: their `RunningSlot` keeps them until it
-    retires, when one or more captures bring the KV they belong to. They come first, so that the
-    bytes which the step had claimed are theirs before the tree grows into them.
-    """
-    to_insert: list[tuple[Capture, RunningSlot]] = []
-    for capture in captures:
-        running = (retired if capture.retired else owners)[capture.slot]
-        if running.tainted:
-            capture.release()
-        elif not capture.retired and capture.start >= running.prefill_len:
-            running.keep_checkpoints(capture.states, budget)
-        else:
-            to_insert.append((capture, running))
-    inserted: list[Inserted] = []
-    for capture, running in to_insert:
-        if _insert(capture, running, cache, budget):
+        States of a growing reply have no path in the tree yet: their `RunningSlot` keeps them until
+        it retires, when one or more captures bring the KV they belong to. They come first, so that
+        the bytes which the step had claimed are theirs before the tree grows into them. `note` is
+        called with how much of a request the tree holds now, and whether that is all of its prompt,
+        or of its reply.
+        """
+        to_insert: list[tuple[Capture, RunningSlot]] = []
+        for capture in captures:
+            running = (retired if capture.retired else owners)[capture.slot]
+            if running.tainted:
+                capture.release()
+            elif not capture.retired and capture.start >= running.prefill_len:
+                running.keep_checkpoints(capture.states, self.budget)
+            else:
+                to_insert.append((capture, running))
+        inserted = [each for each in to_insert if self._insert(*each, cache)]
+        for capture, running in inserted:
             whole = capture.retired or capture.end == running.capture_len
-            inserted.append(Inserted(running.request, capture.end, whole))
-    return inserted
+            note(running.request, capture.end, whole)
 
-
-def _insert(capture: Capture, running: RunningSlot, cache: PrefixCache, budget: ByteBudget) -> bool:
-    """Whether it connected to what the tree holds."""
-    request = running.request
-    states = dict(capture.states)
-    if capture.retired:
-        states |= _checkpoints_up_to(capture, running, budget)
-    placements = cache.policy.placements(
-        capture.start,
-        capture.end,
-        prompt_len=running.prefill_len,
-        boundaries=request.boundaries,
-        branch=running.branch,
-    )
-    tokens = request.tokens(capture.end)
-    found = cache.insert(
-        tokens,
-        capture.start,
-        capture.kv,
-        states,
-        capture.hidden,
-        salt=request.salt,
-        placements=placements,
-    )
-    if not found.inserted:
-        running.lost_tree(capture.start - found.gap)
-        return False
-    running.entered_tree(capture.end)
-    if not capture.retired and capture.end < running.capture_len:  # the next chunk connects to it
-        running.move_tip(cache, cache.lock(found))
-    return True
-
-
-def _checkpoints_up_to(
-    capture: Capture, running: RunningSlot, budget: ByteBudget
-) -> dict[int, Payload]:
-    """What `capture` carries into the tree beside its own; a state it has itself stays behind."""
-    usable = [at for at in running.checkpoints if at <= capture.end and at not in capture.states]
-    return running.take_checkpoints(usable, budget)
+    def _insert(self, capture: Capture, running: RunningSlot, cache: PrefixCache) -> bool:
+        """Whether it connects to what the tree holds."""
+        request, states = running.request, dict(capture.states)
+        if capture.retired:  # a state that it has itself stays behind
+            kept = running.checkpoints
+            usable = [at for at in kept if at <= capture.end and at not in capture.states]
+            states |= running.take_checkpoints(usable, self.budget)
+        placements = cache.policy.placements(
+            capture.start,
+            capture.end,
+            prompt_len=running.prefill_len,
+            boundaries=request.boundaries,
+            branch=running.branch,
+        )
+        found = cache.insert(
+            request.tokens(capture.end),
+            capture.start,
+            capture.kv,
+            states,
+            capture.hidden,
+            salt=request.salt,
+            placements=placements,
+        )
+        if not found.inserted:
+            running.lost_tree(capture.start - found.gap)
+            return False
+        running.in_tree = max(running.in_tree, capture.end)
+        if not capture.retired and capture.end < running.capture_len:
+            tip = cache.lock(found)  # the next chunk connects to it
+            running.unlock_tip(cache)
+            running.tip = tip
+        return True

@@ -1,4 +1,4 @@
-"""How long steps took, as far as a host can see. Knows no arrays and nothing of costs.
+"""How long steps took, as far as a host can see.
 
 A host sees a step's end if it waits for it. Else it had ended some time before: on CPUs mlx may
 hold a launch up until most of its step has run (decode steps are submitted ahead of its limit), and
@@ -19,7 +19,7 @@ import math
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from statistics import fmean, median
 
@@ -42,15 +42,15 @@ class StepTimes:
     def add(self, record: StepRecord) -> Timed | None:
         """A step that was committed; what it took, with those before it whose end was not seen."""
         dispatched, launched, resumed = record.dispatched, record.launched, record.resumed
-        step = Timed.step(
+        step = Timed(
             0.0,
             record.decode_rows,
             record.prefill_tokens,
             record.drafts,
             record.accepted,
-            depth=max((depth for _, depth, _ in record.verified), default=0),
-            turns=bool(record.own_drafts) != bool(record.drafts_left),
-            is_new=record.forwards.new_decode > 0,
+            depth=max([depth for _, depth, _ in record.verified]) if record.verified else 0,
+            num_turns=bool(record.own_drafts) != bool(record.drafts_left),
+            num_new=record.forwards.new_decode > 0,
         )
         turn = resumed - max(dispatched, self._last_resumed)
         if dispatched >= self._last_resumed:  # nothing was in flight: the device had a pause
@@ -67,7 +67,8 @@ class StepTimes:
             return None
         unseen, self._unseen = self._unseen, None
         self._last_end = end
-        return unseen.with_seconds(end - self._began)
+        unseen.seconds = end - self._began
+        return unseen
 
 
 STEPS_OF_A_KIND = 8  # remembered of steps that are alike,
@@ -88,52 +89,51 @@ FORWARD_TOKENS = 32
 ROUNDING = 1e-6  # of a token: what `prefill_seconds` makes of n tokens are n tokens again
 EYE = np.eye(5)
 
-Features = tuple[int, int, int, int, int]
+Features = tuple[int, int, int, int, int]  # decode steps, rows, forwards, prompt tokens, drafts
 Kind = Features
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timed:
     """A step, or a few in a row of which only the last one's end is known, and what they took."""
 
     seconds: float
     decode_rows: int  # in all
     prefill_tokens: int  # in all
-    num_decodes: int  # steps with rows
-    num_prefills: int  # steps with prompts
     drafts: int = 0  # in all,
     accepted: int = 0  # and of these
     depth: int = 0  # of the deepest row of each step
     num_turns: int = 0  # steps in which the device begins to draft, or ends
     num_new: int = 0  # steps of decode rows that were the first of their shape
+    num_decodes: int = -1  # steps with rows
+    num_prefills: int = -1  # steps with prompts
 
-    @classmethod
-    def step(
-        cls,
-        seconds: float,
-        decode_rows: int,
-        prefill_tokens: int,
-        drafts: int = 0,
-        accepted: int = 0,
-        depth: int = 0,
-        *,
-        turns: bool = False,
-        is_new: bool = False,
-    ) -> Timed:
-        has_rows, has_prompts = int(decode_rows > 0), int(prefill_tokens > 0)
-        rows = decode_rows, prefill_tokens, has_rows, has_prompts
-        return cls(seconds, *rows, drafts, accepted, depth, int(turns), int(is_new))
+    def __post_init__(self) -> None:
+        if self.num_decodes < 0:
+            self.num_decodes, self.num_prefills = self.decode_rows > 0, self.prefill_tokens > 0
 
-    def with_seconds(self, seconds: float) -> Timed:
-        return replace(self, seconds=seconds)
+    @property
+    def features(self) -> Features:
+        rows = self.num_decodes, self.decode_rows
+        return *rows, self.num_prefills, self.prefill_tokens, self.drafts
+
+    @property
+    def kind(self) -> Kind:
+        decodes, rows, prefills, tokens, drafts = self.features
+        return decodes, size_class(rows), prefills, size_class(tokens), size_class(drafts)
+
+    @property
+    def shows_drafts(self) -> bool:
+        """Steps with prompts show little of what drafts took, nor does the first of a shape, which
+        may be compiled."""
+        return self.num_decodes > 0 and not (self.num_prefills or self.num_new or self.seconds <= 0)
 
     def followed_by(self, other: Timed) -> Timed:
         """Both as one: what a step costs adds up."""
         return Timed(*map(operator.add, astuple(self), astuple(other)))
 
 
-# Of a step: decode steps, rows, forwards, tokens, drafts, the seconds of all of these, and how many
-# steps had been seen.
+# Features, the seconds of all of these, and how many steps had been seen.
 _Seen = tuple[int, int, int, int, int, float, int]
 
 
@@ -155,7 +155,7 @@ class Fit:
         return decode + (self.forward + self.token * tokens if tokens else 0.0)
 
     def is_sure(self, rows: int, tokens: int) -> bool:
-        features = np.array(_features(Timed.step(0.0, rows, tokens))) * self.scale
+        features = np.array(Timed(0.0, rows, tokens).features) * self.scale
         variance = float(features @ self.covariance @ features)
         return variance <= (UNSURE * self.seconds(rows, tokens)) ** 2
 
@@ -165,6 +165,26 @@ class Fit:
         so what is inverted has a condition that leaves half of the digits."""
         regular = self.evidence + NO_EVIDENCE * EYE
         return np.asarray(self.error**2 * np.linalg.inv(regular))
+
+
+LEAST_SEEN = 2  # steps with drafts before they count,
+LEAST_PLAIN = 3  # and of those without, which all others are compared with
+RECENT = 5  # steps with drafts that are remembered of a depth,
+RECENT_PLAIN = 16  # and without
+FORGOTTEN = 1024  # steps after which a depth that was not seen again is forgotten
+FIRST_SLOPE = 0.05  # of a step, for a draft in each row: before any was seen
+
+
+@dataclass
+class _Point:
+    seconds: deque[float]
+    seen_at: int = 0
+    took: float = 0.0  # the lower quartile: what disturbs a step only makes it longer
+
+    def add(self, seconds: float, seen_at: int) -> None:
+        self.seen_at = seen_at
+        self.seconds.append(seconds)
+        self.took = sorted(self.seconds)[len(self.seconds) // 4]
 
 
 @dataclass
@@ -183,6 +203,8 @@ class CostModel:
     _num_unfitted: int = 0
     _num_outliers: int = 0  # in a row
     _fit: Fit | None = None
+    _depths: dict[int, dict[int, _Point]] = field(default_factory=dict)  # by about so many rows
+    _num_plain_or_drafted: int = 0  # steps that show what drafts cost
 
     @property
     def known(self) -> bool:
@@ -191,8 +213,11 @@ class CostModel:
     def observe(self, step: Timed) -> None:
         if step.seconds <= 0.0 or not (step.decode_rows or step.prefill_tokens):
             return
-        kind = _kind(step)
-        if self._met_a_pause(step, kind):
+        if step.shows_drafts and not step.num_turns:
+            self._observe_depth(step)
+        kind = step.kind
+        alike = self._kinds.get(kind, ())
+        if len(alike) >= 3 and step.seconds > OUTLIER * median(seen[5] for seen in alike):
             self._num_outliers += 1
             if self._num_outliers <= MAX_OUTLIERS:
                 return
@@ -202,14 +227,14 @@ class CostModel:
         self._num_unfitted += 1
         if kind not in self._kinds:
             self._kinds[kind] = deque(maxlen=STEPS_OF_A_KIND)
-        self._kinds[kind].append((*_features(step), step.seconds, self._num_seen))
+        self._kinds[kind].append((*step.features, step.seconds, self._num_seen))
         self._kinds.move_to_end(kind)
         if len(self._kinds) > MAX_KINDS:
             self._kinds.popitem(last=False)
 
     def knows_decode(self, rows: int) -> bool:
         """Whether a step of about so many rows, and no prompts, is remembered."""
-        alike = _kind(Timed.step(0.0, rows, 0))[:-1]
+        alike = Timed(0.0, rows, 0).kind[:-1]
         return any(kind[:-1] == alike for kind in self._kinds)
 
     @property
@@ -229,7 +254,8 @@ class CostModel:
         return self._fitted().seconds(rows, 0, drafts)
 
     def prefill_seconds(self, tokens: int) -> float:
-        return self._fitted().seconds(0, tokens)
+        """Of a step of so many, and no streams; 0 if unknown."""
+        return self._fitted().seconds(0, tokens) if self.known else 0.0
 
     @property
     def productive_tokens(self) -> int:
@@ -252,27 +278,72 @@ class CostModel:
             self._fit = _least_squares(every, self._num_seen, believed)
         return self._fit
 
-    def _met_a_pause(self, step: Timed, kind: Kind) -> bool:
-        alike = self._kinds.get(kind, ())
-        if len(alike) < 3:
-            return False
-        return step.seconds > OUTLIER * median(seen[5] for seen in alike)
+    # ---- drafts: a device's costs have steps and knees, so each depth is measured --------------
 
+    def _observe_depth(self, step: Timed) -> None:
+        self._num_plain_or_drafted += 1
+        depth, rows = round(step.depth / step.num_decodes), step.decode_rows / step.num_decodes
+        points = self._depths.setdefault(size_class(round(rows)), {})
+        if depth not in points:
+            points[depth] = _Point(deque(maxlen=RECENT if depth else RECENT_PLAIN))
+        points[depth].add(step.seconds / step.num_decodes, self._num_plain_or_drafted)
 
-def _kind(step: Timed) -> Kind:
-    decodes, rows, prefills, tokens, drafts = _features(step)
-    return decodes, size_class(rows), prefills, size_class(tokens), size_class(drafts)
+    def _plain_point(self, rows: float) -> _Point | None:
+        point = self._depths.get(size_class(round(rows)), {}).get(0)
+        return point if point is not None and len(point.seconds) >= LEAST_PLAIN else None
+
+    def plain_seconds(self, rows: float, *, mean: bool = False) -> float | None:
+        """Of a step without drafts; None if unknown.
+
+        `mean`: what steps lose or gain in all is compared with that, since a pause of the machine
+        meets steps with drafts and without alike.
+        """
+        point = self._plain_point(rows)
+        if point is None:
+            return None
+        return fmean(point.seconds) if mean else point.took
+
+    def num_since_plain(self, rows: int) -> int:
+        """Steps since one without drafts was seen, of about so many rows; more if few were."""
+        point = self._depths[size_class(rows)][0]
+        return (self._num_plain_or_drafted - point.seen_at) * RECENT_PLAIN // len(point.seconds)
+
+    def deepest_known(self, rows: int) -> int:
+        return max(self._shares(size_class(rows)), default=0)
+
+    def depth_seconds(self, rows: int, most: int) -> list[float]:
+        """Of steps as deep as 0 to `most`; what they take without drafts is known."""
+        plain = self.plain_seconds(rows)
+        assert plain is not None
+        of_rows = size_class(rows)
+        nearest = sorted(self._depths, key=lambda other: (abs(other - of_rows), other))
+        known = next((shares for other in nearest if (shares := self._shares(other))), {})
+        found, slope = [1.0], FIRST_SLOPE
+        for depth in range(1, most + 1):
+            next_known = min((other for other in known if other >= depth), default=None)
+            if next_known is not None:
+                at = depth - 1
+                slope = max(0.0, known[next_known] - found[at]) / (next_known - at)
+            found.append(found[-1] + slope)
+        return [plain * share for share in found]
+
+    def _shares(self, of_rows: int) -> dict[int, float]:
+        """Of a step without drafts, by depth: what is known."""
+        points = self._depths.get(of_rows, {})
+        oldest = self._num_plain_or_drafted - FORGOTTEN
+        for depth in [d for d, p in points.items() if d and p.seen_at < oldest]:
+            del points[depth]
+        if 0 not in points or len(points[0].seconds) < LEAST_PLAIN:
+            return {}
+        plain = points[0].took
+        known = {d: p for d, p in points.items() if d and len(p.seconds) >= LEAST_SEEN}
+        return {depth: point.took / plain for depth, point in known.items()}
 
 
 @lru_cache(maxsize=1024)
 def size_class(number: int) -> int:
     """Alike for numbers that differ by less than a fifth."""
     return math.floor(4 * math.log2(number)) if number else -1
-
-
-def _features(step: Timed) -> Features:
-    rows, prompts = (step.num_decodes, step.decode_rows), (step.num_prefills, step.prefill_tokens)
-    return *rows, *prompts, step.drafts
 
 
 def _guess(seen: _Seen) -> Fit:
@@ -293,21 +364,18 @@ def _least_squares(every: Sequence[_Seen], num_seen: int, believed: Fit) -> Fit:
     weights = np.maximum(0.5 ** ((num_seen - table[:, 6]) / HALF_LIFE), LEAST_WEIGHT)
     weighted = relative * weights[:, None]
     evidence, explained = weighted.T @ relative, weighted.sum(axis=0)
-    num_steps, before = float(weights.sum()), np.array(_costs(believed))
+    num_steps = float(weights.sum())
+    before = [believed.decode, believed.row, believed.forward, believed.token, believed.draft]
     squares = np.diagonal(evidence)
     scale = np.where(squares > 0.0, np.sqrt(num_steps / np.maximum(squares, 1e-300)), before)
     evidence = evidence * np.outer(scale, scale)
     left = evidence + STIFFNESS * EYE
-    right = explained * scale + STIFFNESS * before / scale
+    right = explained * scale + STIFFNESS * np.array(before) / scale
     costs = np.maximum(_solve_positive(left, right), LEAST_COST) * scale
     errors = relative @ costs - 1.0
     error = math.sqrt(float(weights @ errors**2) / num_steps)
     decode, row, forward, token, draft = costs.tolist()
     return Fit(decode, row, forward, token, draft, evidence, scale, max(error, LEAST_ERROR))
-
-
-def _costs(fit: Fit) -> tuple[float, float, float, float, float]:
-    return fit.decode, fit.row, fit.forward, fit.token, fit.draft
 
 
 def _solve_positive(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -419,14 +487,12 @@ class Pace:
         part = max(-(-prompt_len // PARTS), FORWARDS_WORTH * self.productive_tokens)
         return min(-(-part // GRID) * GRID, self.prefill_tokens)
 
-    def prompt_seconds(self, tokens: int) -> float:
-        """What a step of so many prompt tokens, and no streams, should take; 0 if unknown."""
-        return self.costs.prefill_seconds(tokens) if tokens and self.costs.known else 0.0
-
     def compute_seconds(self, tokens: int) -> float:
         """What a prompt of so many should take alone, in as many steps as it takes."""
         steps, rest = divmod(tokens, self.prefill_tokens)
-        return steps * self.prompt_seconds(self.prefill_tokens) + self.prompt_seconds(rest)
+        return steps * self.costs.prefill_seconds(self.prefill_tokens) + self.costs.prefill_seconds(
+            rest
+        )
 
     def pays_off(self, lengths: Sequence[int], num_streams: int) -> bool:
         """Whether replies whose next tokens are known are to run these at once, in a forward more.
@@ -440,7 +506,6 @@ class Pace:
         return gained > num_streams * self.costs.prefill_seconds(sum(lengths))
 
     def _within(self, seconds: float) -> int:
-        """Prompt tokens of a step that has `seconds` for them."""
         if seconds == math.inf:
             return self.prefill_tokens
         return min(self.costs.prefill_tokens(seconds), self.prefill_tokens)
@@ -490,106 +555,9 @@ class Pace:
 
     def spend(self, tokens: int) -> None:
         """A step with so many prompt tokens was planned."""
-        if tokens and self.costs.known:
-            self._credit = max(0.0, self._credit - self.costs.prefill_seconds(tokens))
+        self._credit = max(0.0, self._credit - self.costs.prefill_seconds(tokens))
 
     def observe(self, timed: Timed) -> None:
         if timed.num_decodes and not timed.num_prefills:
             self._num_mixed = 0
         self.costs.observe(timed)
-
-
-LEAST_SEEN = 2  # steps with drafts before they count,
-LEAST_PLAIN = 3  # and of those without, which all others are compared with
-RECENT = 5  # steps with drafts that are remembered of a depth,
-RECENT_PLAIN = 16  # and without
-FORGOTTEN = 1024  # steps after which a depth that was not seen again is forgotten
-FIRST_SLOPE = 0.05  # of a step, for a draft in each row: before any was seen
-
-
-@dataclass
-class _Point:
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    least: int = LEAST_SEEN
-    seen_at: int = 0
-    took: float = 0.0  # the lower quartile: what disturbs a step only makes it longer
-
-    def add(self, seconds: float, seen_at: int) -> None:
-        self.seen_at = seen_at
-        self.seconds.append(seconds)
-        self.took = sorted(self.seconds)[len(self.seconds) // 4]
-
-    @property
-    def known(self) -> bool:
-        return len(self.seconds) >= self.least
-
-
-class DraftCosts:
-    def __init__(self) -> None:
-        self._points: dict[int, dict[int, _Point]] = {}  # by about so many rows, and depth
-        self._num_seen = 0
-
-    def observe(self, rows: float, depth: int, seconds: float) -> None:
-        """A step, or the mean of a few."""
-        self._num_seen += 1
-        points = self._points.setdefault(size_class(round(rows)), {})
-        if depth not in points:
-            plain = deque[float](maxlen=RECENT_PLAIN)
-            points[depth] = _Point() if depth else _Point(plain, LEAST_PLAIN)
-        points[depth].add(seconds, self._num_seen)
-
-    def plain(self, rows: float) -> float | None:
-        """Seconds of a step without drafts; None if unknown."""
-        point = self._plain_point(rows)
-        return None if point is None else point.took
-
-    def plain_mean(self, rows: float) -> float | None:
-        """Likewise, the mean: what steps lose or gain in all is compared with it, since a pause of
-        the machine meets steps with drafts and without alike."""
-        point = self._plain_point(rows)
-        return None if point is None else fmean(point.seconds)
-
-    def _plain_point(self, rows: float) -> _Point | None:
-        point = self._points.get(size_class(round(rows)), {}).get(0)
-        return point if point is not None and point.known else None
-
-    def num_since_plain(self, rows: int) -> int:
-        """Steps since one without drafts was seen, of about so many rows; more if few were."""
-        point = self._points[size_class(rows)][0]
-        return (self._num_seen - point.seen_at) * RECENT_PLAIN // len(point.seconds)
-
-    def deepest_known(self, rows: int) -> int:
-        """Of about so many rows."""
-        return max(self._shares(size_class(rows)), default=0)
-
-    def seconds(self, rows: int, most: int) -> list[float]:
-        """Of steps as deep as 0 to `most`; what they take without drafts is known."""
-        plain = self.plain(rows)
-        assert plain is not None
-        known = self._nearest_shares(size_class(rows))
-        found, slope = [1.0], FIRST_SLOPE
-        for depth in range(1, most + 1):
-            next_known = min((other for other in known if other >= depth), default=None)
-            if next_known is not None:
-                at = depth - 1
-                slope = max(0.0, known[next_known] - found[at]) / (next_known - at)
-            found.append(found[-1] + slope)
-        return [plain * share for share in found]
-
-    def _nearest_shares(self, of_rows: int) -> dict[int, float]:
-        for other in sorted(self._points, key=lambda other: (abs(other - of_rows), other)):
-            if shares := self._shares(other):
-                return shares
-        return {}
-
-    def _shares(self, of_rows: int) -> dict[int, float]:
-        """Of a step without drafts, by depth: what is known."""
-        points = self._points.get(of_rows, {})
-        for depth in [d for d, p in points.items() if d and self._is_old(p)]:
-            del points[depth]
-        if 0 not in points or not points[0].known:
-            return {}
-        return {d: p.took / points[0].took for d, p in points.items() if d and p.known}
-
-    def _is_old(self, point: _Point) -> bool:
-        return self._num_seen - point.seen_at > FORGOTTEN

@@ -1,4 +1,4 @@
-"""How prompts share what a step may compute. Knows lengths and waits, no requests and no clock.
+"""How prompts share what a step may compute, and the rows of those that get a share.
 
 A prompt's turn is weighed by what it still needs and how long it has waited (the highest response
 ratio is first), so a short one passes a long one, and a long one is not passed for ever. While a
@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pippin.backends.base import Admit, PrefillRow, Restore
-from pippin.cache.policy import CheckpointPolicy
-from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.admission import Admission, InflightPrefixes
 from pippin.scheduler.memory import Claims
-from pippin.scheduler.pace import Pace
-from pippin.scheduler.request import Quality, RunningSlot, SlotPool, Stage
+from pippin.scheduler.pace import SMALLEST_CHUNK, Pace
+from pippin.scheduler.replies import ReplyRows
+from pippin.scheduler.request import Limits, Quality, RunningSlot, SlotPool
 from pippin.scheduler.speculation import Speculation
-from pippin.types import GRID, ModelSpec
+from pippin.types import GRID
 
 
 @dataclass(frozen=True)
@@ -112,39 +111,168 @@ def _ratio(turn: Turn) -> float:
     return (turn.num_waited + turn.num_left) / max(turn.num_left, 1)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Known tokens [start, end) of a request, to be run in one step."""
-
-    start: int
-    end: int
-    checkpoints: tuple[int, ...] = ()  # positions in (start, end] whose states are wanted
-    captures: bool = False  # the tree wants them
+MAX_SKIPPED = 8  # steps that compute other prompts, of a higher priority, before one that started
 
 
-@dataclass(frozen=True)
-class Chunker:
-    spec: ModelSpec
-    policy: CheckpointPolicy | None  # None: nothing is cached, so nothing is captured
-    smallest: int = 1  # tokens that are worth a forward if they do not end their prompt
-    on_grid: bool = False  # whole grid blocks and a last, shorter chunk that is not shared
+class PromptPlanner:
+    def __init__(
+        self,
+        admission: Admission,
+        slots: SlotPool,
+        claims: Claims,
+        running_slots: dict[int, RunningSlot],
+        limits: Limits,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.num_planned = 0  # tokens, since the start: waits of requests are counted in these
+        self._admission = admission
+        self._slots = slots
+        self._claims = claims
+        self._running_slots = running_slots  # by slot
+        self._speculation = speculation
+        self._spec = claims.costs.spec
+        self._cache = claims.cache
+        self._policy = None if claims.cache is None else claims.cache.policy
+        # Tokens that are worth a forward if they do not end their prompt.
+        self._smallest = min(SMALLEST_CHUNK, limits.prefill_tokens)
+        # Whole grid blocks and a last, shorter chunk that is not shared.
+        self._on_grid = limits.deterministic
 
-    def least(self, num_left: int, budget: int) -> int:
-        """The fewest tokens worth running of a request that has `num_left` to run.
+    def may_start(self) -> bool:
+        """Whether a prompt of the queue could have a slot, and bytes, in the next step."""
+        return self._has_slot() and self._admission.may_start()
+
+    def plan(
+        self, step: int, started: Sequence[RunningSlot], replies: ReplyRows, pace: Pace
+    ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
+        """Rows of the step, within its pace: of prompts that `started`, and of those that start."""
+        queue = self._admission.queue
+        num_streams = len(replies.decode) + len(replies.chunks)
+        num_drafts = sum(row.depth for row in replies.decode)
+        budget = pace.budget(num_streams, len(started) + len(queue), num_drafts)
+        prompts = [*(running.request for running in started), *queue[:2]]
+        if len(prompts) == 1 and prompts[0].handover:
+            budget = min(budget, pace.part_tokens(prompts[0].num_tokens))
+        turns = self._turns(started)
+        top = max((turn.priority for turn in turns), default=None)
+        waiting_top = self._admission.top_priority if self._slots.num_free else None
+        shortest = None
+        if waiting_top is not None:
+            shortest = self._admission.shortest(waiting_top if top is None else top)
+        productive = max(pace.productive_tokens, self._smallest)
+        unfinished = beside_short(turns, budget, productive, shortest_waiting=shortest)
+        # Those in the queue that have a higher priority are offered the step before these.
+        ahead = [turn for turn in turns if waiting_top is None or turn.priority >= waiting_top]
+        tentative = share(ahead, budget, shortest_waiting=shortest, for_unfinished=unfinished)
+        admit, rows = self._start(step, budget - sum(tentative), unfinished)
+        unfinished -= sum(len(row.tokens) for row in rows if not row.samples)
+        shares = share(turns, budget - _num_tokens(rows), for_unfinished=max(unfinished, 0))
+        rows = self._go_on(step, started, shares, budget) + rows
+        self.num_planned += _num_tokens(rows)
+        pace.spend(_num_tokens(rows))
+        return tuple(admit), tuple(rows)
+
+    def _turns(self, started: Sequence[RunningSlot]) -> list[Turn]:
+        """A prompt that was skipped in many steps has the highest priority of all for one."""
+        priorities = [running.priority for running in started]
+        return [
+            Turn(
+                running.num_left,
+                self.num_planned - running.request.arrived_at,
+                max(priorities) if running.num_skipped >= MAX_SKIPPED else priority,
+            )
+            for running, priority in zip(started, priorities, strict=True)
+        ]
+
+    def _go_on(
+        self, step: int, started: Sequence[RunningSlot], shares: Sequence[int], budget: int
+    ) -> list[PrefillRow]:
+        rows: list[PrefillRow] = []
+        for running, num_tokens in zip(started, shares, strict=True):
+            if num_tokens >= self._least(running, budget):
+                running.num_skipped = 0
+                rows.append(self._row(step, running, num_tokens))
+            else:
+                running.num_skipped += budget > 0
+        return rows
+
+    def _start(self, step: int, left: int, unfinished: int) -> tuple[list[Admit], list[PrefillRow]]:
+        """Requests for which there is a slot, bytes and a part of the step.
+
+        `left` tokens of it, and no more than `unfinished` for those that it does not finish.
+        """
+        admit: list[Admit] = []
+        rows: list[PrefillRow] = []
+        running_slots = self._running_slots
+        inflight = InflightPrefixes(running_slots.values() if self._has_slot() else ())
+        while self._has_slot():
+            whole = None if left >= self._smallest else max(left, 0)
+            running = self._admission.start_next(
+                inflight, nothing_runs=not running_slots, max_to_compute=whole
+            )
+            if running is None:
+                break
+            running_slots[running.slot] = running
+            inflight.add(running)
+            admit.append(_admit(running))
+            most = left if running.num_left <= left else min(left, unfinished)
+            most = max(most, self._least(running, self._smallest))
+            restore = None
+            if self._cache is not None and running.lock is not None and running.start_len:
+                restore = Restore(running.start_len, self._cache.payloads(running.lock))
+            rows.append(self._row(step, running, most, restore))
+            left -= len(rows[-1].tokens)
+            unfinished -= 0 if rows[-1].samples else len(rows[-1].tokens)
+        return admit, rows
+
+    def _has_slot(self) -> bool:
+        """Whether a request waits and a slot is free. One that is restored whole needs no more.
+
+        A reply that may not be resumed (`deterministic`) must never need what others have, so it
+        starts with all that it can need, or has the engine to itself.
+        """
+        if not self._admission.queue or not self._slots.num_free:
+            return False
+        if not self._on_grid:
+            return True
+        running = (running for running in self._running_slots.values() if running.runs)
+        return all(running.row_tokens >= running.request.max_total for running in running)
+
+    # ---- chunks ----------------------------------------------------------------------------
+
+    def _least(self, running: RunningSlot, budget: int) -> int:
+        """The fewest tokens of it that are worth running.
 
         A step whose whole `budget` is less explores what chunks cost.
         """
-        return min(self.smallest, num_left, max(budget, 1))
+        return min(self._smallest, running.num_left, max(budget, 1))
 
-    def next_chunk(self, running: RunningSlot, num_tokens: int) -> Chunk:
-        """At most `num_tokens` more of what is known; at least one, given `least` or more.
+    def _row(
+        self, step: int, running: RunningSlot, num_tokens: int, restore: Restore | None = None
+    ) -> PrefillRow:
+        """At most `num_tokens` more of what is known; at least one, given `_least` or more.
 
         Where all that is known was restored, an empty chunk: only the next token is wanted.
         """
-        start = running.row_len
+        request, start = running.request, running.row_len
         end = self._end(running, start, min(running.prefill_len, start + num_tokens))
-        captures = start < end and self._captures(running, end)
-        return Chunk(start, end, self._checkpoints(running, start, end), captures)
+        samples = end == running.prefill_len
+        assert end > start or samples
+        running.plan_row(step, end, samples=samples)
+        if samples and self._speculation is not None:
+            running.num_drafts = self._speculation.first_drafts(running)
+        row = PrefillRow(
+            slot=running.slot,
+            start=start,
+            tokens=request.tokens(end)[start:],
+            samples=samples,
+            restore=restore,
+            checkpoints=self._checkpoints(running, start, end),
+            captures=start < end and self._captures(running, end),
+            masked=request.grammar is not None,
+            num_drafts=running.num_drafts,
+        )
+        return self._claims.fit_chunk(step, running, row)
 
     def _end(self, running: RunningSlot, start: int, end: int) -> int:
         """Where a chunk that may reach `end` should stop.
@@ -154,12 +282,12 @@ class Chunker:
         not end the prompt ends on the grid if a whole block fits; else it is one of the fewest
         pieces, all alike, up to the next checkpoint.
         """
-        if self.on_grid:
+        if self._on_grid:
             return max(end - end % GRID, min(start + GRID, running.prefill_len))
-        if end < running.prefill_len and self.spec.state_bytes:
+        if end < running.prefill_len and self._spec.state_bytes:
             end = end - end % GRID if end - start >= GRID else self._piece(running, start, end)
         for position in self._checkpoints(running, start, end):
-            tappable = self.spec.state_taps and (position - start) % GRID == 0
+            tappable = self._spec.state_taps and (position - start) % GRID == 0
             if not tappable:
                 return position
         return end
@@ -171,9 +299,9 @@ class Chunker:
         return start + -(-left // num_pieces)
 
     def _checkpoints(self, running: RunningSlot, start: int, end: int) -> tuple[int, ...]:
-        if self.policy is None or not self.spec.state_bytes or not self._captures(running, end):
+        if self._policy is None or not self._spec.state_bytes or not self._captures(running, end):
             return ()
-        found = self.policy.placements(
+        found = self._policy.placements(
             start,
             end,
             prompt_len=running.prefill_len,
@@ -183,164 +311,10 @@ class Chunker:
         return tuple(found)
 
     def _captures(self, running: RunningSlot, end: int) -> bool:
-        return running.quality is Quality.SOUND and end <= running.capture_len
-
-
-RunningSlots = dict[int, RunningSlot]  # by slot
-
-MAX_SKIPPED = 8  # steps that compute other prompts, of a higher priority, before one that started
-
-
-@dataclass
-class PromptPlanner:
-    admission: Admission
-    slots: SlotPool
-    claims: Claims
-    chunker: Chunker
-    cache: PrefixCache | None
-    speculation: Speculation | None = None
-    num_planned: int = 0  # tokens, since the start: waits of requests are counted in these
-
-    def may_start(self, running_slots: RunningSlots) -> bool:
-        """Whether a prompt of the queue could have a slot, and bytes, in the next step."""
-        return self._may_start(running_slots) and self.admission.may_start()
-
-    def plan(
-        self,
-        step: int,
-        running_slots: RunningSlots,
-        num_streams: int,
-        pace: Pace,
-        num_drafts: int = 0,
-    ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
-        """Rows of the step, within its pace; those that start are added to `running_slots`."""
-        started = [
-            running
-            for running in running_slots.values()
-            if running.request.phase == "prefill" and running.stage is Stage.RUNNING
-        ]
-        waiting = len(self.admission.queue)
-        if not started and not waiting:
-            return (), ()
-        budget = pace.budget(num_streams, len(started) + waiting, num_drafts)
-        prompts = [*(running.request for running in started), *self.admission.queue[:2]]
-        if len(prompts) == 1 and prompts[0].handover:
-            budget = min(budget, pace.part_tokens(prompts[0].num_tokens))
-        turns = self._turns(started)
-        top = max((turn.priority for turn in turns), default=None)
-        waiting_top = self.admission.top_priority if self.slots.num_free else None
-        shortest = None
-        if waiting_top is not None:
-            shortest = self.admission.shortest(waiting_top if top is None else top)
-        unfinished = beside_short(
-            turns,
-            budget,
-            max(pace.productive_tokens, self.chunker.smallest),
-            shortest_waiting=shortest,
-        )
-        # Those in the queue that have a higher priority are offered the step before these.
-        ahead = [turn for turn in turns if waiting_top is None or turn.priority >= waiting_top]
-        tentative = share(ahead, budget, shortest_waiting=shortest, for_unfinished=unfinished)
-        admit, rows = self._start(step, running_slots, budget - sum(tentative), unfinished)
-        unfinished -= sum(len(row.tokens) for row in rows if not row.samples)
-        shares = share(turns, budget - _num_tokens(rows), for_unfinished=max(unfinished, 0))
-        rows = self._go_on(step, started, shares, budget) + rows
-        self.num_planned += _num_tokens(rows)
-        pace.spend(_num_tokens(rows))
-        return tuple(admit), tuple(rows)
-
-    def _turns(self, started: Sequence[RunningSlot]) -> list[Turn]:
-        """A prompt that was skipped in many steps has the highest priority of all for one."""
-        top = max((running.priority for running in started), default=0)
-        return [
-            Turn(
-                running.num_left,
-                self.num_planned - running.request.arrived_at,
-                top if running.num_skipped >= MAX_SKIPPED else running.priority,
-            )
-            for running in started
-        ]
-
-    def _go_on(
-        self, step: int, started: Sequence[RunningSlot], shares: Sequence[int], budget: int
-    ) -> list[PrefillRow]:
-        rows: list[PrefillRow] = []
-        for running, num_tokens in zip(started, shares, strict=True):
-            if num_tokens >= self.chunker.least(running.num_left, budget):
-                running.num_skipped = 0
-                rows.append(self._row(step, running, num_tokens))
-            else:
-                running.num_skipped += budget > 0
-        return rows
-
-    def _start(
-        self, step: int, running_slots: RunningSlots, left: int, unfinished: int
-    ) -> tuple[list[Admit], list[PrefillRow]]:
-        """Requests for which there is a slot, bytes and a part of the step.
-
-        `left` tokens of it, and no more than `unfinished` for those that it does not finish.
-        """
-        admit: list[Admit] = []
-        rows: list[PrefillRow] = []
-        inflight = InflightPrefixes(
-            running_slots.values() if self._may_start(running_slots) else ()
-        )
-        while self._may_start(running_slots):
-            whole = None if left >= self.chunker.smallest else max(left, 0)
-            running = self.admission.start_next(
-                inflight, nothing_runs=not running_slots, max_to_compute=whole
-            )
-            if running is None:
-                break
-            running_slots[running.slot] = running
-            inflight.add(running)
-            admit.append(_admit(running))
-            most = left if running.num_left <= left else min(left, unfinished)
-            most = max(most, self.chunker.least(running.num_left, self.chunker.smallest))
-            rows.append(self._row(step, running, most, self._restore(running)))
-            left -= len(rows[-1].tokens)
-            unfinished -= 0 if rows[-1].samples else len(rows[-1].tokens)
-        return admit, rows
-
-    def _may_start(self, running_slots: RunningSlots) -> bool:
-        """Whether a request waits and a slot is free. One that is restored whole needs no more.
-
-        A reply that may not be resumed (`deterministic`) must never need what others have, so it
-        starts with all that it can need, or has the engine to itself.
-        """
-        if not self.admission.queue or not self.slots.num_free:
+        """Whether the tree wants a chunk that ends there."""
+        if self._policy is None or end > running.capture_len:
             return False
-        if not self.chunker.on_grid:
-            return True
-        running = (running for running in running_slots.values() if running.runs)
-        return all(running.row_tokens >= running.request.max_total for running in running)
-
-    def _restore(self, running: RunningSlot) -> Restore | None:
-        if self.cache is None or running.lock is None or running.start_len == 0:
-            return None
-        return Restore(running.start_len, self.cache.payloads(running.lock))
-
-    def _row(
-        self, step: int, running: RunningSlot, num_tokens: int, restore: Restore | None = None
-    ) -> PrefillRow:
-        chunk = self.chunker.next_chunk(running, num_tokens)
-        request = running.request
-        running.plan_chunk(step, chunk.end)
-        samples = chunk.end == running.prefill_len
-        if samples and self.speculation is not None:
-            running.num_drafts = self.speculation.first_drafts(running)
-        row = PrefillRow(
-            slot=running.slot,
-            start=chunk.start,
-            tokens=request.tokens(chunk.end)[chunk.start :],
-            samples=samples,
-            restore=restore,
-            checkpoints=chunk.checkpoints,
-            captures=chunk.captures,
-            masked=request.grammar is not None,
-            num_drafts=running.num_drafts,
-        )
-        return self.claims.fit_chunk(step, running, row)
+        return running.quality is Quality.SOUND
 
 
 def _admit(running: RunningSlot) -> Admit:

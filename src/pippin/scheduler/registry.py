@@ -1,4 +1,4 @@
-"""Every request that has not ended, wherever it waits or runs, and its one end. Knows no plans."""
+"""Every request that has not ended, wherever it waits or runs, and its one end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pippin.scheduler.replies import (
 )
 from pippin.scheduler.request import Quality, Request, RunningSlot, Stage
 from pippin.scheduler.traffic import Traffic
-from pippin.types import GRID, FinishReason, GrammarSpec
+from pippin.types import GRID, FinishReason, GrammarSpec, TokenLogprobs
 
 
 class Observer(Protocol):
@@ -66,26 +66,12 @@ class Outbox:
         scored = result.logprobs.get(slot)
         logprobs = None if scored is None else list(scored)
         if len(request.output) > len(tokens):
-            self._deltas.append(
-                TokenDelta(
-                    request.id,
-                    tokens,
-                    logprobs,
-                    accepted_drafts=request.accepted_drafts,
-                    rejected_drafts=request.rejected_drafts,
-                    finish=finish,
-                )
-            )
+            self.end(request, finish, tokens, logprobs)
             return
         scores = result.prompt_logprobs.get(slot)
         prompt_logprobs = None if scores is None else list(scores)
-        self._first(
-            request,
-            tokens=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish=finish,
-        )
+        first = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        self._first(request, tokens=tokens, finish=finish, **first)
 
     def embedding(self, request: Request, vector: np.ndarray) -> None:
         """The reply to a request that embeds. `vector`: float32 [hidden]."""
@@ -105,13 +91,18 @@ class Outbox:
         )
 
     def end(
-        self, request: Request, finish: FinishReason | None, tokens: Sequence[int] = ()
+        self,
+        request: Request,
+        finish: FinishReason | None,
+        tokens: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
-        """Its last tokens, which no step has sampled; without `finish` more follow."""
+        """More tokens of a reply, or its end; without `finish` more follow."""
         self._deltas.append(
             TokenDelta(
                 request.id,
-                list(tokens),
+                tokens or [],
+                logprobs,
                 accepted_drafts=request.accepted_drafts,
                 rejected_drafts=request.rejected_drafts,
                 finish=finish,
@@ -142,12 +133,14 @@ class Registry:
         following: Following,
         admission: Admission,
         traffic: Traffic,
+        claims: Claims,
     ) -> None:
         self._metrics = metrics
         self._compiling = compiling
         self._following = following
         self._admission = admission
         self._traffic = traffic
+        self._claims = claims
         self.requests: dict[str, Request] = {}
         self.running_slots: dict[int, RunningSlot] = {}  # by slot: in use, or not yet released
         self.leaving: list[RunningSlot] = []  # their requests have ended or are being preempted
@@ -168,7 +161,6 @@ class Registry:
     # ---- arrives, waits, runs --------------------------------------------------------------
 
     def refuse(self, request_id: str, error: Exception) -> None:
-        """It never was one of these."""
         self.outbox.error(request_id, error)
         self._metrics.requests_failed += 1
 
@@ -214,7 +206,6 @@ class Registry:
             self._finish(request, reason)
 
     def _enqueue(self, request: Request) -> None:
-        """Into the queue; while a thread follows its grammar, when that is done."""
         if request.followed:
             request.phase = "compiling"
         else:
@@ -222,7 +213,6 @@ class Registry:
         self.notify(request)
 
     def count_started(self, admit: Sequence[Admit]) -> None:
-        """What the cache saved them; once each."""
         for request in (self.running_slots[started.slot].request for started in admit):
             if not request.num_preemptions and not request.starts_again:
                 self._metrics.cached_tokens += request.cached_len
@@ -238,7 +228,7 @@ class Registry:
     def requeue(self, running: RunningSlot) -> None:
         request = running.request
         num_before = request.num_preemptions
-        request.requeue(damaged=running.damaged)
+        request.requeue(damaged=running.quality is Quality.DAMAGED)
         self._metrics.preemptions += request.num_preemptions - num_before
         self._enqueue(request)
 
@@ -310,21 +300,16 @@ class Registry:
         elif not (running := self.running_slots[request.slot]).preempting:
             self.leaving.append(running)
         request.end(reason)
-        if request.grammar is not None:
-            self._compiling.trim()
-        self._traffic.ended(request)
+        if request.grammar is not None and self._compiling.compiler is not None:
+            self._compiling.compiler.trim()  # a grammar that has grown with the reply is forgotten
+        if self._traffic.pushes is not None and request.handover:
+            why = "" if request.completed else f"the request ended: {request.finish}"
+            self._traffic.pushes.end(request, why)
         del self.requests[request.id]
         self.on_end(request)
         self.notify(request)
 
-
-class Preemption:
-    def __init__(self, claims: Claims, traffic: Traffic, registry: Registry) -> None:
-        self._costs = claims.costs
-        self._budget = claims.budget
-        self._claims = claims
-        self._traffic = traffic
-        self._registry = registry
+    # ---- bytes are short -------------------------------------------------------------------
 
     def make_room(self, starved: Sequence[RunningSlot], *, in_flight: bool) -> None:
         """Give up checkpoints, loads and hand-overs, then preempt requests.
@@ -332,39 +317,35 @@ class Preemption:
         Those starved go on in a later plan. Where nothing can be given up and no step is
         `in_flight` that releases bytes, one request is larger than the budget.
         """
-        running_slots = self._registry.running_slots
-        shortage = self._claims.shortage(starved, running_slots.values())
-        if shortage > 0 and self._traffic.give_up_loads():
-            shortage = self._claims.shortage(starved, running_slots.values())
-        if shortage > 0 and self._traffic.give_up_handovers(shortage):
-            shortage = self._claims.shortage(starved, running_slots.values())
-        if shortage <= 0:
-            return
-        for running in requests_to_preempt(self._registry.running, shortage):
-            self._registry.preempt(running)
-        if len(running_slots) == 1 and not in_flight:
-            self._start_over(starved[0])
 
-    def fail_hopeless(self, request: Request) -> None:
-        """Nothing runs, and yet it cannot start: it had outgrown the whole budget."""
-        self._fail(request, request.num_tokens, self._costs.row_bytes(request.num_tokens + 1))
+        def shortage() -> int:
+            return self._claims.shortage(starved, self.running_slots.values())
+
+        self._traffic.give_up(shortage)
+        if (nbytes := shortage()) <= 0:
+            return
+        for running in requests_to_preempt(self.running, nbytes):
+            self.preempt(running)
+        if len(self.running_slots) == 1 and not in_flight:
+            self._start_over(starved[0])
 
     def _start_over(self, running: RunningSlot) -> None:
         """Alone, and out of bytes. What it borrowed from the tree comes with a state and more that
         a row of its own does without: then it is preempted; or else it is too large."""
-        fits = self._costs.row_bytes(running.row_len + 1) <= self._budget.capacity
+        claims, length = self._claims, running.row_len + 1
+        fits = claims.costs.row_bytes(length) <= claims.budget.capacity
         if running.lock is None or not fits:
-            need = self._claims.row_bytes(running, running.row_len + 1)
-            self._fail(running.request, running.row_len, need)
+            self.fail_large(running.request, length - 1, claims.row_bytes(running, length))
         elif not running.preempting:
-            self._registry.preempt(running)
+            self.preempt(running)
 
-    def _fail(self, request: Request, num_tokens: int, need: int) -> None:
+    def fail_large(self, request: Request, num_tokens: int, need: int) -> None:
+        """It has outgrown the whole budget."""
         message = (
             f"the request reached {num_tokens:,} tokens and needs {need:,} bytes, "
-            f"the budget holds {self._budget.capacity:,}"
+            f"the budget holds {self._claims.budget.capacity:,}"
         )
-        self._registry.fail(request, OutOfMemory(message))
+        self.fail(request, OutOfMemory(message))
 
 
 def requests_to_preempt(candidates: Sequence[RunningSlot], nbytes: int) -> list[RunningSlot]:
@@ -376,13 +357,13 @@ def requests_to_preempt(candidates: Sequence[RunningSlot], nbytes: int) -> list[
         return []
     senior = min(candidates, key=lambda running: running.request.rank)
     chosen: list[RunningSlot] = []
-    freed = sum(_freed(running) for running in candidates if running.preempting)
+    freed = sum(running.freed_bytes for running in candidates if running.preempting)
     for running in sorted(candidates, key=_cost):
         if freed >= nbytes:
             break
         if running is not senior and not running.preempting:
             chosen.append(running)
-            freed += _freed(running)
+            freed += running.freed_bytes
     return chosen
 
 
@@ -390,7 +371,3 @@ def _cost(running: RunningSlot) -> tuple[int, int, int]:
     """Low priority first; then the fewest blocks to run again; then the youngest."""
     request = running.request
     return running.priority, (running.row_len - running.in_tree) // GRID, -request.arrival
-
-
-def _freed(running: RunningSlot) -> int:
-    return running.nbytes + running.checkpoint_bytes

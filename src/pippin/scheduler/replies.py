@@ -39,37 +39,32 @@ class Compiling:
     compiler: GrammarCompiler | None  # None: requests have no grammars
     on_compiled: Callable[[list[str]], None] = lambda ids: None
     num_tokens: int = 0  # of these requests
-    _pending: dict[Request, Future[CompiledGrammar]] = field(default_factory=dict)
+    pending: dict[Request, Future[CompiledGrammar]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self.pending)
 
     def add(self, request: Request, spec: GrammarSpec) -> None:
         assert self.compiler is not None, "this scheduler was made without a compiler"
         request.phase = "compiling"
-        self._pending[request] = self.compiler.compile(spec)
+        self.pending[request] = self.compiler.compile(spec)
         self.num_tokens += request.num_queued
 
     def remove(self, request: Request) -> None:
-        if self._pending.pop(request, None) is not None:
+        if self.pending.pop(request, None) is not None:
             self.num_tokens -= request.num_queued
-
-    def trim(self) -> None:
-        """A reply ended: a grammar that has grown with it is forgotten."""
-        if self.compiler is not None:
-            self.compiler.trim()
 
     def take_done(self, fail: Fail) -> list[Request]:
         """Those that may start now, in order of arrival; what is no grammar ends its request."""
-        done = [request for request, future in self._pending.items() if future.done()]
+        done = [(request, future) for request, future in self.pending.items() if future.done()]
         ready = []
-        for request in done:
-            future = self._pending[request]
+        for request, future in done:
             if (error := future.exception()) is not None:
                 fail(request, client_error(error))
                 continue
             self.remove(request)
-            request.follow(future.result().copy())
+            request.grammar = future.result().copy()
+            request.phase = "waiting"
             ready.append(request)
         if ready:
             self.on_compiled([request.id for request in ready])
@@ -77,8 +72,8 @@ class Compiling:
 
     def wait(self, seconds: float) -> None:
         """Until one is compiled, where nothing else is to be done."""
-        if self._pending:
-            wait(self._pending.values(), seconds, return_when=FIRST_COMPLETED)
+        if self.pending:
+            wait(self.pending.values(), seconds, return_when=FIRST_COMPLETED)
 
 
 @dataclass(frozen=True)
@@ -238,19 +233,9 @@ PaysOff = Callable[[Sequence[int], int], bool]
 
 @dataclass
 class ReplyRows:
-    """A step's rows of replies."""
-
     decode: list[DecodeRow] = field(default_factory=list)
     chunks: list[PrefillRow] = field(default_factory=list)
     starved: list[RunningSlot] = field(default_factory=list)  # they have no bytes to grow into
-
-    @property
-    def num_streams(self) -> int:
-        return len(self.decode) + len(self.chunks)
-
-    @property
-    def num_drafts(self) -> int:
-        return sum(row.depth for row in self.decode)
 
 
 @dataclass(frozen=True)
@@ -267,86 +252,93 @@ class ReplyPlanner:
         running_slots: Iterable[RunningSlot],
         pays_off: PaysOff,
         *,
-        prompts_start: bool = False,
+        beside_prompts: bool = False,
     ) -> ReplyRows:
-        """A row for each reply that goes on. `prompts_start`: some may, in this step."""
-        running_slots = list(running_slots)
-        going_on = [h for h in running_slots if self._samples(h) or self.runs_last_token(h)]
-        ends = self._chunk_ends(going_on, pays_off)
-        going = any(running.request.phase == "prefill" for running in running_slots)
-        beside_prompts = prompts_start or going
-        rows, drafts = ReplyRows(), self._drafts(step, going_on, beside_prompts)
-        for running in going_on:
+        """A row for each reply that goes on. `beside_prompts`: some are in the step, or may be."""
+        sampling: dict[RunningSlot, bool] = {}  # of replies that go on: whether they sample
+        known: list[RunningSlot] = []
+        for running in running_slots:
+            if self._samples(running):
+                sampling[running] = True
+                if running.request.grammar is not None and running.num_known > 1:
+                    known.append(running)
+            elif self.policy is not None and self.runs_last_token(running):
+                sampling[running] = False
+        ends = self._chunk_ends(known, len(sampling), pays_off) if known else {}
+        drafts: dict[RunningSlot, Draft] = {}
+        if self.speculation is not None:
+            replying = [running for running, samples in sampling.items() if samples]
+            drafts = self.speculation.draft(
+                step, replying, len(sampling), beside_prompts=beside_prompts
+            )
+        rows = ReplyRows()
+        for running, samples in sampling.items():
             if running in ends and self._fits(running, ends[running]):
                 rows.chunks.append(self._chunk(step, running, ends[running]))
-            elif (draft := self._fitting(running, drafts.get(running, NO_DRAFT))) is not None:
-                rows.decode.append(self._token(step, running, draft))
-            elif self._samples(running):
+                continue
+            draft, end = drafts.get(running, NO_DRAFT), running.row_len + 1
+            if draft.depth and not self._fits(running, end + draft.depth):
+                draft = NO_DRAFT
+            if end <= running.row_tokens or self._fits(running, end):
+                rows.decode.append(self._token(step, running, draft, samples))
+            elif samples:
                 rows.starved.append(running)
             else:
                 running.enter(Stage.CLOSED)
         return rows
-
-    def _drafts(
-        self, step: int, going_on: Sequence[RunningSlot], beside_prompts: bool
-    ) -> dict[RunningSlot, Draft]:
-        if self.speculation is None:
-            return {}
-        sampling = [running for running in going_on if self._samples(running)]
-        return self.speculation.draft(step, sampling, len(going_on), beside_prompts=beside_prompts)
-
-    def _fitting(self, running: RunningSlot, draft: Draft) -> Draft | None:
-        """What the next row verifies, if anything; None if there are no bytes for its token."""
-        end = running.row_len + 1
-        if self._fits(running, end + draft.depth):
-            return draft
-        return NO_DRAFT if draft.depth and self._fits(running, end) else None
 
     def _fits(self, running: RunningSlot, end: int) -> bool:
         return end <= running.row_tokens or self.claims.grow(running, end)
 
     def _samples(self, running: RunningSlot) -> bool:
         request = running.request
-        if request.phase != "decode" or not request.samples_left:
+        if request.phase != "decode" or running.stage is not Stage.RUNNING:
             return False
-        return running.stage is Stage.RUNNING and not request.waits_for_mask
+        if request.num_sampled >= request.params.max_tokens:
+            return False
+        return request.grammar is None or not request.waits_for_mask
 
-    def _token(self, step: int, running: RunningSlot, draft: Draft) -> DecodeRow:
+    def _token(self, step: int, running: RunningSlot, draft: Draft, samples: bool) -> DecodeRow:
         request, position = running.request, running.row_len
         end = position + 1 + draft.depth
         # Of a reply that has ended the next token to run is drawn once more, if it is not the last.
-        samples = self._samples(running) or (not request.running and end < request.num_tokens)
-        running.plan_tokens(step, end, samples=samples, depth=draft.depth)
+        samples = samples or (not request.running and end < request.num_tokens)
+        running.plan_row(step, end, samples=samples, depth=draft.depth)
         running.num_drafts = draft.num_drafts
-        masked = request.grammar is not None
-        checkpoint = self._keeps_checkpoint(step, running, end - end % GRID, position)
+        wanted = end - end % GRID
         return DecodeRow(
             running.slot,
             position,
             samples,
-            checkpoint,
-            masked,
+            wanted > position and self._keeps_checkpoint(step, running, wanted),
+            request.grammar is not None,
             draft.depth,
             draft.proposal,
             draft.num_drafts,
         )
 
+    def _keeps_checkpoint(self, step: int, running: RunningSlot, wanted: int) -> bool:
+        """Whether a state is to be kept of a row that grows past `wanted` tokens, and fits.
+
+        It is captured behind the row's input token: at `wanted` if the row has no drafts, or else
+        about there.
+        """
+        if wanted <= running.checkpoint_len or self.policy is None or not self.has_states:
+            return False
+        if not self.policy.captures_decode(wanted):
+            return False
+        running.checkpoint_len = wanted
+        return self.claims.fit_checkpoint(step, running, wanted)
+
     # ---- tokens that are known beforehand --------------------------------------------------
 
     def _chunk_ends(
-        self, going_on: Sequence[RunningSlot], pays_off: PaysOff
+        self, known: Sequence[RunningSlot], num_streams: int, pays_off: PaysOff
     ) -> dict[RunningSlot, int]:
-        """Where the chunks end that this step runs of replies."""
-        if not self.runs_chunks:
-            return {}
-        ends = {
-            running: self._end_of_known(running)
-            for running in going_on
-            if running.num_known > 1 and self._samples(running)
-        }
+        ends = {running: self._end_of_known(running) for running in known if self.runs_chunks}
         ends = {running: end for running, end in ends.items() if end > running.row_len + 1}
         lengths = [end - running.row_len for running, end in ends.items()]
-        return ends if lengths and pays_off(lengths, len(going_on)) else {}
+        return ends if lengths and pays_off(lengths, num_streams) else {}
 
     def _end_of_known(self, running: RunningSlot) -> int:
         """A checkpoint is captured by the row of one token that reaches it: stop short of it."""
@@ -358,7 +350,7 @@ class ReplyPlanner:
 
     def _chunk(self, step: int, running: RunningSlot, end: int) -> PrefillRow:
         start = running.row_len
-        running.plan_tokens(step, end, samples=True)
+        running.plan_row(step, end, samples=True)
         tokens = running.request.tokens(end)[start:]
         return PrefillRow(running.slot, start, tokens, samples=True, masked=True)
 
@@ -375,7 +367,10 @@ class ReplyPlanner:
         if running.stage is not Stage.RUNNING:
             return False
         if request.phase == "decode":
-            return not request.samples_left and running.row_len < request.max_total
+            return (
+                request.num_sampled >= request.params.max_tokens
+                and running.row_len < request.max_total
+            )
         return request.completed and not running.tainted and running.row_len < request.num_tokens
 
     def retire(self, step: int, running: RunningSlot) -> Retire:
@@ -385,16 +380,3 @@ class ReplyPlanner:
         row = self.claims.fit_retire(step, running, captures=captures)
         running.retire(row.end)
         return row
-
-    def _keeps_checkpoint(self, step: int, running: RunningSlot, wanted: int, before: int) -> bool:
-        """Whether a state is to be kept of a row that grows past `wanted` tokens, and fits.
-
-        It is captured behind the row's input token: at `wanted` if the row has no drafts, or else
-        about there.
-        """
-        if wanted <= max(before, running.checkpoint_len):
-            return False
-        if self.policy is None or not self.has_states or not self.policy.captures_decode(wanted):
-            return False
-        running.checkpoint_len = wanted
-        return self.claims.fit_checkpoint(step, running, wanted)

@@ -14,7 +14,7 @@ import numpy as np
 from pippin.cache.prefix_cache import Lock, PrefixCache
 from pippin.decode.compile import Grammar
 from pippin.messages import Submit, unpack_tokens
-from pippin.types import FinishReason, Payload, SamplingParams, TierName
+from pippin.types import FinishReason, Payload, TierName
 
 FLUSH_SECONDS = 2.5  # to write what waits to be written, when the engine stops
 
@@ -33,7 +33,6 @@ class Limits:
     capacity_bytes: int = 1 << 40
 
 
-NO_TOKENS = np.zeros(0, dtype=np.int32)
 KEY_TOKENS = 16  # prompts that share less than this are strangers
 
 Phase = Literal[
@@ -48,77 +47,58 @@ Phase = Literal[
 
 #   tokens:  [ prompt | reply: sampled or forced, known | sampled, in flight ]
 #            0   prompt_len                        num_tokens
-@dataclass(eq=False, slots=True)
 class Request:
-    id: str
-    prompt: np.ndarray  # int32 [prompt_len]
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    boundaries: tuple[int, ...]
-    seed: int
-    arrival: int  # counts requests: in order of arrival
-    arrived_at: int = 0  # counts prompt tokens that had been planned by then
-    # Of its salt and first tokens: prompts that begin alike have the same; b"": too short.
-    key: bytes = b""
-    salt: bytes = b""  # a digest: requests of another salt share nothing with it
-    priority: int = 0  # higher starts first, and is preempted last
-    grammar: Grammar | None = None
-    # int32 [n]: what its client expects as the reply
-    prediction: np.ndarray = field(default_factory=lambda: NO_TOKENS)
-    embeds: bool = False  # it wants the hidden vector after its prompt, and no reply
-    handover: str = ""  # a decode engine's, which its prompt is computed for
-
-    phase: Phase = "waiting"
-    output: list[int] = field(default_factory=list)
-    num_sampled: int = 0  # tokens of the reply that are known or in flight
-    finish: FinishReason | None = None
-    slot: int = 0  # while it runs; what comes with it is a `RunningSlot`
-    cached_len: int = 0  # prompt tokens that were not computed, when it first started
-    host_len: int = 0  # of these, loaded for it from the host's memory
-    disk_len: int = 0  # and from disk
-    peer_len: int = 0  # and from a prefill engine
-    mask: np.ndarray | None = None  # int32 [words]: of its next token, where its grammar is slow
-    followed: bool = False  # a thread makes that mask
-    was_wanted: bool = False  # a prefill engine was asked for its prompt: once
-    tiers_tried: int = 0  # in so many tiers below memory, since it was queued
-    # Tokens [start, end) that were loaded for it, from each tier.
-    loaded: dict[TierName, tuple[int, int]] = field(default_factory=dict)
-    accepted_drafts: int = 0  # that were verified for it,
-    rejected_drafts: int = 0  # and were wrong
-    num_preemptions: int = 0
-    starts_again: bool = False  # what it was restored from the first time was damaged
-    submitted_s: float | None = None  # on the loop's clock
-    queued_s: float | None = None  # how long it waited, when it first started
-    passed_over: int = 0  # times a later request was started first
-
-    @classmethod
-    def from_submit(
-        cls,
+    def __init__(
+        self,
         submit: Submit,
         *,
         seed: int,
         arrival: int,
         arrived_at: int = 0,
         grammar: Grammar | None = None,
-    ) -> Request:
+    ) -> None:
         prompt = unpack_tokens(submit.tokens)
-        return cls(
-            id=submit.id,
-            prompt=prompt,
-            params=submit.params,
-            stop_ids=frozenset(submit.stop_ids),
-            boundaries=tuple(submit.boundaries),
-            seed=seed,
-            arrival=arrival,
-            arrived_at=arrived_at,
-            key=submit.salt + prompt[:KEY_TOKENS].tobytes() if len(prompt) > KEY_TOKENS else b"",
-            salt=submit.salt,
-            priority=submit.priority,
-            grammar=grammar,
-            prediction=unpack_tokens(submit.prediction),
-            embeds=submit.embeds,
-            handover=submit.handover,
-        )
+        self.id = submit.id
+        self.prompt = prompt  # int32 [prompt_len]
+        self.params = submit.params
+        self.stop_ids = frozenset(submit.stop_ids)
+        self.boundaries = tuple(submit.boundaries)
+        self.seed = seed
+        self.arrival = arrival  # counts requests: in order of arrival
+        self.arrived_at = arrived_at  # counts prompt tokens that had been planned by then
+        # Of its salt and first tokens: prompts that begin alike have the same; b"": too short.
+        self.key = submit.salt + prompt[:KEY_TOKENS].tobytes() if len(prompt) > KEY_TOKENS else b""
+        self.salt = submit.salt  # a digest: requests of another salt share nothing with it
+        self.priority = submit.priority  # higher starts first, and is preempted last
+        self.grammar = grammar
+        self.prediction = unpack_tokens(submit.prediction)  # what its client expects as the reply
+        self.embeds = submit.embeds  # it wants the hidden vector after its prompt, and no reply
+        self.handover = submit.handover  # a decode engine's, which its prompt is computed for
+
+        self.phase: Phase = "waiting"
+        self.output: list[int] = []
+        self.num_sampled = 0  # tokens of the reply that are known or in flight
+        self.finish: FinishReason | None = None
+        self.slot = 0  # while it runs; what comes with it is a `RunningSlot`
+        self.cached_len = 0  # prompt tokens that were not computed, when it first started
+        self.host_len = 0  # of these, loaded for it from the host's memory
+        self.disk_len = 0  # and from disk
+        self.peer_len = 0  # and from a prefill engine
+        # int32 [words]: of its next token, where its grammar is slow
+        self.mask: np.ndarray | None = None
+        self.followed = False  # a thread makes that mask
+        self.was_wanted = False  # a prefill engine was asked for its prompt: once
+        self.tiers_tried = 0  # in so many tiers below memory, since it was queued
+        # Tokens [start, end) that were loaded for it, from each tier.
+        self.loaded: dict[TierName, tuple[int, int]] = {}
+        self.accepted_drafts = 0  # that were verified for it,
+        self.rejected_drafts = 0  # and were wrong
+        self.num_preemptions = 0
+        self.starts_again = False  # what it was restored from the first time was damaged
+        self.submitted_s: float | None = None  # on the loop's clock
+        self.queued_s: float | None = None  # how long it waited, when it first started
+        self.passed_over = 0  # times a later request was started first
+        self.promise: Promise | None = None  # while it waits by choice for a prefix
 
     # ---- what is known ---------------------------------------------------------------------
 
@@ -171,9 +151,8 @@ class Request:
         """Beside the sample that is being committed another one is planned."""
         return self.num_sampled > len(self.output) + 1
 
-    @property
-    def samples_left(self) -> bool:
-        return self.num_sampled < self.params.max_tokens
+    def waits_for(self, running: RunningSlot) -> bool:
+        return self.promise is not None and self.promise.running is running
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -193,16 +172,6 @@ class Request:
         """The known token at a position of the reply."""
         return self.output[position - len(self.prompt)]
 
-    def follow(self, grammar: Grammar) -> None:
-        """What it is to obey has been compiled: it may start."""
-        assert self.phase == "compiling"
-        self.grammar = grammar
-        self.phase = "waiting"
-
-    def note_load(self, tier: TierName, start: int, end: int) -> None:
-        """Tokens [start, end) are in memory now because it waited; perhaps none."""
-        self.loaded[tier] = (start, max(start, end))
-
     def start(self, slot: int, cached_len: int) -> None:
         assert self.phase == "waiting"
         self.phase = "prefill"
@@ -218,11 +187,6 @@ class Request:
         """Of the first `length` tokens: what a tier brought lies before what a slower one did."""
         start, end = self.loaded.get(tier, (0, 0))
         return max(0, min(length, end) - start)
-
-    def note_start(self, now_s: float) -> None:
-        """Its first chunk, or its first one again, is in a step that is launched now."""
-        if self.submitted_s is not None and self.queued_s is None:
-            self.queued_s = now_s - self.submitted_s
 
     def plan_sample(self, end: int) -> None:
         """What comes before `end` has been planned, and with it the token there: known or not."""
@@ -253,10 +217,6 @@ class Request:
             assert self.num_sampled == len(self.output), "a sample is in flight"
             self.num_preemptions += 1
 
-    def drop_samples(self) -> None:
-        """What was drawn for it, or is being drawn, is not to be used."""
-        self.num_sampled = len(self.output)
-
     def end(self, reason: FinishReason) -> None:
         assert self.finish is None, f"{self.id} has ended"
         self.phase = "ended"
@@ -269,15 +229,12 @@ class SlotPool:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(1, num_slots + 1))
-        self._taken: set[int] = set()
 
     def acquire(self) -> int:
-        slot = heapq.heappop(self._free)
-        self._taken.add(slot)
-        return slot
+        return heapq.heappop(self._free)
 
     def release(self, slot: int) -> None:
-        self._taken.remove(slot)
+        assert slot not in self._free
         heapq.heappush(self._free, slot)
 
     @property
@@ -301,7 +258,6 @@ class ByteBudget:
 
     @property
     def free(self) -> int:
-        """What neither claims nor the tree take."""
         return self.capacity - self.claimed - (0 if self.cache is None else self.cache.nbytes)
 
     def claim(self, nbytes: int) -> bool:
@@ -355,6 +311,13 @@ class Quality(enum.IntEnum):
     SOUND = 3
 
 
+@dataclass(frozen=True)
+class Promise:
+    running: RunningSlot
+    shared: int  # tokens that it brings to a request that waits,
+    inflight_len: int  # of so many in all
+
+
 #   positions:  [ restored | computed here, planned | drafts in flight ]   `row_len` counts them all
 #               0      start_len            row_len - num_unsure    row_len
 #   `in_tree` of them were given to the tree; chunks end at `prefill_len`, then tokens follow.
@@ -383,7 +346,9 @@ class RunningSlot:
     captured_len: int = 0  # tokens that the tree gets with the step that retires it
     # States of the reply, by position. The tree takes them when it gets the KV they belong to.
     checkpoints: dict[int, Payload] = field(default_factory=dict)
-    inherited: int | None = None  # the highest priority of requests that wait for its prompt
+    # Requests that wait for its prompt, by what is shared with each. Ended waits are dropped when
+    # they are met.
+    waiters: list[tuple[int, int, Request]] = field(default_factory=list)
     num_skipped: int = 0  # steps in a row that computed prompts, and nothing of this one
 
     def __post_init__(self) -> None:
@@ -399,22 +364,16 @@ class RunningSlot:
         return self.stage is Stage.PREEMPTING
 
     @property
-    def released(self) -> bool:
-        return self.stage is Stage.RELEASED
-
-    @property
     def tainted(self) -> bool:
         return self.quality <= Quality.TAINTED
-
-    @property
-    def damaged(self) -> bool:
-        return self.quality is Quality.DAMAGED
 
     @property
     def priority(self) -> int:
         """Of its request, or of one that waits for what it computes if that is higher."""
         own = self.request.priority
-        return own if self.inherited is None else max(own, self.inherited)
+        if not self.waiters:
+            return own
+        return max([own, *(r.priority for *_, r in self.waiters if r.waits_for(self))])
 
     @property
     def num_left(self) -> int:
@@ -453,6 +412,11 @@ class RunningSlot:
     def checkpoint_bytes(self) -> int:
         return sum(state.nbytes for state in self.checkpoints.values())
 
+    @property
+    def freed_bytes(self) -> int:
+        """What its end gives back."""
+        return self.nbytes + self.checkpoint_bytes
+
     # ---- transitions -----------------------------------------------------------------------
 
     def enter(self, stage: Stage) -> None:
@@ -462,30 +426,20 @@ class RunningSlot:
     def worsen(self, quality: Quality) -> None:
         self.quality = min(self.quality, quality)
 
-    def inherit(self, priority: int) -> None:
-        """A request of this priority waits for its prompt."""
-        self.inherited = priority if self.inherited is None else max(self.inherited, priority)
+    def plan_row(self, step: int, end: int, *, samples: bool, depth: int = 0) -> None:
+        """The next step runs tokens up to `end`, and samples the one there or not.
 
-    def plan_chunk(self, step: int, end: int) -> None:
-        """The next step runs what is known up to `end`, and samples if that is all of it."""
-        assert end > self.row_len or end == self.prefill_len
-        self._advance(step, end)
-        if end == self.prefill_len:
-            self.request.plan_sample(end)
-
-    def plan_tokens(self, step: int, end: int, *, samples: bool, depth: int = 0) -> None:
-        """The next step runs the reply up to `end`, and samples the token there or not.
-
-        Of these the last may be unknown, and `depth` drafts behind it may be rejected. A reply that
-        has ended samples what is known of it.
+        Of a reply's the last may be unknown, and `depth` drafts behind it may be rejected. A reply
+        that has ended samples what is known of it.
         """
-        self._advance(step, end)
+        assert self.stage is Stage.RUNNING
+        self.row_len = end
+        self.last_step = step
         self.num_unsure += depth
         if samples and self.request.running:
             self.request.plan_sample(end)
 
     def settle(self, depth: int, accepted: int) -> None:
-        """A step of this slot was committed that had `depth` drafts."""
         assert 0 <= accepted <= depth
         self.num_unsure -= depth
         self.num_extra = accepted
@@ -493,29 +447,15 @@ class RunningSlot:
         if self.runs:
             self.request.num_sampled -= depth - accepted
 
-    def _advance(self, step: int, end: int) -> None:
-        assert self.stage is Stage.RUNNING
-        self.row_len = end
-        self.last_step = step
-
     def retire(self, captured_len: int) -> None:
         """A step that retires it was planned; it brings the tree so many tokens."""
         self.enter(Stage.RETIRING)
         self.captured_len = captured_len
 
-    def entered_tree(self, position: int) -> None:
-        self.in_tree = max(self.in_tree, position)
-
     def lost_tree(self, position: int) -> None:
         """The tree holds only `position` of the tokens that were given to it."""
         self.in_tree = min(self.in_tree, position)
         self.worsen(Quality.DETACHED)
-
-    def move_tip(self, cache: PrefixCache, tip: Lock) -> None:
-        """Lock the end of what was just inserted, so that the next chunk connects to it."""
-        if self.tip is not None:
-            cache.unlock(self.tip)
-        self.tip = tip
 
     def unlock_tip(self, cache: PrefixCache | None) -> None:
         if cache is not None and self.tip is not None:

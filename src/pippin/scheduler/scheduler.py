@@ -1,4 +1,4 @@
-"""Plans what each step computes and commits its result. Knows no arrays and no clock.
+"""Plans what each step computes and commits its result.
 
 `plan(N+1)` is made before step N's tokens are known, assuming that running requests go on. If N
 shows that one stopped, its row in N+1 is a ghost: the sampled token is dropped. The row itself is
@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pippin.backends.base import Costs, Damage, Retire, StepPlan, StepResult
+from pippin.backends.base import (
+    Admit,
+    Costs,
+    Damage,
+    PrefillRow,
+    Retire,
+    StepPlan,
+    StepResult,
+)
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import TierIO
@@ -25,12 +33,20 @@ from pippin.errors import PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
 from pippin.scheduler.admission import Admission
-from pippin.scheduler.memory import Claims, take_captures
-from pippin.scheduler.pace import SMALLEST_CHUNK, Pace, Timed
-from pippin.scheduler.prompts import Chunker, PromptPlanner
-from pippin.scheduler.registry import Preemption, Registry
+from pippin.scheduler.memory import Claims
+from pippin.scheduler.pace import CostModel, Pace, Timed
+from pippin.scheduler.prompts import PromptPlanner
+from pippin.scheduler.registry import Registry
 from pippin.scheduler.replies import Compiling, Following, ReplyPlanner, make_masks
-from pippin.scheduler.request import ByteBudget, Limits, Quality, Request, RunningSlot, SlotPool
+from pippin.scheduler.request import (
+    ByteBudget,
+    Limits,
+    Quality,
+    Request,
+    RunningSlot,
+    SlotPool,
+    Stage,
+)
 from pippin.scheduler.speculation import Speculation
 from pippin.scheduler.spills import Pushes
 from pippin.scheduler.traffic import Traffic
@@ -44,48 +60,6 @@ class InflightStep:
     owners: dict[int, RunningSlot]
     retired: dict[int, RunningSlot]
     transient_bytes: int  # claimed for its captures
-
-    def unlock_prompts(self, cache: PrefixCache | None, *, by_reference: bool) -> None:
-        """A row whose prompt is computed depends on the tree only if it reads the tree's own."""
-        for row in self.plan.prefill:
-            running = self.owners[row.slot]
-            if row.samples and not running.released:
-                running.unlock_tip(cache)
-                if not by_reference:
-                    running.unlock(cache)
-
-
-class InflightSteps:
-    def __init__(self) -> None:
-        self._steps: dict[int, InflightStep] = {}
-        self.next_step = 0
-        self.committed = -1
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __getitem__(self, step: int) -> InflightStep:
-        return self._steps[step]
-
-    @property
-    def transient_bytes(self) -> int:
-        return sum(inflight.transient_bytes for inflight in self._steps.values())
-
-    def fences(self, running: RunningSlot) -> bool:
-        """Whether a step with a row of it is still to be committed."""
-        return running.last_step > self.committed
-
-    def add(self, inflight: InflightStep) -> None:
-        assert inflight.plan.step == self.next_step, "steps are planned in order"
-        self._steps[self.next_step] = inflight
-        self.next_step += 1
-
-    def pop(self, step: int) -> InflightStep:
-        """It has been committed, or has failed."""
-        inflight = self._steps.pop(step)
-        assert step == self.committed + 1, "steps are committed in order"
-        self.committed = step
-        return inflight
 
 
 @dataclass
@@ -108,32 +82,36 @@ class Scheduler:
         self.compiling = Compiling(self.compiler)
         self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache, self.pushes)
         self.following = Following(self.spec.vocab_size)
+        self._claims = Claims(self.costs, self.budget, self.cache)
         self.registry = Registry(
-            self.metrics, self.compiling, self.following, self.admission, self.traffic
+            self.metrics,
+            self.compiling,
+            self.following,
+            self.admission,
+            self.traffic,
+            self._claims,
         )
         if self.speculation is not None:
             self.registry.on_end = self.speculation.forget
             self.metrics.drafters.update(self.speculation.no_counts)
         self.requests = self.registry.requests
         self.running_slots = self.registry.running_slots
-        self.inflight_steps = InflightSteps()
-        self.pace = Pace(limits.prefill_tokens, limits.max_gap, limits.for_streams)
+        self.inflight_steps: dict[int, InflightStep] = {}  # in order
+        self.next_step = 0
+        self.committed = -1  # or failed: the last step that was
+        costs = CostModel()
+        if self.speculation is not None and self.speculation.policy is not None:
+            costs = self.speculation.policy.costs
+        self.pace = Pace(limits.prefill_tokens, limits.max_gap, limits.for_streams, costs)
         self._arrivals = itertools.count()
         self._seeds = random.Random()
         policy = None if self.cache is None else self.cache.policy
-        self._claims = Claims(self.costs, self.budget, self.cache)
-        self._preemption = Preemption(self._claims, self.traffic, self.registry)
         self._prompts = PromptPlanner(
             self.admission,
             self.slots,
             self._claims,
-            Chunker(
-                self.spec,
-                policy,
-                smallest=min(SMALLEST_CHUNK, limits.prefill_tokens),
-                on_grid=limits.deterministic,
-            ),
-            self.cache,
+            self.running_slots,
+            limits,
             self.speculation,
         )
         # What a decode step computed differs in its last bits from what a prompt's chunk would.
@@ -160,10 +138,11 @@ class Scheduler:
             self.check(submit)
         except PippinError as error:
             self.registry.refuse(submit.id, error)
-            self.traffic.refuse(submit.handover, error)
+            if self.pushes is not None and submit.handover:
+                self.pushes.refuse(submit.handover, str(error))
             return
         seed = submit.params.seed
-        request = Request.from_submit(
+        request = Request(
             submit,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             arrival=next(self._arrivals),
@@ -171,7 +150,8 @@ class Scheduler:
             grammar=grammar,
         )
         request.submitted_s = now_s
-        self.traffic.start_push(request)
+        if self.pushes is not None and submit.handover:
+            self.pushes.start(request)
         self.registry.add(request, submit.params.grammar if grammar is None else None)
 
     def check(self, submit: Submit) -> None:
@@ -184,15 +164,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """In the queue, or about to be."""
         coming = len(self.compiling) + self.following.num_coming + self.traffic.num_loading
         return len(self.admission.queue) + coming
 
     @property
     def has_work(self) -> bool:
-        return (
-            bool(self.requests or self.running_slots or self.registry.outbox) or self.traffic.busy
-        )
+        if self.requests or self.running_slots or self.registry.outbox:
+            return True
+        return self.traffic.busy
 
     @property
     def num_running(self) -> int:
@@ -206,46 +185,60 @@ class Scheduler:
             sent = self.plan_spill()  # before the next chunk is computed, not behind it
             if sent is not None:
                 return sent
-        step = self.inflight_steps.next_step
-        self.registry.take_compiled()
-        self.registry.take_followed()
-        for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
-            self.registry.notify(request)
-        retire, retired = self._plan_retires(step)
+        step = self.next_step
+        if self.compiling.pending:
+            self.registry.take_compiled()
+        if self.following._pending:
+            self.registry.take_followed()
+        if self.traffic.tiers:
+            for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
+                self.registry.notify(request)
+        retire, retired = self._plan_retires(step) if self.registry.leaving else ((), {})
+        prompts = [
+            running
+            for running in self.running_slots.values()
+            if running.request.phase == "prefill" and running.stage is Stage.RUNNING
+        ]
+        queued = bool(self.admission.queue)
+        may_start = queued and self._prompts.may_start()  # those that are ready are eligible now
         replies = self._replies.plan(
             step,
             self.running_slots.values(),
             self.pace.pays_off,
-            prompts_start=self._prompts.may_start(self.running_slots),
+            beside_prompts=may_start or bool(prompts),
         )
-        admit, prefill = self._prompts.plan(
-            step, self.running_slots, replies.num_streams, self.pace, replies.num_drafts
-        )
-        self.registry.count_started(admit)
+        admit: tuple[Admit, ...] = ()
+        prefill: tuple[PrefillRow, ...] = tuple(replies.chunks)
+        if prompts or queued:
+            admit, chunks = self._prompts.plan(step, prompts, replies, self.pace)
+            prefill += chunks
+            self.registry.count_started(admit)
         if replies.starved:
-            self._preemption.make_room(replies.starved, in_flight=bool(self.inflight_steps))
-        rows = (*replies.chunks, *prefill), tuple(replies.decode)
-        plan = StepPlan(step, retire, admit, *rows, *self.traffic.plan(step))
+            self.registry.make_room(replies.starved, in_flight=bool(self.inflight_steps))
+        moves = self.traffic.plan(step) if self.traffic.moves else ((), ())
+        plan = StepPlan(step, retire, admit, prefill, tuple(replies.decode), *moves)
         if plan.empty:
             waits = self.inflight_steps or self.running_slots or self.traffic.loads_under_way
-            if not waits and self.admission.refused is not None:
-                self._preemption.fail_hopeless(self.admission.refused)
+            if not waits and (hopeless := self.admission.refused) is not None:
+                need = self.costs.row_bytes(hopeless.num_tokens + 1)
+                self.registry.fail_large(hopeless, hopeless.num_tokens, need)
             return None
-        transient_bytes = self._claims.take_transient()
-        self.inflight_steps.add(
-            InflightStep(plan, dict(self.running_slots), retired, transient_bytes)
-        )
+        self._add(plan, retired, self._claims.take_transient())
         return plan
 
     def plan_spill(self) -> StepPlan | None:
         """A step that moves payloads between tiers, and computes nothing."""
-        step = self.inflight_steps.next_step
-        spill, load = self.traffic.plan(step)
+        spill, load = self.traffic.plan(self.next_step)
         if not spill and not load:
             return None
-        plan = StepPlan(step, spill=spill, load=load)
-        self.inflight_steps.add(InflightStep(plan, dict(self.running_slots), {}, 0))
+        plan = StepPlan(self.next_step, spill=spill, load=load)
+        self._add(plan, {}, 0)
         return plan
+
+    def _add(self, plan: StepPlan, retired: dict[int, RunningSlot], transient_bytes: int) -> None:
+        owners = dict(self.running_slots)
+        self.inflight_steps[self.next_step] = InflightStep(plan, owners, retired, transient_bytes)
+        self.next_step += 1
 
     def masks(self, plan: StepPlan) -> np.ndarray:
         """What the plan's grammar rows may sample, once every earlier step is committed.
@@ -260,7 +253,7 @@ class Scheduler:
         retire: list[Retire] = []
         retired: dict[int, RunningSlot] = {}
         for running in list(self.registry.leaving):
-            if self.inflight_steps.fences(running) or self._replies.runs_last_token(running):
+            if running.last_step > self.committed or self._replies.runs_last_token(running):
                 continue
             self.registry.leaving.remove(running)
             retire.append(self._replies.retire(step, running))
@@ -276,22 +269,29 @@ class Scheduler:
         inflight = self._end_step(step)
         if self.speculation is not None:
             self.speculation.settle(inflight.plan, inflight.owners, result, self.metrics)
-        self.traffic.commit(step, result)
+        if self.traffic.moves:
+            self.traffic.commit(step, result)
         for damage in result.damaged:
             if (owner := inflight.owners.get(damage.slot)) is not None:
                 self._run_again(owner, damage)
         for slot in result.overflowed:
-            if not (owner := inflight.owners[slot]).damaged:
+            if (owner := inflight.owners[slot]).quality is not Quality.DAMAGED:
                 overflow = PippinError("the model's values overflowed", code="not_a_number")
                 self.registry.taint(owner, overflow)
-        if self.cache is not None:
+        if result.captures and self.cache is not None:
             owners, retired = inflight.owners, inflight.retired
-            for found in take_captures(result.captures, owners, retired, self.cache, self.budget):
-                self.traffic.note(found.request, found.length, whole=found.whole)
+            note = self.traffic.note
+            self._claims.take_captures(result.captures, owners, retired, self.cache, note)
         for running in inflight.retired.values():
             running.release(self.budget, self.slots, self.cache)
             del self.running_slots[running.slot]
-        inflight.unlock_prompts(self.cache, by_reference=self.costs.restores_by_reference)
+        for row in inflight.plan.prefill:
+            running = inflight.owners[row.slot]
+            if row.samples and running.stage is not Stage.RELEASED:
+                running.unlock_tip(self.cache)
+                # What its prompt was restored from matters no more, unless the row reads just that.
+                if not self.costs.restores_by_reference:
+                    running.unlock(self.cache)
         return self._take_tokens(inflight, result)
 
     def fail_step(self, step: int, error: Exception) -> None:
@@ -317,21 +317,23 @@ class Scheduler:
         return self.registry.outbox.take()
 
     def observe(self, timed: Timed) -> None:
-        """What steps took that were committed."""
         self.pace.observe(timed)
-        if self.speculation is not None:
-            self.speculation.observe(timed)
+        if self.speculation is not None and self.speculation.policy is not None:
+            self.speculation.policy.observe(timed)
 
     def _end_step(self, step: int) -> InflightStep:
+        assert step == self.committed + 1, "steps end in order"
+        self.committed = step
         inflight = self.inflight_steps.pop(step)
-        self.budget.release(inflight.transient_bytes)
+        if inflight.transient_bytes:
+            self.budget.release(inflight.transient_bytes)
         return inflight
 
     def _run_again(self, running: RunningSlot, damage: Damage) -> None:
         """What the row was restored from has changed: it is dropped, with all that was computed on
         it, and its request runs those tokens itself."""
         running.worsen(Quality.DAMAGED)
-        if not running.released and not self.costs.restores_by_reference:
+        if running.stage is not Stage.RELEASED and not self.costs.restores_by_reference:
             running.unlock(self.cache)
         if self.cache is not None:
             request = running.request
@@ -343,14 +345,16 @@ class Scheduler:
 
     def _take_tokens(self, inflight: InflightStep, result: StepResult) -> int:
         ghosts = 0
-        for row in inflight.plan.sampled_rows:
+        for row in inflight.plan.rows:
+            if not row.samples:
+                continue
             running = inflight.owners[row.slot]
             request = running.request
             if request.finish is not None:
                 ghosts += 1
-            elif running.damaged:
+            elif running.quality is Quality.DAMAGED:
                 if running.runs:
-                    request.drop_samples()
+                    request.num_sampled = len(request.output)  # of no use
             elif not row.masked or row.end == request.num_tokens:  # else a grammar had forced it
                 self.registry.take_tokens(request, row.slot, result)
         return ghosts

@@ -5,60 +5,37 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-from zlib import crc32
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
 from pippin.backends.base import MAX_STOP_IDS, DecodeRow, Proposal, StepPlan, StepResult
 from pippin.metrics import DraftCounts, EngineMetrics
-from pippin.scheduler.pace import DraftCosts, Timed
+from pippin.scheduler.pace import CostModel, Timed
 from pippin.scheduler.request import Request, RunningSlot
 
-
-@dataclass(frozen=True)
-class Guess:
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))  # int32 [n]
-    confidence: int = 0  # how often these are right is learnt for each value by itself
+NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
-NO_GUESS = Guess()
-
-
-class Drafter(Protocol):
+class Drafter:
     """On the host."""
 
-    @property
-    def name(self) -> str: ...
+    name = ""
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Some of these are about to be asked for, once a step. Takes bounded time."""
-        ...
 
-    def propose(self, request: Request, num_tokens: int) -> Guess:
-        """At most `num_tokens` tokens that could follow the request's known ones."""
-        ...
+    def propose(self, request: Request, num_tokens: int) -> tuple[np.ndarray, int]:
+        """At most so many tokens that could follow the known ones, int32; and how sure that is: how
+        often these are right is learnt for each value by itself."""
+        raise NotImplementedError
 
     def forget(self, request: Request) -> None:
         """It has ended."""
-        ...
 
     def flush(self) -> None:
         """Forget what requests said that have ended: the cache is flushed."""
-        ...
-
-
-class KeepsNothing:
-    """Of requests: a drafter whose proposals depend on nothing that it has to keep."""
-
-    def prepare(self, requests: Iterable[Request]) -> None:
-        pass
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -67,30 +44,6 @@ class DeviceDrafter:
 
     name: str
     max_drafts: int  # that a step leaves for a row's next one
-
-
-class OracleDrafter(KeepsNothing):
-    """Right at a given share of places, which depend on the request and the place alone."""
-
-    name = "oracle"
-
-    def __init__(
-        self, reply_of: Callable[[Request], Sequence[int]], share_right: float, vocab_size: int
-    ) -> None:
-        self._reply_of = reply_of
-        self._share_right = share_right
-        self._vocab_size = vocab_size
-
-    def propose(self, request: Request, num_tokens: int) -> Guess:
-        first = len(request.output)
-        known = self._reply_of(request)[first : first + num_tokens]
-        tokens = np.array(known, dtype=np.int32)
-        name = request.id.encode()
-        for place in range(len(tokens)):
-            chance = crc32(name + (first + place).to_bytes(4, "little")) / 2**32
-            if chance >= self._share_right:
-                tokens[place] = (tokens[place] + 1) % self._vocab_size
-        return Guess(tokens)
 
 
 AT_FIRST = 0.7  # share of drafts that are right, before any was verified,
@@ -115,64 +68,38 @@ class _Places:
             tried[place] = KEPT * tried[place] + 1.0
             right[place] = KEPT * right[place] + (place < accepted)
 
-    def survival(self, before: Sequence[float], prior: float) -> list[float]:
-        """For each place, the chance that a draft there and all before it are right.
-
-        `before`: rates that are believed without these, and count as `prior` drafts."""
-        chances, chance, known = [], 1.0, len(self.tried)
-        for place, rate in enumerate(before):
-            if place < known:
-                rate = (self.right[place] + prior * rate) / (self.tried[place] + prior)
-            chance *= rate
-            chances.append(chance)
-        return chances
-
-    def rates(self, before: float, prior: float) -> list[float]:
-        known = zip(self.tried, self.right, strict=True)
-        return [(right + prior * before) / (tried + prior) for tried, right in known]
-
-
-@dataclass
-class _OfAll:
-    """What all requests showed for a confidence, and what follows: every row of a step asks."""
-
-    places: _Places = field(default_factory=_Places)
-    rates: list[float] = field(default_factory=list)
-    survival: list[float] = field(default_factory=list)
-
-    def know(self, depth: int) -> None:
-        """Bring what follows up to date, for so many drafts at least."""
-        if len(self.rates) < depth:
-            known = self.places.rates(AT_FIRST, PRIOR_OF_ALL)
-            self.rates = known + [AT_FIRST] * (depth - len(known))
-            self.survival = _NOTHING.survival(self.rates, 0.0)
-
-
-_NOTHING = _Places()
+    def rates(self, before: Sequence[float], prior: float) -> list[float]:
+        """How often each place is right. `before`: what is believed without these, which counts as
+        `prior` drafts."""
+        seen = zip(self.tried, self.right, before, strict=False)
+        known = [(right + prior * rate) / (tried + prior) for tried, right, rate in seen]
+        return [*known, *before[len(known) :]]
 
 
 class Acceptance:
+    """Of drafts, by confidence: what all requests showed, and what each did."""
+
     def __init__(self) -> None:
-        self._of_all: defaultdict[int, _OfAll] = defaultdict(_OfAll)
-        self._of_request: dict[str, dict[int, _Places]] = {}
+        self._of_all: defaultdict[int, _Places] = defaultdict(_Places)
+        self._of_request: dict[str, defaultdict[int, _Places]] = {}
+        self._rates: dict[int, list[float]] = {}  # of all: every row of a step asks
 
     def observe(self, request_id: str, confidence: int, depth: int, accepted: int) -> None:
-        of_all = self._of_all[confidence]
-        of_all.places.add(depth, accepted)
-        of_all.rates = []
-        of_request = self._of_request.setdefault(request_id, {})
-        if confidence not in of_request:
-            of_request[confidence] = _Places()
+        self._of_all[confidence].add(depth, accepted)
+        self._rates.pop(confidence, None)
+        of_request = self._of_request.setdefault(request_id, defaultdict(_Places))
         of_request[confidence].add(depth, accepted)
 
     def survival(self, request_id: str, confidence: int, depth: int) -> list[float]:
         """For each of `depth` drafts, the chance that it and all before it are right."""
-        of_all = self._of_all[confidence]
-        of_all.know(depth)
-        own = self._of_request.get(request_id, {}).get(confidence)
-        if own is None:
-            return of_all.survival[:depth]
-        return own.survival(of_all.rates[:depth], PRIOR_OF_REQUEST)
+        rates = self._rates.get(confidence, [])
+        if len(rates) < depth:
+            rates = self._of_all[confidence].rates([AT_FIRST] * depth, PRIOR_OF_ALL)
+            self._rates[confidence] = rates
+        of_request = self._of_request.get(request_id)
+        own = None if of_request is None else of_request.get(confidence)
+        rates = rates[:depth] if own is None else own.rates(rates[:depth], PRIOR_OF_REQUEST)
+        return list(accumulate(rates, mul))
 
     def forget(self, request_id: str) -> None:
         self._of_request.pop(request_id, None)
@@ -197,12 +124,13 @@ class Candidate:
     request_id: str
     depth: int
     confidence: int = 0
+    tokens: np.ndarray | None = None  # int32 [n]: proposed by the host; None: the device's drafts
 
 
 @dataclass
 class DepthPolicy:
     acceptance: Acceptance = field(default_factory=Acceptance)
-    costs: DraftCosts = field(default_factory=DraftCosts)
+    costs: CostModel = field(default_factory=CostModel)  # that the pace of prompts has, too
     _balance: float = FIRST_BALANCE  # in steps
     _num_steps: int = 0
     _num_in_vain: int = 0  # steps in a row
@@ -215,7 +143,9 @@ class DepthPolicy:
         self._num_steps += 1
         if self._num_steps < self._rests_until or self._balance < 0.0:
             return True
-        return self.costs.plain(rows) is None or self.costs.num_since_plain(rows) > PLAIN_EVERY
+        return (
+            self.costs.plain_seconds(rows) is None or self.costs.num_since_plain(rows) > PLAIN_EVERY
+        )
 
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
         """Drafts of each candidate in the next step, which has `rows` in all."""
@@ -226,7 +156,7 @@ class DepthPolicy:
     def _choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
         deepest = max([1, *(candidate.depth for candidate in candidates)])
         most = min(deepest, max(1, GROWTH * self.costs.deepest_known(rows)))
-        seconds = self.costs.seconds(rows, most)
+        seconds = self.costs.depth_seconds(rows, most)
         depth = self._best(rows, candidates, seconds)
         if not depth:
             depth = int(self._is_trial(seconds))
@@ -261,22 +191,18 @@ class DepthPolicy:
         return has_rested and seconds[1] <= (1.0 + self._balance) * seconds[0]
 
     def observe(self, timed: Timed) -> None:
-        """Steps with prompts show little of what drafts took, nor does the first of a shape, which
-        may be compiled. One in which the device begins to draft for the next steps, or ends, is
-        like no other, and costs what it costs."""
-        if not timed.num_decodes or timed.num_prefills or timed.num_new or timed.seconds <= 0.0:
+        """Settle what `costs` have seen. A step in which the device begins to draft for the next
+        steps, or ends, is like no other, and costs what it costs."""
+        if not timed.shows_drafts:
             return
-        steps = timed.num_decodes
-        rows, seconds = timed.decode_rows / steps, timed.seconds / steps
-        if not timed.num_turns:
-            self.costs.observe(rows, round(timed.depth / steps), seconds)
-        plain = self.costs.plain_mean(rows)
+        rows = timed.decode_rows / timed.num_decodes
+        plain = self.costs.plain_seconds(rows, mean=True)
         if plain is None:
             return
         gained = 0.0
         if timed.depth or timed.num_turns:
             gained = (timed.decode_rows + timed.accepted) / rows - timed.seconds / plain
-        self._balance = min(self._balance + gained + INCOME * steps, MAX_BALANCE)
+        self._balance = min(self._balance + gained + INCOME * timed.num_decodes, MAX_BALANCE)
 
 
 BY_DEVICE = -1  # the class of confidence of the device's drafts
@@ -292,19 +218,6 @@ class Draft:
 
 
 NO_DRAFT = Draft()
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """Drafts that a row could have: of the host in this step, or of the device in the next."""
-
-    running: RunningSlot
-    depth: int
-    guess: Guess | None  # None: of the device
-
-    @property
-    def confidence(self) -> int:
-        return BY_DEVICE if self.guess is None else self.guess.confidence
 
 
 @dataclass
@@ -342,18 +255,14 @@ class Speculation:
         may = [running for running in rows if may_speculate(running.request)]
         if self.drafter is not None:
             self.drafter.prepare(running.request for running in may)
-        offers = [self._offer(running) for running in may]
-        depths = [offer.depth for offer in offers]
+        offers = {running: self._offer(running) for running in may}
+        depths = [offer.depth for offer in offers.values()]
         if self.policy is not None:
-            candidates = [
-                Candidate(offer.running.request.id, offer.depth, offer.confidence)
-                for offer in offers
-            ]
-            depths = self.policy.choose(num_rows, candidates)
-        self._confidences[step] = {o.running.request.id: o.confidence for o in offers}
+            depths = self.policy.choose(num_rows, list(offers.values()))
+        self._confidences[step] = {o.request_id: o.confidence for o in offers.values()}
         return {
-            offer.running: self._draft(offer, depth)
-            for offer, depth in zip(offers, depths, strict=True)
+            running: self._draft(running, offer, depth)
+            for (running, offer), depth in zip(offers.items(), depths, strict=True)
         }
 
     def settle(
@@ -383,11 +292,6 @@ class Speculation:
                     confidence = BY_DEVICE if row.proposal is None else confidences[request.id]
                     self.policy.acceptance.observe(request.id, confidence, row.depth, accepted)
 
-    def observe(self, timed: Timed) -> None:
-        """What steps took that were committed."""
-        if self.policy is not None:
-            self.policy.observe(timed)
-
     def forget(self, request: Request) -> None:
         """It has ended."""
         if self.drafter is not None:
@@ -406,41 +310,37 @@ class Speculation:
         wanted = min(self.choose_depth(running), self.max_depth, self.device.max_drafts)
         return wanted if self.policy is None else min(wanted, self.policy.usual_depth)
 
-    def _offer(self, running: RunningSlot) -> _Offer:
+    def _offer(self, running: RunningSlot) -> Candidate:
+        request = running.request
         wanted = min(self.choose_depth(running), self.max_depth)
-        by_host = NO_GUESS if self.drafter is None else self._guess(self.drafter, running, wanted)
+        depth, confidence, tokens = 0, 0, NO_TOKENS
+        num_wanted = min(wanted, _num_left(running))
         # What is proposed begins at the input token's place, or before it.
-        num_skipped = running.row_len + 1 - running.request.num_tokens
-        depth = max(0, min(wanted, len(by_host.tokens) - num_skipped))
-        host = _Offer(running, depth, by_host)
+        num_skipped = running.row_len + 1 - request.num_tokens
+        if self.drafter is not None and num_wanted > 0:
+            tokens, confidence = self.drafter.propose(request, num_wanted + num_skipped)
+            depth = max(0, min(wanted, len(tokens) - num_skipped))
+        host = Candidate(request.id, depth, confidence, tokens)
         if self.device is None:
             return host
-        device = _Offer(running, min(wanted, self.device.max_drafts), None)
+        device = Candidate(request.id, min(wanted, self.device.max_drafts), BY_DEVICE)
         return host if self._worth(host) > self._worth(device) else device
 
-    def _guess(self, drafter: Drafter, running: RunningSlot, wanted: int) -> Guess:
-        wanted = min(wanted, _num_left(running))
-        if wanted <= 0:
-            return NO_GUESS
-        request = running.request
-        return drafter.propose(request, running.row_len + 1 + wanted - request.num_tokens)
-
-    def _worth(self, offer: _Offer) -> float:
+    def _worth(self, offer: Candidate) -> float:
         """Drafts that are accepted on average; without a policy what is longer is better."""
         if self.policy is None:
             return offer.depth
-        request_id = offer.running.request.id
-        return sum(self.policy.acceptance.survival(request_id, offer.confidence, offer.depth))
+        survival = self.policy.acceptance.survival
+        return sum(survival(offer.request_id, offer.confidence, offer.depth))
 
-    def _draft(self, offer: _Offer, depth: int) -> Draft:
-        running, guess = offer.running, offer.guess
-        if guess is None:
+    def _draft(self, running: RunningSlot, offer: Candidate, depth: int) -> Draft:
+        if offer.tokens is None:
             return self._left(running, num_drafts=depth)
         if not depth:
             return self._left(running)
         start = running.request.num_tokens
         end = running.row_len + 1 + depth - start
-        return Draft(depth, Proposal(start, guess.tokens[:end]))
+        return Draft(depth, Proposal(start, offer.tokens[:end]))
 
     def _all_left(self, rows: Sequence[RunningSlot]) -> dict[RunningSlot, Draft]:
         return {running: self._left(running) for running in rows if running.num_drafts}

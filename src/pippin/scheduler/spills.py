@@ -1,4 +1,4 @@
-"""What is written behind: sequences that memory holds and a tier lacks. Knows no arrays.
+"""What is written behind: sequences that memory holds and a tier, or another engine, lacks.
 
 One batch is on its way at a time: payloads of one sequence, planned into a step, handed to the
 `TierIO` when that step is committed, and in the tier's tree when they have been written. So what is
@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,8 +44,7 @@ class SpillBatch:
     tokens: np.ndarray
     salt: bytes
     entries: list[Entry]
-    step: int
-    copies: list[PieceSource] = field(default_factory=list)  # of the tier above; none: of a step
+    step: int | None  # None: of copies that the tier above has
     future: Future[list[bool]] | None = None  # once its step has been committed
     is_wanted: bool = True  # False: the tiers were flushed since
 
@@ -73,7 +72,6 @@ class Spills:
 
     @property
     def writes(self) -> bool:
-        """Whether a batch is on its way."""
         return self._batch is not None
 
     @property
@@ -85,8 +83,8 @@ class Spills:
 
     @property
     def futures(self) -> list[Future[list[bool]]]:
-        future = None if self._batch is None else self._batch.future
-        return [] if future is None else [future]
+        batch = self._batch
+        return [] if batch is None or batch.future is None else [batch.future]
 
     def note(self, request_id: str, tokens: np.ndarray, salt: bytes = b"") -> None:
         """The tree in memory holds more of this sequence than before."""
@@ -117,7 +115,6 @@ class Spills:
         return self._batch is not None or bool(self._waiting)
 
     def pass_all_on(self) -> None:
-        """Nothing more is to be written here."""
         for name in list(self._waiting):
             self._pass_on(name)
 
@@ -154,7 +151,8 @@ class Spills:
             if not self._written.isdisjoint(entry.key for entry in entries):
                 self._pass_on(name)  # its beginning went to make room for its end
                 continue
-            self._batch = SpillBatch(name, tokens, salt, entries, step, copies)
+            batch_step = None if copies else step
+            self._batch = SpillBatch(name, tokens, salt, entries, batch_step)
             nbytes = sum(entry.nbytes for entry in entries)
             self._not_before = now + nbytes / self._tiers.kind.max_bytes_written
             if copies:
@@ -165,7 +163,6 @@ class Spills:
         return ()
 
     def _missing(self, tokens: np.ndarray, salt: bytes) -> tuple[list[Run], list[PieceSource]]:
-        """What to write next, and copies of it where the tier above has them."""
         if self._above is not None:
             above, tier_io = self._above._tiers, self._above._tier_io
             runs = self._tiers.missing(tokens, salt, above)
@@ -178,7 +175,7 @@ class Spills:
     def commit(self, step: int, spilled: Iterator[Spilled], now: float) -> None:
         """Write what a step has copied for this tier."""
         batch = self._batch
-        if batch is None or batch.step != step or batch.copies:
+        if batch is None or batch.step != step:
             return
         sources = list(itertools.islice(spilled, len(batch.entries)))
         if not all(source.intact for source in sources):
@@ -198,11 +195,10 @@ class Spills:
     def fail_step(self, step: int, now: float) -> None:
         """Perhaps because of what was spilled: this sequence is not tried again."""
         batch = self._batch
-        if batch is not None and batch.step == step and not batch.copies:
+        if batch is not None and batch.step == step:
             self._give_up(batch, now)
 
     def poll(self, now: float) -> None:
-        """Add a batch that has been written to the tier's tree."""
         batch = self._batch
         if batch is None or batch.future is None or not batch.future.done():
             return
@@ -254,12 +250,15 @@ class PushStats:
     sent_bytes: int = 0
 
 
-@dataclass(eq=False)
-class Push:
-    target: PushTarget
-    tiers: CacheTier
-    spills: Spills
-    reason: str | None = None  # once its request has ended: why not all of it was computed, or ""
+class Push(Spills):
+    """The tier that it writes to is the other engine."""
+
+    def __init__(self, target: PushTarget, tiers: CacheTier, store: OutgoingStore) -> None:
+        super().__init__(tiers, TierIO(store, writer=target.writer, reader=target.writer))
+        self.target = target
+        self.stats = tiers.stats
+        # Once its request has ended: why not all of it was computed, or "".
+        self.reason: str | None = None
 
 
 class Pushes:
@@ -289,11 +288,11 @@ class Pushes:
     @property
     def waits(self) -> bool:
         """Whether there may be something to be sent, and none of it is on its way."""
-        return any(push.spills.waits for push in self._pushes.values())
+        return any(push.waits for push in self._pushes.values())
 
     @property
     def futures(self) -> list[Future[list[bool]]]:
-        return [future for push in self._pushes.values() for future in push.spills.futures]
+        return [future for push in self._pushes.values() for future in push.futures]
 
     # ---- requests --------------------------------------------------------------------------
 
@@ -315,9 +314,8 @@ class Pushes:
             wants_state=_states_of(len(wanted.tokens)),
         )
         tiers.expect(wanted.tokens, wanted.held, wanted.salt)
-        tier_io = TierIO(store, writer=target.writer, reader=target.writer)
-        push = self._pushes[request.id] = Push(target, tiers, Spills(tiers, tier_io))
-        push.spills.note(request.id, wanted.tokens, wanted.salt)
+        push = self._pushes[request.id] = Push(target, tiers, store)
+        push.note(request.id, wanted.tokens, wanted.salt)
 
     def refuse(self, handover: str, reason: str) -> None:
         target = self.targets.pop(handover)
@@ -329,18 +327,18 @@ class Pushes:
         push = self._pushes.get(request.id)
         if push is not None:
             wanted = push.target.wanted
-            push.spills.note(request.id, wanted.tokens[:length], wanted.salt)
+            push.note(request.id, wanted.tokens[:length], wanted.salt)
 
     def end(self, request: Request, reason: str) -> None:
         """It has ended. `reason`: why before all of its prompt was computed; "" if all was."""
         push = self._pushes.get(request.id)
-        if push is not None:
-            push.reason = reason
-            if reason:
-                push.spills.forget()
-            else:  # it may have been in memory whole, so that nothing was computed
-                wanted = push.target.wanted
-                push.spills.note(request.id, wanted.tokens, wanted.salt)
+        if push is None:
+            return
+        push.reason = reason
+        if reason:
+            push.forget()
+        else:  # it may have been in memory whole, so that nothing was computed
+            self.note(request, len(push.target.wanted.tokens))
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -348,15 +346,15 @@ class Pushes:
         """At most one batch of each, the one that waited longest first."""
         spills: list[Spill] = []
         for name, push in list(self._pushes.items()):
-            push.spills.poll(now)
+            push.poll(now)
             self._end_sent(name, push)
-        num_batches = sum(push.spills.writes for push in self._pushes.values())
+        num_batches = sum(push.writes for push in self._pushes.values())
         for name, push in list(self._pushes.items()):
             if num_batches >= MAX_BATCHES:
                 break
-            if push.spills.writes:
+            if push.writes:
                 continue
-            planned = push.spills.plan(step, now)
+            planned = push.plan(step, now)
             if planned:
                 num_batches += 1
                 spills += planned
@@ -368,22 +366,22 @@ class Pushes:
 
     def commit(self, step: int, spilled: Iterator[Spilled], now: float) -> None:
         for push in self._steps.pop(step, []):
-            push.spills.commit(step, spilled, now)
+            push.commit(step, spilled, now)
 
     def fail_step(self, step: int, now: float) -> None:
         for push in self._steps.pop(step, []):
-            push.spills.fail_step(step, now)
+            push.fail_step(step, now)
 
     def forget(self) -> None:
         """What memory had was dropped."""
         for push in self._pushes.values():
-            push.spills.forget()
+            push.forget()
 
     def _end_sent(self, name: str, push: Push) -> None:
-        if push.reason is None or push.spills.hurry():
+        if push.reason is None or push.hurry():
             return
         del self._pushes[name]
-        stats, sent = self.stats, push.tiers.stats
+        stats, sent = self.stats, push.stats
         reason = push.reason or ("a part could not be sent" if sent.failed_spills else "")
         stats.sent += not reason
         stats.failed += bool(reason)

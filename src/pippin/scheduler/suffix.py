@@ -1,4 +1,4 @@
-"""Finds where a text's last tokens occurred before, and what followed. Knows no requests.
+"""Finds where a text's last tokens occurred before, and what followed.
 
 As in LZ77: every place is in a chain of the places whose last three tokens hash alike, the latest
 first. A search looks at the first few of a chain, so no text makes it long:
@@ -19,7 +19,7 @@ import numpy as np
 
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import NO_GUESS, Guess
+from pippin.scheduler.speculation import NO_TOKENS, Drafter
 
 MIN_MATCH = 3  # tokens: fewer say nothing
 MAX_MATCH = 32  # more are not compared
@@ -42,6 +42,7 @@ class TextIndex:
     """Grows at its end. `index` catches up with the text, as far as a step has time for it."""
 
     def __init__(self, capacity: int = LEAST_CAPACITY) -> None:
+        self.num_replied = 0  # tokens of a request's reply that are in it
         self._len = 0
         self._indexed = MIN_MATCH - 1  # places up to here are in chains
         self._allocate(max(LEAST_CAPACITY, capacity), np.zeros(0, dtype=np.int32))
@@ -179,19 +180,13 @@ LONGER_MATCHES = 5, 9, 17  # each is a class of its own: acceptance is learnt fo
 DOUBTFUL = 0.5  # share of places that agree: with less, a match counts as a shorter one
 
 
-@dataclass
-class _Text:
-    index: TextIndex
-    num_replied: int = 0  # tokens of the reply that are in it
-
-
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     name = "suffix"
 
     def __init__(self, cache: PrefixCache | None) -> None:
         """Without a cache requests share nothing, and this neither."""
         self._cache = cache
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, TextIndex] = {}
         self._shared = SharedTexts()
 
     def prepare(self, requests: Iterable[Request]) -> None:
@@ -201,17 +196,17 @@ class SuffixDrafter:
             text = self._texts.get(request.id)
             if text is None:
                 text = self._texts[request.id] = self._start(request)
-            text.index.extend(request.output[text.num_replied :])
+            text.extend(request.output[text.num_replied :])
             text.num_replied = len(request.output)
-            left -= text.index.index(left)
+            left -= text.index(left)
             salts[request.salt] = None
         for salt in salts:
             shared = self._shared.of(salt)
             if shared is not None and left > 0:
                 left -= shared.index(left)
 
-    def propose(self, request: Request, num_tokens: int) -> Guess:
-        own = self._texts[request.id].index
+    def propose(self, request: Request, num_tokens: int) -> tuple[np.ndarray, int]:
+        own = self._texts[request.id]
         tail = own.tail()
         match, found_in = own.find(tail), own
         shared = self._shared.of(request.salt)
@@ -220,9 +215,10 @@ class SuffixDrafter:
             if other is not None and (match is None or other.length > match.length):
                 match, found_in = other, shared
         if match is None:
-            return NO_GUESS
+            return NO_TOKENS, 0
         tokens = found_in.continuation(match, num_tokens, repeats=found_in is own)
-        return Guess(tokens, _confidence(match))
+        longer = sum(match.length >= length for length in LONGER_MATCHES)
+        return tokens, max(0, longer - (match.agreeing < DOUBTFUL))
 
     def forget(self, request: Request) -> None:
         self._texts.pop(request.id, None)
@@ -231,9 +227,9 @@ class SuffixDrafter:
             self._shared.add(request.salt, said)
 
     def flush(self) -> None:
-        self._shared.clear()
+        self._shared = SharedTexts()
 
-    def _start(self, request: Request) -> _Text:
+    def _start(self, request: Request) -> TextIndex:
         prompt = request.prompt[-MAX_TEXT:]
         index = TextIndex(len(prompt) + len(prompt) // 4)
         replies = [request.prediction]  # the latest of several matches counts
@@ -244,12 +240,7 @@ class SuffixDrafter:
             if len(reply):
                 index.extend(np.concatenate([prompt[-MAX_MATCH:], reply[:MAX_TEXT], [SEPARATOR]]))
         index.extend(prompt)
-        return _Text(index)
-
-
-def _confidence(match: Match) -> int:
-    longer = sum(match.length >= length for length in LONGER_MATCHES)
-    return max(0, longer - (match.agreeing < DOUBTFUL))
+        return index
 
 
 MAX_SALTS = 16  # used last
@@ -279,6 +270,3 @@ class SharedTexts:
         if text is not None:
             self._by_salt.move_to_end(salt)
         return text
-
-    def clear(self) -> None:
-        self._by_salt.clear()

@@ -143,26 +143,16 @@ MAX_FLUSHED = 128  # nodes that were flushed and are freed in one step: some mil
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """Of one tier."""
-
     tiers: CacheTier
     tier_io: TierIO
     loads: Loads
     spills: Spills
     handovers: Handovers | None = None  # None: it has what this engine wrote
 
-    def take_ready(self, now: float) -> list[Request]:
-        """Requests that need not wait any longer."""
-        if self.handovers is None:
-            return self.loads.take_ready()
-        self.handovers.poll(now)
-        return [*self.handovers.take_ready(), *self.loads.take_ready()]
-
-    def start(self, request: Request, now: float, compute_seconds: Callable[[int], float]) -> bool:
-        """Whether the request waits from now on: for a prefill engine, or for a load."""
-        if self.handovers is not None and self.handovers.start(request, now, compute_seconds):
-            return True
-        return self.loads.start(request, now, compute_seconds)
+    @property
+    def waits(self) -> tuple[Loads | Handovers, ...]:
+        """What requests wait for, the first that may serve them first."""
+        return (self.loads,) if self.handovers is None else (self.handovers, self.loads)
 
     def remove_lost(self) -> None:
         """Some of it: an evicted segment may hold very many entries, and every stream waits."""
@@ -172,7 +162,7 @@ class TierTraffic:
 
 
 class Traffic:
-    """One thread calls."""
+    """What moves between memory, the tiers below it and other engines. One thread calls."""
 
     def __init__(
         self,
@@ -182,7 +172,6 @@ class Traffic:
         cache: PrefixCache | None,
         pushes: Pushes | None = None,
     ) -> None:
-        self._cache = cache
         self.pushes = pushes  # to decode engines
         self.clock: Callable[[], float] = perf_counter
         self.num_loading_tokens = 0  # of requests that wait for a load
@@ -197,6 +186,12 @@ class Traffic:
             self.tiers += (TierTraffic(one, tier_io, loads, spills, handovers),)
             above = spills if is_written else above
         assert all(tier.tiers.level == level for level, tier in enumerate(self.tiers))
+        self.waits = [source for tier in self.tiers for source in tier.waits]
+        self._handovers = [tier.handovers for tier in self.tiers if tier.handovers is not None]
+        self.moves = bool(self.tiers) or pushes is not None
+        self._trees = [] if cache is None else [cache]
+        self._trees += [tier.tiers.below.cache for tier in self.tiers]
+        self.flushing = False  # something that was flushed has not been freed yet
 
     def warm_ups(self, backend: Backend) -> list[More]:
         """What a device with a memory of its own is to do before it moves payloads of requests."""
@@ -209,33 +204,23 @@ class Traffic:
     @property
     def busy(self) -> bool:
         """Whether steps are wanted although no request runs."""
-        now = self.clock()
-        if any(tier.loads.busy or tier.spills.busy(now) for tier in self.tiers):
+        if self.loads_under_way or (self.pushes is not None and self.pushes.busy):
             return True
-        pushing = self.pushes is not None and self.pushes.busy
-        return pushing or any(one.busy for one in self._handovers)
-
-    @property
-    def num_loading(self) -> int:
-        """Requests that wait for a load, out of the queue."""
-        loading = sum(tier.loads.num_waiting for tier in self.tiers)
-        return loading + sum(one.num_waiting for one in self._handovers)
+        return bool(self.tiers) and any(t.spills.busy(self.clock()) for t in self.tiers)
 
     @property
     def loads_under_way(self) -> bool:
         """Whether something is being loaded, also if no request waits for it any more."""
-        loading = any(tier.loads.busy for tier in self.tiers)
-        return loading or any(one.busy for one in self._handovers)
+        return any(source.busy for source in self.waits)
 
     @property
-    def _handovers(self) -> list[Handovers]:
-        return [tier.handovers for tier in self.tiers if tier.handovers is not None]
+    def num_loading(self) -> int:
+        return sum(source.num_waiting for source in self.waits)
 
     @property
     def num_received(self) -> int | None:
         """Prompts that prefill engines computed, whole; None if there are none."""
-        handovers = self._handovers
-        return sum(one.stats.arrived for one in handovers) if handovers else None
+        return sum(h.stats.arrived for h in self._handovers) if self._handovers else None
 
     @property
     def num_sent(self) -> int | None:
@@ -244,7 +229,6 @@ class Traffic:
 
     @property
     def claimed_bytes(self) -> int:
-        """Of the budget, for what is being loaded."""
         return sum(tier.loads.claimed_bytes for tier in self.tiers)
 
     # ---- requests --------------------------------------------------------------------------
@@ -260,14 +244,14 @@ class Traffic:
         changed: dict[Request, None] = {}  # a load may end in a tier and another start in the next
         now = self.clock()
         for tier in self.tiers:
-            for request in tier.take_ready(now):
+            for request in [r for source in tier.waits for r in source.take_ready(now)]:
                 self.num_loading_tokens -= request.num_queued
                 admission.add(request)
                 changed[request] = None
             for request in admission.considered():
                 if request.tiers_tried != tier.tiers.level or request.wants_prompt_logprobs:
                     continue
-                if tier.start(request, now, compute_seconds):
+                if any(s.start(request, now, compute_seconds) for s in tier.waits):
                     admission.remove(request)
                     self.num_loading_tokens += request.num_queued
                     changed[request] = None
@@ -276,22 +260,17 @@ class Traffic:
     def remove(self, request: Request) -> None:
         """A request that waits for a load has ended."""
         self.num_loading_tokens -= request.num_queued
-        for tier in self.tiers:
-            tier.loads.remove(request)
-        for handovers in self._handovers:
-            handovers.remove(request)
+        for source in self.waits:
+            source.remove(request)
 
-    def give_up_loads(self) -> bool:
-        """Bytes are short: requests that wait for a load compute instead. Whether any did."""
-        gave_up = [tier.loads.give_up() for tier in self.tiers]
-        return any(gave_up)
+    def give_up(self, shortage: Callable[[], int]) -> None:
+        """While bytes are short, requests that wait for them compute instead: loads, which claim
+        some, then hand-overs that keep some."""
+        for source in sorted(self.waits, key=lambda source: source in self._handovers):
+            if (nbytes := shortage()) > 0:
+                source.give_up(nbytes)
 
-    def give_up_handovers(self, nbytes: int) -> bool:
-        """So many bytes are short: likewise for hand-overs that keep some. Whether any did."""
-        gave_up = [handovers.give_up(nbytes) for handovers in self._handovers]
-        return any(gave_up)
-
-    def note(self, request: Request, length: int, *, whole: bool) -> None:
+    def note(self, request: Request, length: int, whole: bool) -> None:
         """The tree in memory holds so much of a request's tokens, and keeps it for a while.
 
         `whole`: all of its prompt, or of its reply. Tiers wait for that; a decode engine does not.
@@ -301,21 +280,6 @@ class Traffic:
         for tier in self.tiers[:1] if whole else ():  # it passes on to the next
             if tier.tiers.kind.max_bytes_written:
                 tier.spills.note(request.id, request.tokens(length).copy(), request.salt)
-
-    def start_push(self, request: Request) -> None:
-        """If a decode engine asked for its prompt, that is sent there."""
-        if self.pushes is not None and request.handover:
-            self.pushes.start(request)
-
-    def refuse(self, handover: str, error: Exception) -> None:
-        """A request that a decode engine asked for could not be queued."""
-        if self.pushes is not None and handover:
-            self.pushes.refuse(handover, str(error))
-
-    def ended(self, request: Request) -> None:
-        if self.pushes is not None and request.handover:
-            reason = "" if request.completed else f"the request ended: {request.finish}"
-            self.pushes.end(request, reason)
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -358,14 +322,11 @@ class Traffic:
     # ---- between steps ---------------------------------------------------------------------
 
     def wait(self, seconds: float) -> bool:
-        """For a read or a write to end; False if none is under way."""
+        spills = [tier.spills for tier in self.tiers]
+        pushes = [] if self.pushes is None else [self.pushes]
         futures: list[Future[Any]] = []
-        for tier in self.tiers:
-            futures += (*tier.loads.futures, *tier.spills.futures)
-        for handovers in self._handovers:
-            futures += handovers.futures
-        if self.pushes is not None:
-            futures += self.pushes.futures
+        for one in (*self.waits, *spills, *pushes):
+            futures += one.futures
         if futures:
             wait(futures, seconds, FIRST_COMPLETED)
         return bool(futures)
@@ -383,19 +344,14 @@ class Traffic:
     def flush(self) -> Mapping[TierName, int]:
         """No match returns what no lock protects any more, in any tier; the bytes of each one below
         memory that `free_flushed` is to free."""
-        if self._cache is not None:
-            self._cache.flush()
         if self.pushes is not None:
             self.pushes.forget()
         for tier in self.tiers:
             tier.spills.flush()
-            tier.tiers.below.cache.flush()
+        for tree in self._trees:
+            tree.flush()
+        self.flushing = any(tree.flushing for tree in self._trees)
         return {t.tiers.kind.name: t.tiers.below.cache.evictable_bytes for t in self.tiers}
-
-    @property
-    def flushing(self) -> bool:
-        """Whether something that was flushed has not been freed yet."""
-        return any(tree.flushing for tree in self._trees)
 
     def free_flushed(self) -> None:
         """Some of it, in all tiers together: every stream waits."""
@@ -405,15 +361,11 @@ class Traffic:
         if left < MAX_FLUSHED:
             for tier in self.tiers:
                 tier.remove_lost()
-
-    @property
-    def _trees(self) -> list[PrefixCache]:
-        memory = [] if self._cache is None else [self._cache]
-        return memory + [tier.tiers.below.cache for tier in self.tiers]
+        self.flushing = any(tree.flushing for tree in self._trees)
 
     def check_when_idle(self) -> None:
-        for tier in self.tiers:
-            tier.tiers.below.cache.check_when_idle()
+        for tree in self._trees:
+            tree.check_when_idle()
 
     def counters(self) -> Mapping[TierName, dict[str, Any]]:
         """Of each tier below memory."""
@@ -426,10 +378,6 @@ class Traffic:
             | ({} if tier.handovers is None else tier.handovers.counters())
             for tier in self.tiers
         }
-
-    def push_counters(self) -> dict[str, Any] | None:
-        """Of what was sent to decode engines; None without any."""
-        return None if self.pushes is None else asdict(self.pushes.stats)
 
     def close(self) -> None:
         """Writes under way end first; reads that were asked for are not waited for."""

@@ -16,11 +16,12 @@ import numpy as np
 
 from builders import Client, Reply
 from near_ties import TOLERANCE, assert_best
+from oracle_drafter import OracleDrafter
 from pippin.backends.torch.config import FAMILIES, read_shape
 from pippin.errors import LoadError
 from pippin.scheduler import admission, memory
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import OracleDrafter, Speculation
+from pippin.scheduler.speculation import Speculation
 from serving import TORCH, check_idle, make_client, make_prompt, spec_of
 from transformers_families import STATE_CONFIGS, WRITTEN_CONFIGS, score
 

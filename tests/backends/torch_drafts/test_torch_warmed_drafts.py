@@ -21,7 +21,7 @@ from pippin.backends.torch.step.verify.words import VerifySize
 from pippin.backends.torch.verifies import Verifies
 from pippin.backends.warm_up import WarmUp
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation import DeviceDrafter, Drafter, Guess, KeepsNothing, Speculation
+from pippin.scheduler.speculation import DeviceDrafter, Drafter, Speculation
 from serving import DRAFTED_BY, TORCH, make_client, make_prompt
 from torch_serving import load_torch
 
@@ -33,14 +33,14 @@ DEVICES = {
 }
 
 
-class Guesses(KeepsNothing):
+class Guesses(Drafter):
     """Tokens at random, which no reply has but by chance."""
 
     name = "guesses"
 
-    def propose(self, request: Request, num_tokens: int) -> Guess:
+    def propose(self, request: Request, num_tokens: int) -> tuple[np.ndarray, int]:
         rng = np.random.default_rng(request.num_tokens)
-        return Guess(rng.integers(3, 90, num_tokens).astype(np.int32))
+        return rng.integers(3, 90, num_tokens).astype(np.int32), 0
 
 
 @dataclass
