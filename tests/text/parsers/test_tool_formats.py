@@ -268,8 +268,7 @@ def test_arguments_are_nested_no_deeper_than_the_limit(format: str) -> None:
     for _ in range(MAX_ARGUMENTS_DEPTH):
         deep = [deep]
     allowed, refused = (
-        write_calls(TOOL_FORMATS[format].parser.syntax, [("get_weather", {"value": value})])
-        for value in (deep[0][0], deep)
+        write_calls(format, [("get_weather", {"value": value})]) for value in (deep[0][0], deep)
     )
     ((_, arguments),) = fold(format, allowed)[1]
     assert depth_of(arguments) == MAX_ARGUMENTS_DEPTH
@@ -294,7 +293,7 @@ def test_a_call_of_kimis_keeps_the_id_that_the_model_gave_it() -> None:
     ("format", "pattern"), [("mistral", r"[A-Za-z0-9]{9}"), ("hermes", r"call_[0-9a-f]{24}")]
 )
 def test_calls_get_ids_that_the_template_will_take_back(format: str, pattern: str) -> None:
-    text = write_calls(TOOL_FORMATS[format].parser.syntax, [WEATHER, WEATHER])
+    text = write_calls(format, [WEATHER, WEATHER])
     ids = [piece.id for piece in parse(format, text) if isinstance(piece, CallBegin)]
     assert len(set(ids)) == 2
     assert all(re.fullmatch(pattern, id) for id in ids)
@@ -361,7 +360,7 @@ def test_calls_are_those_that_mlx_lm_finds(format: str) -> None:
             "count": rng.randint(-5, 2**40),
             "flag": rng.random() < 0.5,
         }
-        text = write_calls(TOOL_FORMATS[format].parser.syntax, [(rng.choice(NAMES[:1]), arguments)])
+        text = write_calls(format, [(rng.choice(NAMES[:1]), arguments)])
         inner = text.removeprefix(theirs.tool_call_start)
         found = theirs.parse_tool_call(inner.removesuffix(theirs.tool_call_end).strip(), TOOLS)
         (found,) = found if isinstance(found, list) else [found]
@@ -373,7 +372,7 @@ def test_calls_are_those_that_mlx_lm_finds(format: str) -> None:
 
 @cases("format", TOOL_FORMATS)
 def test_a_template_that_writes_calls_in_a_format_is_known_by_them(format: str) -> None:
-    calls = write_calls(TOOL_FORMATS[format].parser.syntax, [WEATHER])
+    calls = write_calls(format, [WEATHER])
     headers = {
         "llama3": "<|start_header_id|>",
         "harmony": "<|start|>",

@@ -1,4 +1,4 @@
-"""What every parser of replies offers, and what those of tool calls share. Knows no format.
+"""What every parser of replies offers; how a format of calls is written; what call parsers share.
 
 A call that turns out to be malformed becomes content, exactly as it was written, from where it
 began to the error. Reading continues there, so that the next call is found.
@@ -6,15 +6,24 @@ began to the error. Reading continues there, so that the next call is found.
 
 from __future__ import annotations
 
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from pippin.text.lexer import Lexer, Malformed, Marks, Steps
-from pippin.text.parsers.sink import PieceSink
-from pippin.text.parsers.syntax import CallSyntax
-from pippin.text.pieces import Content, TextPiece
+from pippin.text.pieces import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Reasoning,
+    TextPiece,
+    joined,
+)
 
 Tool = Mapping[str, Any]  # as clients declare them: {"type": "function", "function": {...}}
 
@@ -57,6 +66,96 @@ class PlainText(ReplyParser):
     @property
     def num_held(self) -> int:
         return 0
+
+
+class PieceSink:
+    """Pieces of one reply. White space at the end of content is held until the next piece.
+
+    Before a call, and between a call and the end, it belongs to the markup. A reply without calls
+    keeps all of it.
+    """
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._pieces: list[TextPiece] = []
+        self._space = ""
+        self._space_before_call = ""
+        self._has_content = False
+        self._in_call = False
+        self._held_arguments: list[str] | None = None
+        self._num_calls = 0
+        self.num_complete = 0  # calls that could be parsed
+
+    @property
+    def num_held(self) -> int:
+        return len(self._space)
+
+    def take(self) -> list[TextPiece]:
+        pieces, self._pieces = joined(self._pieces), []
+        return pieces
+
+    def content(self, text: str) -> None:
+        text = self._space + text
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        if visible:
+            is_after_call_only = self.num_complete and not self._has_content
+            self._pieces.append(Content(visible.lstrip() if is_after_call_only else visible))
+            self._has_content = True
+
+    def reasoning(self, text: str) -> None:
+        self._pieces.append(Reasoning(text))
+
+    def begin_call(self, name: str, id: str | None = None) -> None:
+        assert not self._in_call
+        self._space_before_call, self._space = self._space, ""
+        self._in_call = True
+        self._pieces.append(CallBegin(self._num_calls, id or self._new_id(), name))
+
+    def arguments(self, text: str) -> None:
+        assert self._in_call
+        if self._held_arguments is not None:
+            self._held_arguments.append(text)
+        elif text:
+            self._pieces.append(CallArguments(self._num_calls, text))
+
+    def hold_arguments(self) -> None:
+        """Keep those that follow, until they are taken."""
+        self._held_arguments = []
+
+    def take_held_arguments(self) -> str:
+        held, self._held_arguments = self._held_arguments or [], None
+        return "".join(held)
+
+    def end_call(self) -> None:
+        self.num_complete += 1
+        self._end_call(None)
+
+    def reject(self, text: str) -> None:
+        """This text is no call, or not all of one."""
+        self._held_arguments = None
+        if self._in_call:
+            self._end_call(self._space_before_call + text)
+        else:
+            self.content(text)
+
+    def cut(self, undecided: str, *, is_markup: bool) -> None:
+        """The reply was cut short; of a call that has begun, `undecided` is the rest."""
+        if self._in_call or not is_markup:
+            self.reject(undecided)
+        elif self._space:
+            self._space = ""  # it stood before the markup
+        self.close()
+
+    def close(self) -> None:
+        if self._space and not self.num_complete:
+            self._pieces.append(Content(self._space))
+        self._space = ""
+
+    def _end_call(self, unparsed: str | None) -> None:
+        self._pieces.append(CallEnd(self._num_calls, unparsed))
+        self._num_calls += 1
+        self._in_call = False
 
 
 class LexedParser(ReplyParser):
@@ -112,28 +211,155 @@ class LexedParser(ReplyParser):
         self.lexer.record()
 
 
-class CallParser(LexedParser):
-    """Content, with calls in it that begin at a mark.
+# How arguments are written: as JSON; bare between tags; as `a=1, b="x"` with values in JSON; with
+# bare keys and with quotes of the format's own.
+Style = Literal["json", "tags", "keywords", "bare_keys"]
+_MARK = re.compile(r"(?:<[^<>{}\s]+>)+|\[[A-Z_]+\]")
 
-    Where a format wraps its calls into a section, they are looked for inside of it only.
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family's models write calls, by example: a grammar enforces these texts, and a parser
+    reads what lies between the marks in them.
+
+    `calls` has `{calls}` where the calls stand, with `separator` between them; `call` has `{name}`
+    and `{arguments}`; `argument` has `{key}`, `{value}` and, if values say what they are, `{type}`:
+    what `types` has for a JSON type. `{number}` is a call's number in the reply, from 0.
     """
 
-    syntax: ClassVar[CallSyntax]
-    begins: ClassVar[tuple[str, ...]]  # a call begins with one of them
-    ends: ClassVar[tuple[str, ...]] = ()  # a call ends with one of them
-    section: ClassVar[tuple[str, str] | None] = None
-    other_marks: ClassVar[tuple[str, ...]] = ()
-    ends_reasoning = False  # whether its first mark, a special token, also ends open reasoning
+    parser_kind: type[CallParser]
+    template_marks: tuple[str, ...]  # a chat template with all of them speaks it
+    call: str
+    calls: str = "{calls}"
+    separator: str = ""
+    argument: str = ""
+    types: Mapping[str, str] = field(default_factory=dict)
+    quote: str = ""  # around strings, where JSON's quotes are not
+    # What is read besides, though no model was taught to write it:
+    other_begins: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
+    other_marks: tuple[str, ...] = ()
+    ends_reasoning: bool = False  # whether its first mark, a special token, ends open reasoning
+    other_template_marks: tuple[str, ...] = ()  # a template with all of these speaks it too
+    tokens: tuple[str, ...] = ()  # and, if its template has no format's marks, a model with these
 
-    def __init__(self, tools: Sequence[Tool] = (), new_id: Callable[[], str] | None = None) -> None:
-        self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.marks = frozenset({*self.begins, *self.ends, *(self.section or ()), *self.other_marks})
-        super().__init__(new_id or self.random_id)
+    def parser(
+        self, tools: Sequence[Tool] = (), new_id: Callable[[], str] | None = None
+    ) -> CallParser:
+        return self.parser_kind(self, tools, new_id)
+
+    def speaks(self, template: str) -> bool:
+        return any(
+            marks and all(mark in template for mark in marks)
+            for marks in (self.template_marks, self.other_template_marks)
+        )
 
     @property
+    def style(self) -> Style:
+        return self.parser_kind.style
+
+    # ---- the texts around what differs -------------------------------------------------------
+
+    @cached_property
+    def opening(self) -> str:
+        return self.calls.partition("{calls}")[0]
+
+    @cached_property
+    def closing(self) -> str:
+        return self.calls.partition("{calls}")[2]
+
+    @cached_property
+    def before_name(self) -> str:
+        return self.call.partition("{name}")[0]
+
+    @cached_property
+    def before_arguments(self) -> str:
+        return self.call.partition("{name}")[2].partition("{arguments}")[0]
+
+    @cached_property
+    def after_arguments(self) -> str:
+        return self.call.partition("{arguments}")[2]
+
+    @cached_property
+    def before_key(self) -> str:
+        return self.argument.partition("{key}")[0]
+
+    def before_value(self, type: str = "string") -> str:
+        """Of a value of this JSON type."""
+        written = self.types.get("number" if type == "integer" else type, "")
+        between = self.argument.partition("{key}")[2].partition("{value}")[0]
+        return between.replace("{type}", written)
+
+    @cached_property
+    def after_value(self) -> str:
+        return self.argument.partition("{value}")[2]
+
+    @property
+    def trigger(self) -> str:
+        """The text with which a reply's first call begins."""
+        return self.opening or self.before_name
+
+    # ---- the marks in them -------------------------------------------------------------------
+
+    @cached_property
+    def section(self) -> tuple[str, str] | None:
+        """What is around all calls, where they are looked for inside of it only."""
+        if not self.opening or not self.parser_kind.has_section:
+            return None
+        return self.opening.strip(), self.closing.strip()
+
+    @cached_property
+    def begins(self) -> tuple[str, ...]:
+        """A call begins with one of them."""
+        if self.before_name.endswith('="'):  # the name is a tag's attribute: up to the first one
+            return (self.before_name[: self.before_name.rindex(" ") + 1], *self.other_begins)
+        found = _MARK.findall(self.before_name if self.section else self.trigger)
+        return (*found[:1], *self.other_begins)
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """A call ends with one of them, if it ends with any."""
+        in_closing = self.closing and not self.section
+        found = _MARK.findall(self.closing if in_closing else self.after_arguments)
+        return (*found[-1:], *self.other_ends)
+
+    @cached_property
     def first_marks(self) -> tuple[str, ...]:
         """What a reply's first call begins with."""
-        return (self.section[0],) if self.section else self.begins
+        return self.section[:1] if self.section else self.begins
+
+    @cached_property
+    def next_marks(self) -> tuple[str, ...]:
+        """What may follow the end of a call."""
+        return (*self.begins, *(self.section or ())[1:])
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        found = {m for text in (self.calls, self.call, self.argument) for m in _MARK.findall(text)}
+        others = (*self.begins, *self.ends, *(self.section or ()), *self.other_marks)
+        return frozenset({*found, *others} | ({self.quote} if self.quote else set()))
+
+
+class CallParser(LexedParser):
+    """Content, with calls in it that begin at a mark."""
+
+    style: ClassVar[Style] = "json"
+    has_section: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        format: CallFormat,
+        tools: Sequence[Tool] = (),
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self.format = format
+        self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
+        self.marks = format.marks
+        super().__init__(new_id or self.random_id)
+        self.read_format()
+
+    def read_format(self) -> None:
+        """Find in it what this kind of parser looks for."""
 
     @staticmethod
     def random_id() -> str:
@@ -143,31 +369,36 @@ class CallParser(LexedParser):
     def read_call(self) -> Steps[None]:
         """One call, from its first mark on."""
 
-    def read_reply(self) -> Steps[None]:
-        yield from self.read_start()
-        first = Marks.of(*self.first_marks)
-        while not (yield from self.lexer.ended()):
-            if text := (yield from self.lexer.text_before(first)):
-                self.sink.content(text)
-            elif self.section:
-                yield from self._read_section(*self.section)
-            else:
-                yield from self.attempt(self.read_call)
-
     def read_start(self) -> Steps[None]:
         """What a reply may begin with, for formats without a first mark."""
         yield from ()
 
+    def read_reply(self) -> Steps[None]:
+        yield from self.read_start()
+        first = Marks.of(*self.format.first_marks)
+        while not (yield from self.lexer.ended()):
+            if text := (yield from self.lexer.text_before(first)):
+                self.sink.content(text)
+            elif self.format.section:
+                yield from self._read_section(*self.format.section)
+            else:
+                yield from self.attempt(self.read_call)
+
     def _read_section(self, opening: str, closing: str) -> Steps[None]:
         """A section is one only if there is a call in it. Otherwise it is text, like any other."""
+
+        def read_first() -> Steps[None]:
+            yield from self.lexer.expect(opening)
+            yield from self.lexer.space()
+            yield from self.read_call()
+
         num_before = self.sink.num_complete
-        if (yield from self.lexer.is_followed(opening, self.begins)):
-            yield from self.attempt(self._read_opening_call)
-        else:
+        if not (yield from self.lexer.is_followed(opening, self.format.begins)):
             yield from self.lexer.expect(opening)
             self.sink.content(opening)
             return
-        marks = Marks.of(*self.begins, closing)
+        yield from self.attempt(read_first)
+        marks = Marks.of(*self.format.begins, closing)
         while not (yield from self.lexer.ended()):
             if text := (yield from self.lexer.text_before(marks)):
                 self.sink.content(text)
@@ -177,9 +408,3 @@ class CallParser(LexedParser):
                 return
             else:
                 yield from self.attempt(self.read_call)
-
-    def _read_opening_call(self) -> Steps[None]:
-        assert self.section is not None
-        yield from self.lexer.expect(self.section[0])
-        yield from self.lexer.space()
-        yield from self.read_call()
