@@ -11,7 +11,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from pippin.text.lexer import Lexer, Malformed, Marks, Steps
@@ -217,7 +216,7 @@ Style = Literal["json", "tags", "keywords", "bare_keys"]
 _MARK = re.compile(r"(?:<[^<>{}\s]+>)+|\[[A-Z_]+\]")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CallFormat:
     """How a family's models write calls, by example: a grammar enforces these texts, and a parser
     reads what lies between the marks in them.
@@ -243,6 +242,32 @@ class CallFormat:
     other_template_marks: tuple[str, ...] = ()  # a template with all of these speaks it too
     tokens: tuple[str, ...] = ()  # and, if its template has no format's marks, a model with these
 
+    def __post_init__(self) -> None:
+        # The texts around what differs:
+        self.opening, _, self.closing = self.calls.partition("{calls}")
+        self.before_name, _, rest = self.call.partition("{name}")
+        self.before_arguments, _, self.after_arguments = rest.partition("{arguments}")
+        self.before_key, _, rest = self.argument.partition("{key}")
+        self._before_value, _, self.after_value = rest.partition("{value}")
+        self.trigger = self.opening or self.before_name  # a reply's first call begins with it
+        # The marks in them. Where a section is around all calls, they are read inside of it only.
+        self.section: tuple[str, ...] = ()
+        if self.parser_kind.has_section and self.opening:
+            self.section = (self.opening.strip(), self.closing.strip())
+        begins = _MARK.findall(self.before_name if self.section else self.trigger)[:1]
+        if self.before_name.endswith('="'):  # the name is an attribute: the tag, up to the first
+            begins = [self.before_name[: self.before_name.rindex(" ") + 1]]
+        in_closing = self.closing and not self.section
+        ends = _MARK.findall(self.closing if in_closing else self.after_arguments)[-1:]
+        self.begins = (*begins, *self.other_begins)  # a call begins with one of them
+        self.ends = (*ends, *self.other_ends)  # and ends with one of these, if there are any
+        self.first_marks = self.section[:1] or self.begins  # a reply's first call begins with one
+        self.next_marks = (*self.begins, *self.section[1:])  # what may follow a call's end
+        quotes = (self.quote,) if self.quote else ()
+        others = (*self.begins, *self.ends, *self.section, *quotes, *self.other_marks)
+        texts = (self.calls, self.call, self.argument)
+        self.marks = frozenset({*others, *(m for text in texts for m in _MARK.findall(text))})
+
     def parser(
         self, tools: Sequence[Tool] = (), new_id: Callable[[], str] | None = None
     ) -> CallParser:
@@ -258,86 +283,10 @@ class CallFormat:
     def style(self) -> Style:
         return self.parser_kind.style
 
-    # ---- the texts around what differs -------------------------------------------------------
-
-    @cached_property
-    def opening(self) -> str:
-        return self.calls.partition("{calls}")[0]
-
-    @cached_property
-    def closing(self) -> str:
-        return self.calls.partition("{calls}")[2]
-
-    @cached_property
-    def before_name(self) -> str:
-        return self.call.partition("{name}")[0]
-
-    @cached_property
-    def before_arguments(self) -> str:
-        return self.call.partition("{name}")[2].partition("{arguments}")[0]
-
-    @cached_property
-    def after_arguments(self) -> str:
-        return self.call.partition("{arguments}")[2]
-
-    @cached_property
-    def before_key(self) -> str:
-        return self.argument.partition("{key}")[0]
-
     def before_value(self, type: str = "string") -> str:
-        """Of a value of this JSON type."""
+        """What stands between a key and a value of this JSON type."""
         written = self.types.get("number" if type == "integer" else type, "")
-        between = self.argument.partition("{key}")[2].partition("{value}")[0]
-        return between.replace("{type}", written)
-
-    @cached_property
-    def after_value(self) -> str:
-        return self.argument.partition("{value}")[2]
-
-    @property
-    def trigger(self) -> str:
-        """The text with which a reply's first call begins."""
-        return self.opening or self.before_name
-
-    # ---- the marks in them -------------------------------------------------------------------
-
-    @cached_property
-    def section(self) -> tuple[str, str] | None:
-        """What is around all calls, where they are looked for inside of it only."""
-        if not self.opening or not self.parser_kind.has_section:
-            return None
-        return self.opening.strip(), self.closing.strip()
-
-    @cached_property
-    def begins(self) -> tuple[str, ...]:
-        """A call begins with one of them."""
-        if self.before_name.endswith('="'):  # the name is a tag's attribute: up to the first one
-            return (self.before_name[: self.before_name.rindex(" ") + 1], *self.other_begins)
-        found = _MARK.findall(self.before_name if self.section else self.trigger)
-        return (*found[:1], *self.other_begins)
-
-    @cached_property
-    def ends(self) -> tuple[str, ...]:
-        """A call ends with one of them, if it ends with any."""
-        in_closing = self.closing and not self.section
-        found = _MARK.findall(self.closing if in_closing else self.after_arguments)
-        return (*found[-1:], *self.other_ends)
-
-    @cached_property
-    def first_marks(self) -> tuple[str, ...]:
-        """What a reply's first call begins with."""
-        return self.section[:1] if self.section else self.begins
-
-    @cached_property
-    def next_marks(self) -> tuple[str, ...]:
-        """What may follow the end of a call."""
-        return (*self.begins, *(self.section or ())[1:])
-
-    @cached_property
-    def marks(self) -> frozenset[str]:
-        found = {m for text in (self.calls, self.call, self.argument) for m in _MARK.findall(text)}
-        others = (*self.begins, *self.ends, *(self.section or ()), *self.other_marks)
-        return frozenset({*found, *others} | ({self.quote} if self.quote else set()))
+        return self._before_value.replace("{type}", written)
 
 
 class CallParser(LexedParser):
@@ -380,12 +329,13 @@ class CallParser(LexedParser):
             if text := (yield from self.lexer.text_before(first)):
                 self.sink.content(text)
             elif self.format.section:
-                yield from self._read_section(*self.format.section)
+                yield from self._read_section()
             else:
                 yield from self.attempt(self.read_call)
 
-    def _read_section(self, opening: str, closing: str) -> Steps[None]:
+    def _read_section(self) -> Steps[None]:
         """A section is one only if there is a call in it. Otherwise it is text, like any other."""
+        opening, closing = self.format.section
 
         def read_first() -> Steps[None]:
             yield from self.lexer.expect(opening)
