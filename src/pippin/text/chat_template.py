@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import islice
@@ -499,18 +499,30 @@ class MessageShape:
 
     @classmethod
     def of(cls, render: Render) -> MessageShape:
-        as_text = _try_call(render, json.dumps(_PROBE_ARGUMENTS))
-        as_mapping = _try_call(render, _PROBE_ARGUMENTS)
-        text_arguments = as_text is not None and as_mapping in (None, as_text)
-        shape = cls(text_arguments, one_text_beside_calls=False)
-        with_both = _try_call(render, shape._arguments(_PROBE_ARGUMENTS), "probe", "probe")
-        return replace(
-            shape,
-            one_text_beside_calls=with_both is None,
-            one_system=_MARK
-            not in (_try_roles(render, "user", "assistant", "user", "system") or ""),
-            one_user=_try_roles(render, "user", "user") is None,
-            user_drops_reasoning=_drops_reasoning(render, shape._arguments(_PROBE_ARGUMENTS)),
+        """What the template makes of short chats."""
+
+        def turn(arguments: Any, content: str, reasoning: str | None, *more: Message) -> str | None:
+            messages = [_message("user"), _reply(arguments, content, reasoning), *more]
+            return try_render(render, messages, [_PROBE_TOOL])
+
+        def chat(*roles: str) -> str | None:
+            """The last message is marked."""
+            messages = [*map(_message, roles[:-1]), _message(roles[-1], _MARK)]
+            return try_render(render, messages, None)
+
+        as_text = json.dumps(_PROBE_ARGUMENTS)
+        written, mapped = turn(as_text, "", None), turn(_PROBE_ARGUMENTS, "", None)
+        is_text = written is not None and mapped in (None, written)
+        arguments = as_text if is_text else _PROBE_ARGUMENTS
+        result = {**_message("tool"), "tool_call_id": _PROBE_ID}
+        before = turn(arguments, "", _MARK, result)
+        after = turn(arguments, "", _MARK, result, _message("user"))
+        return cls(
+            text_arguments=is_text,
+            one_text_beside_calls=turn(arguments, "probe", "probe") is None,
+            one_system=_MARK not in (chat("user", "assistant", "user", "system") or ""),
+            one_user=chat("user", "user") is None,
+            user_drops_reasoning=_MARK in (before or "") and _MARK not in (after or _MARK),
         )
 
     def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -566,45 +578,20 @@ class MessageShape:
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        arguments = self._arguments(function.get("arguments", {}))
+        arguments = function.get("arguments", {})
+        arguments = _as_text(arguments) if self.text_arguments else _as_mapping(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
 
-    def _arguments(self, arguments: Any) -> Any:
-        return _as_text(arguments) if self.text_arguments else _as_mapping(arguments)
+
+def _message(role: str, content: str = "probe") -> Message:
+    return {"role": role, "content": content}
 
 
-def _try_call(
-    render: Render, arguments: Any, content: str = "", reasoning: str | None = None
-) -> str | None:
-    """A rendered turn with a call; None if the template refuses it."""
-    return try_render(render, _turn(arguments, content, reasoning), [_PROBE_TOOL])
-
-
-def _drops_reasoning(render: Render, arguments: Any) -> bool:
-    """Whether a user message behind a tool's result has the reasoning before it dropped."""
-    turn = _turn(arguments, "", _MARK)
-    turn.append({"role": "tool", "tool_call_id": _PROBE_ID, "content": "probe"})
-    before = try_render(render, turn, [_PROBE_TOOL])
-    after = try_render(render, [*turn, {"role": "user", "content": "probe"}], [_PROBE_TOOL])
-    return before is not None and _MARK in before and after is not None and _MARK not in after
-
-
-def _turn(arguments: Any, content: str, reasoning: str | None) -> list[Message]:
+def _reply(arguments: Any, content: str, reasoning: str | None) -> Message:
     function = {"name": "probe", "arguments": arguments}
-    reply = {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"id": _PROBE_ID, "type": "function", "function": function}],
-    }
-    if reasoning is not None:
-        reply |= dict.fromkeys(_REASONING_NAMES, reasoning)
-    return [{"role": "user", "content": "probe"}, reply]
-
-
-def _try_roles(render: Render, *roles: str) -> str | None:
-    """Rendered messages of these roles, the last of them marked; None if refused."""
-    *before, last = [{"role": role, "content": "probe"} for role in roles]
-    return try_render(render, [*before, {**last, "content": _MARK}], None)
+    reasons = {} if reasoning is None else dict.fromkeys(_REASONING_NAMES, reasoning)
+    calls = [{"id": _PROBE_ID, "type": "function", "function": function}]
+    return {**_message("assistant", content), "tool_calls": calls, **reasons}
 
 
 def try_render(render: Render, messages: Sequence[Message], tools: Tools | None) -> str | None:
@@ -749,10 +736,10 @@ class ChatTemplate:
             check(text)
             prefixes = _prefixes(len(shaped), has_tools=bool(tools))
             ends = _message_ends(render, text, shaped, tools, prefixes)
-        encoded = tokenizer.encode_rendered(text)
+        tokens, token_ends = tokenizer.encode_rendered(text)
         # How many tokens cover no more than what ends there:
-        boundaries = {bisect.bisect_right(encoded.ends, end) for end in ends if end}
-        return RenderedChat(text, encoded.ids, sorted(b for b in boundaries if b))
+        boundaries = {bisect.bisect_right(token_ends, end) for end in ends if end}
+        return RenderedChat(text, tokens, sorted(b for b in boundaries if b))
 
     @cached_property
     def _shape(self) -> MessageShape:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pippin.text.parsers.base import PlainText, ReplyParser
+from pippin.text.parsers.base import ReplyParser
 from pippin.text.pieces import Content, TextPiece, content_of, joined
 from pippin.text.tokenizer import Tokenizer
 
@@ -210,7 +210,7 @@ class Detokenizer:
         with_spans: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._parser = parser or PlainText()
+        self._parser = parser or ReplyParser()
         self._shows_special = show_special
         decoder = _ByteDecoder if tokenizer.spells_bytes else _WindowDecoder
         self._decoder = decoder(tokenizer)

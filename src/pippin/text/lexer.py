@@ -103,6 +103,10 @@ class Lexer:
         self._record = None
         return text
 
+    def rewind(self) -> None:
+        """Give back what was taken since `record()`."""
+        self._text, self._at = self.recorded() + self._text[self._at :], 0
+
     # ---- readers ---------------------------------------------------------------------------
 
     def ended(self) -> Steps[bool]:

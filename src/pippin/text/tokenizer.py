@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,13 @@ def spell_byte_level(token: str) -> bytes:
         return token.encode()
 
 
-def spell_sentencepiece(token: str) -> bytes:
+def _spell_sentencepiece(token: str) -> bytes:
     return token.replace(SPACE, " ").encode()
 
 
-def spell_sentencepiece_with_bytes(token: str) -> bytes:
-    if match := _BYTE_TOKEN.fullmatch(token):
-        return bytes([int(match[1], 16)])
-    return spell_sentencepiece(token)
+def _spell_with_byte_tokens(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else _spell_sentencepiece(token)
 
 
 def find_spelling(backend: tokenizers.Tokenizer) -> Spelling | None:
@@ -62,9 +60,9 @@ def find_spelling(backend: tokenizers.Tokenizer) -> Spelling | None:
     if kinds == ["ByteLevel"]:
         return spell_byte_level
     if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE:
-        return spell_sentencepiece
+        return _spell_sentencepiece
     if any(_shows_spaces(step) for step in steps) and all(_is_bytewise(step) for step in steps):
-        return spell_sentencepiece_with_bytes if "ByteFallback" in kinds else spell_sentencepiece
+        return _spell_with_byte_tokens if "ByteFallback" in kinds else _spell_sentencepiece
     return None
 
 
@@ -90,14 +88,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 _BEFORE_TEXT = "\n\u263a\n"  # no token joins the end of it with other text
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids and the place in the text, in characters, where each of them ends."""
-
-    ids: list[int]
-    ends: list[int]
 
 
 class Tokenizer:
@@ -181,10 +171,11 @@ class Tokenizer:
             return both[len(before) :]
         return self.encode(text, add_special_tokens=False)
 
-    def encode_rendered(self, text: str) -> Encoded:
-        """Tokens of a rendered chat, which already holds its special tokens."""
+    def encode_rendered(self, text: str) -> tuple[list[int], list[int]]:
+        """Tokens of a rendered chat, which already holds its special tokens, and where in the text,
+        in characters, each of them ends."""
         [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
-        return Encoded(encoding.ids, [end for _, end in encoding.offsets])
+        return encoding.ids, [end for _, end in encoding.offsets]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, all at once."""

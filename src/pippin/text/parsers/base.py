@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -27,43 +26,26 @@ from pippin.text.pieces import (
 Tool = Mapping[str, Any]  # as clients declare them: {"type": "function", "function": {...}}
 
 
-class ReplyParser(ABC):
-    """One reply's text in, its pieces out."""
+class ReplyParser:
+    """One reply's text in, its pieces out. Here all of it is content."""
 
     marks: frozenset[str] = frozenset()  # special tokens in them must reach it as text
     in_reasoning: bool = False  # whether the next text is reasoning, as far as is known
-
-    @abstractmethod
-    def feed(self, text: str) -> list[TextPiece]: ...
-
-    @abstractmethod
-    def close(self) -> list[TextPiece]:
-        """The reply is finished: return what was held back."""
-
-    @abstractmethod
-    def cut(self) -> list[TextPiece]:
-        """`max_tokens` cut the reply short. What was held back may be markup, and is dropped."""
-
-    @property
-    @abstractmethod
-    def num_held(self) -> int:
-        """Characters that have been fed and not been decided upon."""
-
-
-class PlainText(ReplyParser):
-    """All is content."""
 
     def feed(self, text: str) -> list[TextPiece]:
         return [Content(text)] if text else []
 
     def close(self) -> list[TextPiece]:
+        """The reply is finished: return what was held back."""
         return []
 
     def cut(self) -> list[TextPiece]:
+        """`max_tokens` cut the reply short. What was held back may be markup, and is dropped."""
         return []
 
     @property
     def num_held(self) -> int:
+        """Characters that have been fed and not been decided upon."""
         return 0
 
 
@@ -94,16 +76,21 @@ class PieceSink:
         return pieces
 
     def content(self, text: str) -> None:
-        text = self._space + text
-        visible = text.rstrip()
-        self._space = text[len(visible) :]
-        if visible:
+        if visible := self._without_space_at_end(text):
             is_after_call_only = self.num_complete and not self._has_content
             self._pieces.append(Content(visible.lstrip() if is_after_call_only else visible))
             self._has_content = True
 
     def reasoning(self, text: str) -> None:
         self._pieces.append(Reasoning(text))
+
+    def framed_reasoning(self, text: str) -> None:
+        """White space at the end of reasoning belongs to its marks, which drop it."""
+        if visible := self._without_space_at_end(text):
+            self._pieces.append(Reasoning(visible))
+
+    def drop_space(self) -> None:
+        self._space = ""
 
     def begin_call(self, name: str, id: str | None = None) -> None:
         assert not self._in_call
@@ -151,63 +138,51 @@ class PieceSink:
             self._pieces.append(Content(self._space))
         self._space = ""
 
+    def _without_space_at_end(self, text: str) -> str:
+        text = self._space + text
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        return visible
+
     def _end_call(self, unparsed: str | None) -> None:
         self._pieces.append(CallEnd(self._num_calls, unparsed))
         self._num_calls += 1
         self._in_call = False
 
 
-class LexedParser(ReplyParser):
-    """A parser that is one reader of the reply's text."""
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """What stands around reasoning. A chat template may open it, or open and close it, in the
+    prompt: then the reply begins inside of it, or behind it."""
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        self.lexer = Lexer()
-        self.sink = PieceSink(new_id)
-        self._steps = self.read_reply()
+    begin: str
+    end: str
+    # What an answer begins with: a mark, and where the rest of it differs, the mark that ends it.
+    headers: tuple[tuple[str, str], ...] = ()
+    trailers: tuple[str, ...] = ()  # what it ends with
+    # A chat template with one of these writes them; without any here, one with all the marks.
+    template_marks: tuple[str, ...] = ()
 
-    @abstractmethod
-    def read_reply(self) -> Steps[None]:
-        """Read to the end, putting pieces into the sink."""
+    def is_open_after(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(self.begin)
 
-    def feed(self, text: str) -> list[TextPiece]:
-        self.lexer.feed(text)
-        next(self._steps, None)
-        return self.sink.take()
-
-    def close(self) -> list[TextPiece]:
-        self.lexer.close()
-        next(self._steps, None)
-        self.sink.close()
-        return self.sink.take()
-
-    def cut(self) -> list[TextPiece]:
-        undecided = self.lexer.take_undecided()
-        self._steps.close()
-        self.sink.cut(undecided, is_markup=self.may_be_markup(undecided))
-        return self.sink.take()
-
-    def may_be_markup(self, undecided: str) -> bool:
-        """Whether text that was being read as a call can become one."""
-        return bool(undecided)
+    def last_in(self, begun: str) -> str:
+        """The mark that counts at the end of a partial reply; without any, it does not reason."""
+        return self.begin if begun.rfind(self.begin) > begun.rfind(self.end) else self.end
 
     @property
-    def num_held(self) -> int:
-        return self.lexer.num_left + self.sink.num_held
+    def marks(self) -> frozenset[str]:
+        headers = (mark for header in self.headers for mark in header)
+        return frozenset({self.begin, self.end, *headers, *self.trailers} - {""})
 
-    def attempt(self, call: Callable[[], Steps[None]]) -> Steps[None]:
-        """Read a call, or else let all that was taken of it be content."""
-        self.lexer.record()
-        try:
-            yield from call()
-        except Malformed:
-            self.sink.reject(self.lexer.recorded())
-        else:
-            self.lexer.recorded()
+    def are_in(self, template: str) -> bool:
+        """Whether a chat template writes them."""
+        if self.template_marks:
+            return any(mark in template for mark in self.template_marks)
+        return all(mark in template for mark in (self.end, *(header for header, _ in self.headers)))
 
-    def end_call(self) -> None:
-        """The call is complete. An error after this does not reject it."""
-        self.sink.end_call()
-        self.lexer.record()
+
+NO_REASONING = ReasoningMarks("", "")
 
 
 # How arguments are written: as JSON; bare between tags; as `a=1, b="x"` with values in JSON; with
@@ -269,9 +244,14 @@ class CallFormat:
         self.marks = frozenset({*others, *(m for text in texts for m in _MARK.findall(text))})
 
     def parser(
-        self, tools: Sequence[Tool] = (), new_id: Callable[[], str] | None = None
+        self,
+        tools: Sequence[Tool] = (),
+        new_id: Callable[[], str] | None = None,
+        reasoning: ReasoningMarks = NO_REASONING,
+        *,
+        is_open: bool = False,
     ) -> CallParser:
-        return self.parser_kind(self, tools, new_id)
+        return self.parser_kind(self, tools, new_id, reasoning, is_open=is_open)
 
     def speaks(self, template: str) -> bool:
         return any(
@@ -289,8 +269,12 @@ class CallFormat:
         return self._before_value.replace("{type}", written)
 
 
-class CallParser(LexedParser):
-    """Content, with calls in it that begin at a mark."""
+class CallParser(ReplyParser):
+    """Reasoning, if a reply begins with some; then content, with calls in it that begin at a mark.
+
+    White space around the reasoning belongs to its marks. A reply that never closes it has nothing
+    else. Some families also put marks around the answer: these are dropped.
+    """
 
     style: ClassVar[Style] = "json"
     has_section: ClassVar[bool] = False
@@ -300,11 +284,19 @@ class CallParser(LexedParser):
         format: CallFormat,
         tools: Sequence[Tool] = (),
         new_id: Callable[[], str] | None = None,
+        reasoning: ReasoningMarks = NO_REASONING,
+        *,
+        is_open: bool = False,
     ) -> None:
         self.format = format
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.marks = format.marks
-        super().__init__(new_id or self.random_id)
+        self.marks = format.marks | reasoning.marks
+        self.lexer = Lexer()
+        self.sink = PieceSink(new_id or self.random_id)
+        self.in_reasoning = is_open
+        self._reasoning = reasoning
+        self._at_start = False  # of the content
+        self._steps = self._read_all()
         self.read_format()
 
     def read_format(self) -> None:
@@ -314,20 +306,66 @@ class CallParser(LexedParser):
     def random_id() -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
 
-    @abstractmethod
-    def read_call(self) -> Steps[None]:
-        """One call, from its first mark on."""
+    def feed(self, text: str) -> list[TextPiece]:
+        self.lexer.feed(text)
+        next(self._steps, None)
+        return self.sink.take()
+
+    def close(self) -> list[TextPiece]:
+        self.lexer.close()
+        next(self._steps, None)
+        self.sink.close()
+        return self.sink.take()
+
+    def cut(self) -> list[TextPiece]:
+        undecided = self.lexer.take_undecided()
+        self._steps.close()
+        may_be_markup = not self._at_start or self.may_be_call(undecided)
+        self.sink.cut(undecided, is_markup=self.in_reasoning or (bool(undecided) and may_be_markup))
+        return self.sink.take()
+
+    def may_be_call(self, undecided: str) -> bool:
+        """Whether text that a reply begins with, and that was being read as a call, can be one."""
+        return True
+
+    @property
+    def num_held(self) -> int:
+        return self.lexer.num_left + self.sink.num_held
+
+    def attempt(self, call: Callable[[], Steps[None]]) -> Steps[None]:
+        """Read a call, or else let all that was taken of it be content."""
+        self.lexer.record()
+        try:
+            yield from call()
+        except Malformed:
+            self.sink.reject(self.lexer.recorded())
+        else:
+            self.lexer.recorded()
+
+    def end_call(self) -> None:
+        """The call is complete. An error after this does not reject it."""
+        self.sink.end_call()
+        self.lexer.record()
 
     def read_start(self) -> Steps[None]:
         """What a reply may begin with, for formats without a first mark."""
         yield from ()
 
+    def read_call(self) -> Steps[None]:
+        """One call, from its first mark on."""
+        raise NotImplementedError
+
     def read_reply(self) -> Steps[None]:
+        """All behind the reasoning."""
+        self._at_start = True
         yield from self.read_start()
-        first = Marks.of(*self.format.first_marks)
+        self._at_start = False
+        first = Marks.of(*self.format.first_marks, *self._reasoning.trailers)
         while not (yield from self.lexer.ended()):
             if text := (yield from self.lexer.text_before(first)):
                 self.sink.content(text)
+            elif (yield from self._read_trailer()):
+                continue
             elif self.format.section:
                 yield from self._read_section()
             else:
@@ -358,3 +396,68 @@ class CallParser(LexedParser):
                 return
             else:
                 yield from self.attempt(self.read_call)
+
+    # ---- reasoning, and the marks around an answer -------------------------------------------
+
+    def _read_all(self) -> Steps[None]:
+        if self._reasoning is not NO_REASONING:
+            yield from self._read_reasoning()
+        yield from self.read_reply()
+
+    def _read_reasoning(self) -> Steps[None]:
+        marks = self._reasoning
+        space = yield from self.lexer.space()
+        if (yield from self.lexer.accept(marks.begin)) or self.in_reasoning:
+            yield from self.lexer.space()
+            self.in_reasoning = True
+            other_ends = self.format.first_marks if self.format.ends_reasoning else ()
+            ends = Marks.of(marks.end, *other_ends)
+            while text := (yield from self.lexer.text_before(ends)):
+                self.sink.framed_reasoning(text)
+            self.sink.drop_space()
+            self.in_reasoning = False
+            if (yield from self.lexer.accept(marks.end)):
+                yield from self.lexer.space()
+        else:
+            self.sink.content(space)
+        yield from self._read_answer_header()
+
+    def _read_answer_header(self) -> Steps[None]:
+        """Drop what opens an answer. A header that never ends is text."""
+        for begin, end in self._reasoning.headers:
+            if not (yield from self.lexer.is_next(begin)):
+                continue
+            self.lexer.record()
+            try:
+                yield from self.lexer.expect(begin)
+                if end:
+                    yield from self.lexer.name_before(Marks.of(end, "\n"))
+                    yield from self.lexer.expect(end)
+            except Malformed:
+                self.lexer.rewind()
+            else:
+                self.lexer.recorded()
+                self.sink.drop_space()
+                yield from self.lexer.space()
+            return
+
+    def _read_trailer(self) -> Steps[bool]:
+        """Drop what ends an answer, if one of these or the end follows: it may be text."""
+        marks = self._reasoning
+        for trailer in marks.trailers:
+            if not (yield from self.lexer.is_next(trailer)):
+                continue
+            headers = (header for header, _ in marks.headers)
+            nexts = (*headers, *marks.trailers, *self.format.first_marks)
+            if (yield from self.lexer.is_followed(trailer, nexts)):
+                yield from self.lexer.expect(trailer)
+                self.sink.drop_space()
+                yield from self.lexer.space()
+                yield from self._read_answer_header()
+            else:
+                self.sink.content((yield from self.lexer.char()))
+            return True
+        return False
+
+
+NO_CALLS = CallFormat(CallParser, (), "")

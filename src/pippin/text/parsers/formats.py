@@ -7,7 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pippin.errors import ConfigError
-from pippin.text.parsers.base import CallFormat, PlainText, ReplyParser, Tool
+from pippin.text.parsers.base import (
+    NO_CALLS,
+    NO_REASONING,
+    CallFormat,
+    ReasoningMarks,
+    ReplyParser,
+    Tool,
+)
 from pippin.text.parsers.json_calls import (
     ApertusParser,
     CohereParser,
@@ -19,7 +26,6 @@ from pippin.text.parsers.json_calls import (
     MistralParser,
 )
 from pippin.text.parsers.literal_calls import BarePythonicParser, GemmaParser, PythonicParser
-from pippin.text.parsers.reasoning import ReasoningMarks, ReasoningParser
 from pippin.text.parsers.tagged_calls import (
     AttributeTagParser,
     KimiK3Parser,
@@ -394,18 +400,12 @@ class ReplyFormats:
         """A parser of one reply to this prompt, which is a rendered chat, or the end of one."""
         if HARMONY in (self.reasoning, self.tools if tools else None):
             return TOOL_FORMATS[HARMONY].parser(tools)
-        calls = TOOL_FORMATS[self.tools].parser(tools) if tools and self.tools else None
-        rest = calls or PlainText()
-        if self.reasoning is None:
-            return rest
-        marks = REASONING_FORMATS[self.reasoning]
-        return ReasoningParser(
-            marks,
-            rest,
-            is_open=marks.is_open_after(prompt),
-            other_ends=calls.format.first_marks if calls and calls.format.ends_reasoning else (),
-            call_marks=calls.format.first_marks if calls else (),
-        )
+        calls = TOOL_FORMATS[self.tools] if tools and self.tools else NO_CALLS
+        marks = REASONING_FORMATS[self.reasoning] if self.reasoning else NO_REASONING
+        if calls is NO_CALLS and marks is NO_REASONING:
+            return ReplyParser()
+        is_open = marks is not NO_REASONING and marks.is_open_after(prompt)
+        return calls.parser(tools, reasoning=marks, is_open=is_open)
 
 
 def _choose(

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from pippin.text.lexer import Malformed, Marks, Steps
-from pippin.text.parsers.base import CallParser, LexedParser
+from pippin.text.parsers.base import CallParser
 from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
 # Models write line breaks into strings as they are; JSON wants them escaped.
@@ -30,7 +30,7 @@ class JsonReader:
     """Reads JSON from a parser's text, and writes a call's arguments to its sink."""
 
     def __init__(
-        self, parser: LexedParser, ends: Sequence[str] = (), next_marks: Sequence[str] = ()
+        self, parser: CallParser, ends: Sequence[str] = (), next_marks: Sequence[str] = ()
     ) -> None:
         self._parser = parser
         self._lexer = parser.lexer
@@ -343,10 +343,10 @@ class Llama3Parser(JsonCallParser):
             if not (yield from self.lexer.accept(";")) and not (yield from self.lexer.is_next("{")):
                 return
 
-    def may_be_markup(self, undecided: str) -> bool:
+    def may_be_call(self, undecided: str) -> bool:
         """A bare object is, as long as its first key is a call's and its name a declared one's."""
-        if undecided.startswith(self.format.begins) or self.sink.num_complete:
-            return super().may_be_markup(undecided)
+        if self.sink.num_complete:
+            return True
         key, name = self._FIRST_KEY.match(undecided), self._LAST_NAME.search(undecided)
         return (
             key is not None

@@ -236,10 +236,10 @@ class BarePythonicParser(PythonicParser):
     def read_start(self) -> Steps[None]:
         yield from self.attempt(self._read_bare_calls)
 
-    def may_be_markup(self, undecided: str) -> bool:
+    def may_be_call(self, undecided: str) -> bool:
         """A bare list is, as long as its first name begins a declared one."""
-        if undecided.startswith(self.format.begins) or self.sink.num_complete:
-            return super().may_be_markup(undecided)
+        if self.sink.num_complete:
+            return True
         bracket, _, calls = undecided.partition("[")
         name = calls.partition("(")[0].strip()
         return (
