@@ -296,6 +296,7 @@ class CallParser(ReplyParser):
         self.in_reasoning = is_open
         self._reasoning = reasoning
         self._at_start = False  # of the content
+        self._is_plain = False  # nothing more is looked for
         self._steps = self._read_all()
         self.read_format()
 
@@ -307,6 +308,8 @@ class CallParser(ReplyParser):
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def feed(self, text: str) -> list[TextPiece]:
+        if self._is_plain:
+            return super().feed(text)
         self.lexer.feed(text)
         next(self._steps, None)
         return self.sink.take()
@@ -360,7 +363,13 @@ class CallParser(ReplyParser):
         self._at_start = True
         yield from self.read_start()
         self._at_start = False
-        first = Marks.of(*self.format.first_marks, *self._reasoning.trailers)
+        marks = (*self.format.first_marks, *self._reasoning.trailers)
+        if not marks:
+            self.sink.content(self.lexer.take_undecided())
+            self.sink.close()
+            self._is_plain = True
+            return
+        first = Marks.of(*marks)
         while not (yield from self.lexer.ended()):
             if text := (yield from self.lexer.text_before(first)):
                 self.sink.content(text)
