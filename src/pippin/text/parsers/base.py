@@ -76,7 +76,10 @@ class PieceSink:
         return pieces
 
     def content(self, text: str) -> None:
-        if visible := self._without_space_at_end(text):
+        text = self._space + text
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        if visible:
             is_after_call_only = self.num_complete and not self._has_content
             self._pieces.append(Content(visible.lstrip() if is_after_call_only else visible))
             self._has_content = True
@@ -86,7 +89,10 @@ class PieceSink:
 
     def framed_reasoning(self, text: str) -> None:
         """White space at the end of reasoning belongs to its marks, which drop it."""
-        if visible := self._without_space_at_end(text):
+        text = self._space + text
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        if visible:
             self._pieces.append(Reasoning(visible))
 
     def drop_space(self) -> None:
@@ -137,12 +143,6 @@ class PieceSink:
         if self._space and not self.num_complete:
             self._pieces.append(Content(self._space))
         self._space = ""
-
-    def _without_space_at_end(self, text: str) -> str:
-        text = self._space + text
-        visible = text.rstrip()
-        self._space = text[len(visible) :]
-        return visible
 
     def _end_call(self, unparsed: str | None) -> None:
         self._pieces.append(CallEnd(self._num_calls, unparsed))
@@ -297,7 +297,7 @@ class CallParser(ReplyParser):
         self._reasoning = reasoning
         self._at_start = False  # of the content
         self._is_plain = False  # nothing more is looked for
-        self._steps = self._read_all()
+        self._steps = self.read_reply() if reasoning is NO_REASONING else self._read_all()
         self.read_format()
 
     def read_format(self) -> None:
@@ -409,8 +409,7 @@ class CallParser(ReplyParser):
     # ---- reasoning, and the marks around an answer -------------------------------------------
 
     def _read_all(self) -> Steps[None]:
-        if self._reasoning is not NO_REASONING:
-            yield from self._read_reasoning()
+        yield from self._read_reasoning()
         yield from self.read_reply()
 
     def _read_reasoning(self) -> Steps[None]:
