@@ -50,30 +50,6 @@ def test_tokens_and_text_give_the_same_pieces(format: str) -> None:
         assert pieces_of(streamed) == expected, example.text
 
 
-def test_calls_that_the_template_wrote_are_read_back() -> None:
-    assert TEXT.chat is not None
-    for seed in range(200):
-        calls = [Maker("qwen3_coder", seed).call(), Maker("qwen3_coder", seed + 1000).call()]
-        message = {
-            "role": "assistant",
-            "content": "Let me see.",
-            "reasoning_content": "Hm.",
-            "tool_calls": [
-                {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-                for name, arguments in calls
-            ],
-        }
-        prompt = TEXT.chat.render([USER], tools=TOOLS)
-        text = TEXT.chat.render([USER, message], tools=TOOLS, add_generation_prompt=False)
-        reply = text.removeprefix(prompt).removesuffix("<|im_end|>\n")
-        assert reply != text, "the prompt is what the reply is written behind"
-        parser = TEXT.formats.parser(prompt, TOOLS)
-        folded = FoldedText.of([*parser.feed(reply), *parser.close()])
-        assert (folded.reasoning, folded.content) == ("Hm.", "Let me see.")
-        found = [(call.name, json.loads(call.arguments)) for call in folded.calls.values()]
-        assert found == calls
-
-
 def test_the_next_prompt_begins_with_the_last_one_and_its_reply() -> None:
     """Sent back as it was parsed, a reply is found in the prefix cache to its last letter."""
     assert TEXT.chat is not None

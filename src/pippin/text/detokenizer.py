@@ -229,14 +229,20 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> Decoded:
         """Decode new tokens; those after a stop string are dropped."""
         shown: list[TextPiece] = []
-        parser = self._parser
+        parser, spans = self._parser, self._spans
+        passes = spans is None and self._matcher is None
         for token in ids:
             if self.stopped:
                 break
+            self.num_tokens += 1
+            is_hidden = token in self._tokenizer.special_ids and not self._shows_special
+            text = self._mark(token) if is_hidden else self._decoder.push(token)
+            if spans is not None:
+                spans.add(token, text, unfinished=self._decoder.unfinished)
             was_reasoning = parser.in_reasoning
-            pieces = parser.feed(self._decode(token))
+            pieces = parser.feed(text)
             self.num_reasoning_tokens += was_reasoning or parser.in_reasoning
-            shown += self._show(pieces)
+            shown += pieces if passes else self._show(pieces)
         return self._decoded(shown)
 
     def close(self, *, is_cut: bool = False) -> Decoded:
@@ -261,17 +267,8 @@ class Detokenizer:
         spans = self._spans.take_before_cut() if self.stopped else self._spans.take_shown()
         return Decoded(joined(shown), spans)
 
-    def _decode(self, token: int) -> str:
-        self.num_tokens += 1
-        text = self._text_of(token)
-        if self._spans is not None:
-            self._spans.add(token, text, unfinished=self._decoder.unfinished)
-        return text
-
-    def _text_of(self, token: int) -> str:
+    def _mark(self, token: int) -> str:
         """A special token is text only if it is a mark of the parser's."""
-        if token not in self._tokenizer.special_ids or self._shows_special:
-            return self._decoder.push(token)
         mark = self._tokenizer.token_text(token)
         if not any(mark in known for known in self._parser.marks):
             return ""

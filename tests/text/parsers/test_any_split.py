@@ -138,14 +138,10 @@ def test_a_reply_without_marks_is_its_content(format: str, text: str) -> None:
 
 
 @cases("format", FORMATS)
-def test_text_is_not_held_back_for_longer_than_it_may_be_a_mark(format: str) -> None:
+def test_text_and_a_long_string_argument_are_passed_on_while_they_come(format: str) -> None:
     parser = TOOL_FORMATS[format].parser(TOOLS)
     parser.feed("Well")
-    assert parser.num_held == 0
-
-
-@cases("format", FORMATS)
-def test_a_long_string_argument_is_passed_on_while_it_comes(format: str) -> None:
+    assert parser.num_held == 0  # it cannot be a mark
     parser = TOOL_FORMATS[format].parser(TOOLS)
     text = write_calls(format, [("get_weather", {"text": "x" * 1000})])
     middle = text.index("x" * 1000) + 500

@@ -81,7 +81,6 @@ INVOKE = '<invoke name="get_weather">\n<parameter name="text">Tokyo</parameter>\
             "",
             [("f", {"a": "1\n2\t</tool_call> 3"})],
         ),
-        ("llama3", '{"name": "get_weather", "parameters": {"text": "Tokyo"}}', "", [WEATHER]),
         (
             "llama3",
             'Sure. <|python_tag|>{"type": "function", "name": "get_weather", '
@@ -104,60 +103,17 @@ INVOKE = '<invoke name="get_weather">\n<parameter name="text">Tokyo</parameter>\
         ),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", {})]),
         (
-            "deepseek_v3",
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-            '```json\n{"text": "Tokyo"}\n```<｜tool▁call▁end｜>\n'
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
-            "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            "",
-            [WEATHER, ("f", {})],
-        ),
-        (
-            "deepseek_v31",
-            "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-            '{"text": "Tokyo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-            "Hm.",
-            [WEATHER],
-        ),
-        (
-            "glm",
-            "\n<tool_call>get_weather\n<arg_key>text</arg_key>\n<arg_value>Tokyo</arg_value>\n"
-            "</tool_call><tool_call>f</tool_call>",
-            "",
-            [WEATHER, ("f", {})],
-        ),
-        (
             "glm",
             "<tool_call>get_weather<arg_key>text</arg_key><arg_value>Tokyo</arg_value></tool_call>",
             "",
             [WEATHER],
         ),
-        (
-            "minimax_m2",
-            f"Hm.\n<minimax:tool_call>\n{INVOKE}\n{INVOKE}\n</minimax:tool_call>",
-            "Hm.",
-            [WEATHER, WEATHER],
-        ),
         ("minimax_m2", f"In XML that is {INVOKE}", f"In XML that is {INVOKE}", []),
-        (
-            "minimax_m1",
-            '<tool_calls>\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {"a": 1}}\n'
-            "</tool_calls>",
-            "",
-            [("f", {}), ("g", {"a": 1})],
-        ),
         (
             "gemma4",
             '<|tool_call>call:f{a:<|"|>x, y}<|"|>,b:[1,{c:true,d:None}],e:{}}<tool_call|>',
             "",
             [("f", {"a": "x, y}", "b": [1, {"c": True, "d": None}], "e": {}})],
-        ),
-        (
-            "function_gemma",
-            "<start_function_call>call:f{}<end_function_call>"
-            "<start_function_call>call:g{a:<escape>1<escape>,b:-2.5}<end_function_call>",
-            "",
-            [("f", {}), ("g", {"a": "1", "b": -2.5})],
         ),
         (
             "harmony",

@@ -196,16 +196,15 @@ class CallFormat:
     """How a family's models write calls, by example: a grammar enforces these texts, and a parser
     reads what lies between the marks in them.
 
-    `calls` has `{calls}` where the calls stand, with `separator` between them; `call` has `{name}`
-    and `{arguments}`; `argument` has `{key}`, `{value}` and, if values say what they are, `{type}`:
+    `calls` shows two calls, and what stands before, between and after them; `call` has `{name}` and
+    `{arguments}`; `argument` has `{key}`, `{value}` and, if values say what they are, `{type}`:
     what `types` has for a JSON type. `{number}` is a call's number in the reply, from 0.
     """
 
     parser_kind: type[CallParser]
     template_marks: tuple[str, ...]  # a chat template with all of them speaks it
     call: str
-    calls: str = "{calls}"
-    separator: str = ""
+    calls: str = "{call}{call}"
     argument: str = ""
     types: Mapping[str, str] = field(default_factory=dict)
     quote: str = ""  # around strings, where JSON's quotes are not
@@ -219,7 +218,7 @@ class CallFormat:
 
     def __post_init__(self) -> None:
         # The texts around what differs:
-        self.opening, _, self.closing = self.calls.partition("{calls}")
+        self.opening, self.separator, self.closing = self.calls.split("{call}")
         self.before_name, _, rest = self.call.partition("{name}")
         self.before_arguments, _, self.after_arguments = rest.partition("{arguments}")
         self.before_key, _, rest = self.argument.partition("{key}")

@@ -45,7 +45,7 @@ _DSML_INVOKE = '<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>
 _DSML_PARAMETER = '<｜DSML｜parameter name="{key}" string="{type}">{value}</｜DSML｜parameter>\n'
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _IS_STRING = {type: "true" if type == "string" else "false" for type in _TYPES}
-_DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
+_DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>{call}{call}<｜tool▁calls▁end｜>"
 _CALL_ID = ("[ARGS]", "[CALL_ID]")
 
 # The first whose marks are all there is the template's: the particular before the general.
@@ -54,7 +54,7 @@ TOOL_FORMATS = {
         HarmonyParser,
         ("<|channel|>", "<|message|>"),
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
-        separator="<|start|>assistant",
+        "{call}<|start|>assistant{call}",
         other_begins=("<|start|>",),
         other_ends=("<|end|>",),
         other_marks=("<|return|>",),
@@ -63,14 +63,14 @@ TOOL_FORMATS = {
         AttributeTagParser,
         ("<minimax:tool_call>",),
         _INVOKE,
-        "<minimax:tool_call>\n{calls}</minimax:tool_call>",
+        "<minimax:tool_call>\n{call}{call}</minimax:tool_call>",
         argument=_PARAMETER,
     ),
     "muse_spark": CallFormat(
         AttributeTagParser,
         ("<atem:function_calls>",),
         '<atem:invoke name="{name}">\n{arguments}</atem:invoke>\n',
-        "<atem:function_calls>\n{calls}</atem:function_calls>",
+        "<atem:function_calls>\n{call}{call}</atem:function_calls>",
         argument='<atem:parameter name="{key}">{value}</atem:parameter>\n',
     ),
     "minicpm5": CallFormat(
@@ -83,7 +83,7 @@ TOOL_FORMATS = {
         AttributeTagParser,
         ("｜DSML｜", "function_calls>"),
         _DSML_INVOKE,
-        "<｜DSML｜function_calls>\n{calls}</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls>\n{call}{call}</｜DSML｜function_calls>",
         argument=_DSML_PARAMETER,
         types=_IS_STRING,
         other_marks=("｜DSML｜",),
@@ -92,7 +92,7 @@ TOOL_FORMATS = {
         AttributeTagParser,
         ("｜DSML｜",),
         _DSML_INVOKE,
-        "<｜DSML｜tool_calls>\n{calls}</｜DSML｜tool_calls>",
+        "<｜DSML｜tool_calls>\n{call}{call}</｜DSML｜tool_calls>",
         argument=_DSML_PARAMETER,
         types=_IS_STRING,
         other_marks=("｜DSML｜",),
@@ -101,7 +101,7 @@ TOOL_FORMATS = {
         KimiK3Parser,
         ("<|open|>", "<|close|>", "<|sep|>"),
         '<|open|>call tool="{name}" index="{number}"<|sep|>{arguments}<|close|>call<|sep|>',
-        "<|open|>tools<|sep|>{calls}<|close|>tools<|sep|>",
+        "<|open|>tools<|sep|>{call}{call}<|close|>tools<|sep|>",
         argument=(
             '<|open|>argument key="{key}" type="{type}"<|sep|>{value}<|close|>argument<|sep|>'
         ),
@@ -113,7 +113,7 @@ TOOL_FORMATS = {
         ("<|tool_calls_section_begin|>",),
         "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|>",
-        "<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>",
         ends_reasoning=True,
     ),
     "deepseek_v3": CallFormat(
@@ -121,8 +121,7 @@ TOOL_FORMATS = {
         ("<｜tool▁calls▁begin｜>", "```json"),
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜>",
-        _DEEPSEEK_CALLS,
-        "\n",
+        _DEEPSEEK_CALLS.replace("}{", "}\n{"),
         ends_reasoning=True,
     ),
     "deepseek_v31": CallFormat(
@@ -155,8 +154,7 @@ TOOL_FORMATS = {
         MistralParser,
         ("[TOOL_CALLS]",),
         _OBJECT,
-        "[TOOL_CALLS] [{calls}]",
-        ", ",
+        "[TOOL_CALLS] [{call}, {call}]",
         other_marks=_CALL_ID,
         ends_reasoning=True,
     ),
@@ -164,8 +162,7 @@ TOOL_FORMATS = {
         PythonicParser,
         ("<|tool_call_start|>",),
         "{name}({arguments})",
-        "<|tool_call_start|>[{calls}]<|tool_call_end|>",
-        ", ",
+        "<|tool_call_start|>[{call}, {call}]<|tool_call_end|>",
         other_template_marks=("<|tool_list_start|>",),
         tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
     ),
@@ -173,34 +170,30 @@ TOOL_FORMATS = {
         PythonicParser,
         ("<function_calls>",),
         "{name}({arguments})",
-        "<function_calls>{calls}</function_calls>",
-        "\n",
+        "<function_calls>{call}\n{call}</function_calls>",
     ),
     "cohere": CallFormat(
         CohereParser,
         ("<|START_ACTION|>",),
         '{"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {arguments}}',
-        "<|START_ACTION|>[\n    {calls}\n]<|END_ACTION|>",
-        ",\n    ",
+        "<|START_ACTION|>[\n    {call},\n    {call}\n]<|END_ACTION|>",
         ends_reasoning=True,
     ),
     "apertus": CallFormat(
         ApertusParser,
         ("<|tools_prefix|>",),
         '{"{name}": {arguments}}',
-        "<|tools_prefix|>[{calls}]<|tools_suffix|>",
-        ", ",
+        "<|tools_prefix|>[{call}, {call}]<|tools_suffix|>",
         ends_reasoning=True,
     ),
     "nemotron_h": CallFormat(
-        JsonCallParser, ("<TOOLCALL>",), _OBJECT, "<TOOLCALL>[{calls}]</TOOLCALL>", ", "
+        JsonCallParser, ("<TOOLCALL>",), _OBJECT, "<TOOLCALL>[{call}, {call}]</TOOLCALL>"
     ),
     "phi4_mini": CallFormat(
         JsonCallParser,
         ("functools[",),
         _OBJECT,
-        "functools[{calls}]",
-        ", ",
+        "functools[{call}, {call}]",
         other_begins=("functools", "<|tool_call|>"),
         other_ends=("<|/tool_call|>",),
     ),
@@ -208,15 +201,14 @@ TOOL_FORMATS = {
         JsonCallParser,
         ("<|tool_call|>",),
         _OBJECT,
-        "<|tool_call|>[{calls}]",
-        ", ",
+        "<|tool_call|>[{call}, {call}]",
         other_begins=("<tool_call>",),
     ),
     "longcat": CallFormat(
         LongCatParser,
         ("<longcat_tool_call>",),
         "<longcat_tool_call>{name}\n{arguments}</longcat_tool_call>",
-        separator="\n",
+        "{call}\n{call}",
         argument=(
             "<longcat_arg_key>{key}</longcat_arg_key>\n"
             "<longcat_arg_value>{value}</longcat_arg_value>\n"
@@ -226,7 +218,7 @@ TOOL_FORMATS = {
         TagCallParser,
         ("<seed:tool_call>",),
         "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
-        separator="\n",
+        "{call}\n{call}",
         argument="<parameter={key}>{value}</parameter>\n",
         other_begins=("<function=",),
     ),
@@ -240,32 +232,34 @@ TOOL_FORMATS = {
         TagCallParser,
         ("<tool_call>", "<arg_key>"),
         "<tool_call>{name}\n{arguments}</tool_call>",
-        separator="\n",
+        "{call}\n{call}",
         argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
     ),
     "qwen3_coder": CallFormat(
         TagCallParser,
         ("<function=", "<parameter="),
         "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
-        separator="\n",
+        "{call}\n{call}",
         argument="<parameter={key}>\n{value}\n</parameter>\n",
         other_begins=("<function=",),
     ),
     "jamba": CallFormat(
-        JsonCallParser, ("<tool_calls>[",), _OBJECT, "<tool_calls>[{calls}]</tool_calls>", ", "
+        JsonCallParser, ("<tool_calls>[",), _OBJECT, "<tool_calls>[{call}, {call}]</tool_calls>"
     ),
     "hermes": CallFormat(
-        JsonCallParser, ("<tool_call>",), f"<tool_call>\n{_OBJECT}\n</tool_call>", separator="\n"
+        JsonCallParser,
+        ("<tool_call>",),
+        f"<tool_call>\n{_OBJECT}\n</tool_call>",
+        "{call}\n{call}",
     ),
     "minimax_m1": CallFormat(
-        JsonCallParser, ("<tool_calls>",), _OBJECT, "<tool_calls>\n{calls}\n</tool_calls>", "\n"
+        JsonCallParser, ("<tool_calls>",), _OBJECT, "<tool_calls>\n{call}\n{call}\n</tool_calls>"
     ),
     "pythonic": CallFormat(
         BarePythonicParser,
         ("[func_name1(",),
         "{name}({arguments})",
-        "[{calls}]",
-        ", ",
+        "[{call}, {call}]",
         other_begins=("<|python_start|>",),
         other_ends=("<|python_end|>",),
     ),
@@ -273,7 +267,7 @@ TOOL_FORMATS = {
         Llama3Parser,
         ("<|start_header_id|>", '"parameters"'),
         _PARAMETERS,
-        separator="; ",
+        "{call}; {call}",
         other_begins=("<|python_tag|>",),
         other_template_marks=("<|header_start|>", '"parameters"'),
     ),
