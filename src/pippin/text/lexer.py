@@ -1,4 +1,4 @@
-"""Reads text that arrives in parts, up to marks. Knows no format and no pieces.
+"""Reads text that arrives in parts, up to marks.
 
 Readers are generators: each `yield` waits for more text. So a format reads as if all of its text
 were there, and gives the same answers however the text was cut.

@@ -229,6 +229,7 @@ def test_a_header_that_never_ends_is_text() -> None:
     formats = ReplyFormats("muse_spark", "muse_spark")
     for text in ("to=be or not\nto=be", "to=" + "x" * 1000):
         assert fold(formats, "", text).content == text
+        assert fold(formats, "", f"{text}<|eom|>").content == text
 
 
 # ---- slips, and what is no call --------------------------------------------------------------
@@ -267,6 +268,15 @@ CALLED_WITH_CONTAINERS = {"list": ["a"], "tree": {"a": [1, None]}}
             '<|sep|>{"count": 1}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
             {"count": 1},
         ),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument '
+            'key="count" type="integer"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|>'
+            "<|close|>tools<|sep|>",
+            {"count": 1},
+        ),
+        ("gemma4", "<|tool_call>call:f{count :1,}<tool_call|>", {"count": 1}),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"count": 1}}}]', {"count": 1}),
         (
             "deepseek_v32",
             '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" '

@@ -1,4 +1,4 @@
-"""Converts arguments written as bare text to JSON of the types in a tool's schema. Knows no format.
+"""Converts arguments written as bare text to JSON of the types in a tool's schema.
 
 Numbers keep the digits that were written: none becomes a float.
 """
