@@ -188,7 +188,7 @@ NO_REASONING = ReasoningMarks("", "")
 # How arguments are written: as JSON; bare between tags; as `a=1, b="x"` with values in JSON; with
 # bare keys and with quotes of the format's own.
 Style = Literal["json", "tags", "keywords", "bare_keys"]
-_MARK = re.compile(r"(?:<[^<>{}\s]+>)+|\[[A-Z_]+\]")
+MARK = re.compile(r"(?:<[^<>{}\s]+>)+|\[[A-Z_]+\]")
 
 
 @dataclass(eq=False)
@@ -228,11 +228,11 @@ class CallFormat:
         self.section: tuple[str, ...] = ()
         if self.parser_kind.has_section and self.opening:
             self.section = (self.opening.strip(), self.closing.strip())
-        begins = _MARK.findall(self.before_name if self.section else self.trigger)[:1]
+        begins = MARK.findall(self.before_name if self.section else self.trigger)[:1]
         if self.before_name.endswith('="'):  # the name is an attribute: the tag, up to the first
             begins = [self.before_name[: self.before_name.rindex(" ") + 1]]
         in_closing = self.closing and not self.section
-        ends = _MARK.findall(self.closing if in_closing else self.after_arguments)[-1:]
+        ends = MARK.findall(self.closing if in_closing else self.after_arguments)[-1:]
         self.begins = (*begins, *self.other_begins)  # a call begins with one of them
         self.ends = (*ends, *self.other_ends)  # and ends with one of these, if there are any
         self.first_marks = self.section[:1] or self.begins  # a reply's first call begins with one
@@ -240,7 +240,7 @@ class CallFormat:
         quotes = (self.quote,) if self.quote else ()
         others = (*self.begins, *self.ends, *self.section, *quotes, *self.other_marks)
         texts = (self.calls, self.call, self.argument)
-        self.marks = frozenset({*others, *(m for text in texts for m in _MARK.findall(text))})
+        self.marks = frozenset({*others, *(m for text in texts for m in MARK.findall(text))})
 
     def parser(
         self,

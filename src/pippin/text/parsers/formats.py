@@ -18,12 +18,11 @@ from pippin.text.parsers.base import (
 from pippin.text.parsers.json_calls import (
     ApertusParser,
     CohereParser,
-    DeepSeekParser,
     HarmonyParser,
     JsonCallParser,
-    KimiK2Parser,
     Llama3Parser,
     MistralParser,
+    NamedJsonParser,
 )
 from pippin.text.parsers.literal_calls import BarePythonicParser, GemmaParser, PythonicParser
 from pippin.text.parsers.tagged_calls import (
@@ -109,7 +108,7 @@ TOOL_FORMATS = {
         ends_reasoning=True,
     ),
     "kimi_k2": CallFormat(
-        KimiK2Parser,
+        NamedJsonParser,
         ("<|tool_calls_section_begin|>",),
         "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|>",
@@ -117,7 +116,7 @@ TOOL_FORMATS = {
         ends_reasoning=True,
     ),
     "deepseek_v3": CallFormat(
-        DeepSeekParser,
+        NamedJsonParser,
         ("<｜tool▁calls▁begin｜>", "```json"),
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜>",
@@ -125,7 +124,7 @@ TOOL_FORMATS = {
         ends_reasoning=True,
     ),
     "deepseek_v31": CallFormat(
-        DeepSeekParser,
+        NamedJsonParser,
         ("<｜tool▁calls▁begin｜>",),
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
         _DEEPSEEK_CALLS,

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from pippin.text.lexer import Malformed, Marks, Steps
-from pippin.text.parsers.base import CallParser
+from pippin.text.parsers.base import MARK, CallParser
 from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
 # Models write line breaks into strings as they are; JSON wants them escaped.
@@ -269,47 +269,35 @@ class MistralParser(JsonCallParser):
         self.end_call()
 
 
-class KimiK2Parser(JsonCallParser):
-    """A call's id is `functions.name:number`, and must come back as the model wrote it."""
+class NamedJsonParser(JsonCallParser):
+    """BEGIN f SEPARATOR {...} END.
+
+    Kimi K2's name is an id, `functions.f:number`, which must come back as the model wrote it.
+    DeepSeek V3 and R1 have the name behind the separator, and a JSON code block.
+    """
 
     has_section = True
     _ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 
     def read_call(self) -> Steps[None]:
         (begin,), (end,) = self.format.begins, self.format.ends
-        before_arguments = self.format.before_arguments.removeprefix(":{number}")
-        yield from self.lexer.expect(begin)
-        id = yield from self.lexer.name_before(Marks.of(before_arguments, end, "\n"))
-        yield from self.lexer.space()
-        yield from self.lexer.expect(before_arguments)
-        yield from self.lexer.space()
-        if (found := self._ID.fullmatch(id)) is None:
-            raise Malformed
-        yield from self.json.call_arguments(found["name"], id)
-        self.end_call()
-        yield from self.lexer.space()
-        yield from self.lexer.accept(end)
-
-
-class DeepSeekParser(JsonCallParser):
-    """Behind the separator V3.1 has the arguments; V3 and R1 the name, and a JSON code block."""
-
-    has_section = True
-
-    def read_call(self) -> Steps[None]:
-        (begin,), (end,), separator = self.format.begins, self.format.ends, "<｜tool▁sep｜>"
+        separator = MARK.findall(self.format.call)[-2]
         yield from self.lexer.expect(begin)
         name = yield from self.lexer.name_before(Marks.of(separator, end, "\n"))
+        yield from self.lexer.space()
         yield from self.lexer.expect(separator)
         yield from self.lexer.space()
-        is_bare = (yield from self.lexer.peek()) in ("{", '"')
-        if not is_bare:
+        id = None
+        if "{number}" in self.format.call and (found := self._ID.fullmatch(name)):
+            name, id = found["name"], name
+        is_block = id is None and (yield from self.lexer.peek()) not in ("{", '"')
+        if is_block:
             name = yield from self.lexer.name_before(Marks.of("\n", "`", end))
             yield from self.lexer.space()
             yield from self.lexer.expect("```json")
             yield from self.lexer.space()
-        yield from self.json.call_arguments(name)
-        if not is_bare:
+        yield from self.json.call_arguments(name, id)
+        if is_block:
             yield from self.lexer.space()
             yield from self.lexer.accept("```")
         self.end_call()
