@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pippin.errors import ConfigError
@@ -370,13 +370,13 @@ class ReplyFormats:
                 "tool_parser",
                 tools,
                 {**dict.fromkeys(TOOL_FORMATS), **VLLM_TOOL_PARSERS},
-                lambda: _find_tool_format(template, tokens),
+                _find_tool_format(template, tokens),
             ),
             _choose(
                 "reasoning_parser",
                 reasoning,
                 {**dict.fromkeys([*REASONING_FORMATS, HARMONY]), **VLLM_REASONING_PARSERS},
-                lambda: _find_reasoning_format(template),
+                _find_reasoning_format(template),
             ),
         )
 
@@ -402,11 +402,11 @@ class ReplyFormats:
 
 
 def _choose(
-    option: str, name: str, known: Mapping[str, str | None], find: Callable[[], str | None]
+    option: str, name: str, known: Mapping[str, str | None], found: str | None
 ) -> str | None:
     """`known` has vLLM's names besides ours, each of them with our name."""
     if name == AUTO:
-        return find()
+        return found
     if name == OFF:
         return None
     if name not in known:
@@ -421,12 +421,9 @@ def _find_tool_format(template: str, tokens: Collection[str]) -> str | None:
     for name, format in TOOL_FORMATS.items():
         if format.speaks(template):
             return name
-    if "tools" not in template:
-        return None
-    for name, format in TOOL_FORMATS.items():
-        if format.tokens and all(token in tokens for token in format.tokens):
-            return name
-    return None
+    may_call = (name for name, format in TOOL_FORMATS.items() if format.tokens)
+    found = (name for name in may_call if {*TOOL_FORMATS[name].tokens} <= {*tokens})
+    return next(found, None) if "tools" in template else None
 
 
 def _find_reasoning_format(template: str) -> str | None:
