@@ -1,7 +1,7 @@
 """Compiles each grammar in a child process first: what it does there costs one request an error.
 
     engine (Prover)  ── [number, grammar] ──▶  zygote  ── the same line ──▶  a child
-    engine           ◀─ [number, verdict] ───  zygote  ◀── its answer ─────  exits
+    engine           ◀─ [number, verdict] ───  zygote  ◀── [verdict] ──────  exits
 
 A zygote has loaded the vocabulary. It forks a child for each grammar, which compiles it within
 limits. For a child that died without an answer the verdict names the limit that it exceeded.
@@ -265,24 +265,24 @@ def work(zygote: socket.socket, prove: Prove) -> NoReturn:
         with zygote.makefile("rb") as jobs:
             line = jobs.readline()
         if line:
-            number, spec = decode_job(line)
+            _, spec = decode_job(line)
             # Smaller than the stacks of the engine's threads; a main thread's size is not known.
             threading.stack_size(STACK_BYTES)
-            thread = threading.Thread(target=_answer, args=(zygote, prove, number, spec))
+            thread = threading.Thread(target=_answer, args=(zygote, prove, spec))
             thread.start()
             thread.join()
     finally:
         os._exit(0)
 
 
-def _answer(zygote: socket.socket, prove: Prove, number: int, spec: GrammarSpec) -> None:
+def _answer(zygote: socket.socket, prove: Prove, spec: GrammarSpec) -> None:
     try:
         prove(spec)
         verdict = Verdict()
     except BaseException as error:  # a panic of Rust's is no Exception
         verdict = verdict_on(spec, error)
     with contextlib.suppress(OSError):  # the zygote is gone, and with it the engine
-        zygote.sendall(encode_line(number, asdict(verdict)))
+        zygote.sendall(encode_line(asdict(verdict)))
 
 
 def _drop_inherited(own: int) -> None:
@@ -394,10 +394,12 @@ class Zygote:
             self._idle.remove(child)
             return
         self._busy.remove(child)
-        frame = child.answer
-        if not frame.endswith(b"\n"):
+        if child.answer.endswith(b"\n"):
+            [answer] = json.loads(child.answer)
+            verdict = Verdict(**answer)  # no child answers for another one
+        else:
             verdict = verdict_of_death(child.kind, status, late=child.late)
-            frame = encode_line(child.number, asdict(verdict))
+        frame = encode_line(child.number, asdict(verdict))
         while frame:
             frame = frame[os.write(self._outbox, frame) :]
 
