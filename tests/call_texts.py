@@ -1,4 +1,4 @@
-"""Writes calls as a format's own `CallSyntax` says, and makes up many of them, good and bad."""
+"""Writes calls as a format's own row says, and makes up many of them, good and bad."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from pippin.text.parsers.base import CallFormat
 from pippin.text.parsers.formats import TOOL_FORMATS
-from pippin.text.parsers.syntax import (
-    BareKeyArguments,
-    CallSyntax,
-    JsonArguments,
-    KeywordArguments,
-    TaggedArguments,
-)
 
 Call = tuple[str, dict[str, Any]]
 JSON_TYPES = {
@@ -70,35 +64,37 @@ STRINGS = [
 WORDS = ["Let me look.", "Überlegung: 3 < 4\n", " and then {", "[1] `x` <b>", "Fertig 😀."]
 
 
-def write_calls(syntax: CallSyntax, calls: list[Call]) -> str:
+def write_calls(format: str, calls: list[Call]) -> str:
+    row = TOOL_FORMATS[format]
     written = [
-        syntax.before_name.replace("{number}", str(number))
-        + name
-        + syntax.before_arguments.replace("{number}", str(number))
-        + write_arguments(syntax.arguments, arguments)
-        + syntax.after_arguments
+        row.call.replace("{number}", str(number))
+        .replace("{name}", name)
+        .replace("{arguments}", write_arguments(row, arguments))
         for number, (name, arguments) in enumerate(calls)
     ]
-    return syntax.opening + syntax.separator.join(written) + syntax.closing
+    return row.opening + row.separator.join(written) + row.closing
 
 
-def write_arguments(kind: Any, arguments: dict[str, Any]) -> str:
-    match kind:
-        case JsonArguments():
+def write_arguments(row: CallFormat, arguments: dict[str, Any]) -> str:
+    match row.style:
+        case "json":
             return json.dumps(arguments, ensure_ascii=False)
-        case TaggedArguments(before_key, _, after_value):
+        case "tags":
             return "".join(
-                before_key + key + kind.before(JSON_TYPES[type(value)]) + _bare(value) + after_value
+                row.before_key
+                + key
+                + row.before_value(JSON_TYPES[type(value)])
+                + _bare(value)
+                + row.after_value
                 for key, value in arguments.items()
             )
-        case KeywordArguments():
+        case "keywords":
             items = arguments.items()
             return ", ".join(
                 f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in items
             )
-        case BareKeyArguments(quote):
-            return _with_bare_keys(arguments, quote)
-    raise AssertionError(kind)
+        case "bare_keys":
+            return _with_bare_keys(arguments, row.quote)
 
 
 def _bare(value: Any) -> str:
@@ -129,7 +125,6 @@ class Maker:
     def __init__(self, format: str, seed: int) -> None:
         self.random = random.Random(f"{format} {seed}")
         self.format = format
-        self.syntax = TOOL_FORMATS[format].parser.syntax
 
     def call(self, most_arguments: int = 4) -> Call:
         makers = {
@@ -148,7 +143,7 @@ class Maker:
     def good(self) -> Example:
         """Calls, perhaps with text before and after them."""
         calls = [self.call() for _ in range(self.random.randint(1, 3))]
-        text = write_calls(self.syntax, calls)
+        text = write_calls(self.format, calls)
         if self.format in WITHOUT_A_MARK:
             return Example(text, calls)
         before = self.random.choice(["", *WORDS])
@@ -161,7 +156,7 @@ class Maker:
     def short(self) -> Example:
         """One call and nothing else, so that it can be cut at every place in no time."""
         call = self.call(most_arguments=1)
-        return Example(write_calls(self.syntax, [call]), [call])
+        return Example(write_calls(self.format, [call]), [call])
 
     def cut(self) -> Example:
         text = self.good().text

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cache": {"types"},
     "cache.entries": {"types"},
     "cache.disk": {"cache.entries", "types"},
-    "text": {"messages", "types"},
+    "text": set(),
     "sequences": {"messages", "text", "types"},
     "embedding": {"messages", "sequences", "types"},
     "tasks": set(),

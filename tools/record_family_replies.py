@@ -101,7 +101,7 @@ def record(model: str, source: str) -> list[dict[str, Any]]:
     template = ChatTemplate(source, TOKENS)
     formats = ReplyFormats.choose(source)
     marks = {mark for each in TOOL_FORMATS.values() for mark in each.template_marks}
-    marks |= {mark for each in TOOL_FORMATS.values() for mark in each.other_marks}
+    marks |= {mark for each in TOOL_FORMATS.values() for mark in each.other_template_marks}
     for each in REASONING_FORMATS.values():
         marks |= {each.end, *(header for header, _ in each.headers), *each.template_marks}
     reasoning_marks = REASONING_FORMATS.get(formats.reasoning or "")

@@ -16,11 +16,11 @@ import msgspec
 
 from pippin.errors import ContextOverflow, PippinError, error_of
 from pippin.messages import Submit, TokenDelta, pack_tokens
-from pippin.text.detokenizer import Detokenizer
-from pippin.text.parsers.base import PlainText, ReplyParser
+from pippin.text.detokenizer import Detokenizer, TokenSpan
+from pippin.text.parsers.base import ReplyParser
 from pippin.text.pieces import Content, TextPiece, content_of, joined
 from pippin.text.prompt import Prompt
-from pippin.text.tokenizer import Tokenizer, TokenSpan
+from pippin.text.tokenizer import Tokenizer
 from pippin.types import SamplingParams, TokenLogprobs
 
 
@@ -79,7 +79,7 @@ def open_sequences(
     first_index: int = 0,
     priority: int = 0,
     salt: bytes = b"",
-    new_parser: Callable[[], ReplyParser] = PlainText,
+    new_parser: Callable[[], ReplyParser] = ReplyParser,
     prediction: Sequence[int] = (),
 ) -> list[GeneratedSequence]:
     """`params.n` sequences of one prompt, numbered from `first_index`; their replies must fit.

@@ -13,7 +13,6 @@ from pippin.api.model_info import ModelInfo
 from pippin.config import ServerConfig
 from pippin.decode.compile import CompiledGrammar, Vocabulary
 from pippin.engine.grammar_zygote import vocabulary_of
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from qwen35 import END_OF_TURN, load_qwen35
 
 TEXT = load_qwen35()
@@ -25,9 +24,9 @@ WEATHER = {
     "additionalProperties": False,
 }
 ARGUMENTS = {"city": "Tokyo", "days": 3}
-CALL = write_calls(Qwen3CoderParser.syntax, [("get_weather", ARGUMENTS)])
+CALL = write_calls("qwen3_coder", [("get_weather", ARGUMENTS)])
 TWO_CALLS = write_calls(
-    Qwen3CoderParser.syntax, [("get_weather", ARGUMENTS), ("get_weather", {"city": "Rome"})]
+    "qwen3_coder", [("get_weather", ARGUMENTS), ("get_weather", {"city": "Rome"})]
 )
 THOUGHT = "Let me think.\n</think>\n\n"
 

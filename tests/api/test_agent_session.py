@@ -17,7 +17,6 @@ from builders import Client, make_loop
 from call_texts import write_calls
 from pippin.backends.fake import FakeBackend
 from pippin.messages import Submit, TokenDelta
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from qwen35 import END_OF_TURN
 
 pytestmark = pytest.mark.slow
@@ -107,7 +106,7 @@ class RecitingEngine(ScriptedEngine):
 def agent_says(turn: int) -> str:
     call = ("tool_3", {"path": f"src/file_{turn}.py", "line": turn})
     return f"I should look at file {turn} next.\n</think>\n\nLet me read it.\n\n" + write_calls(
-        Qwen3CoderParser.syntax, [call]
+        "qwen3_coder", [call]
     )
 
 

@@ -41,7 +41,7 @@ def grammar_of(format: str, tool_use: ToolUse) -> CompiledGrammar:
 
 def calls(format: str, *names: str, **arguments: Any) -> str:
     given = ARGUMENTS | arguments
-    return write_calls(TOOL_FORMATS[format].parser.syntax, [(name, given) for name in names])
+    return write_calls(format, [(name, given) for name in names])
 
 
 @cases("strict", [False, True])
@@ -142,7 +142,7 @@ def test_strict_arguments_with_bare_keys(
 ) -> None:
     function = {"name": "f", "parameters": TREE, "strict": True}
     use = ToolUse(({"type": "function", "function": function},), required=True)
-    text = write_calls(TOOL_FORMATS[format].parser.syntax, [("f", arguments)])
+    text = write_calls(format, [("f", arguments)])
     assert allows(grammar_of(format, use), text) is obeys
 
 

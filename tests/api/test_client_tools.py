@@ -16,7 +16,6 @@ from qwen35_server import THOUGHT, prompt_text, says, serving_qwen
 from call_texts import write_calls
 from cases import cases
 from pippin.api.requests.tools import client_tool
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
 USER = {"role": "user", "content": "List the files."}
 TOOLS = [
@@ -31,7 +30,7 @@ TOOLS = [
 
 
 def call(name: str, **arguments: Any) -> str:
-    return THOUGHT + write_calls(Qwen3CoderParser.syntax, [(name, arguments)])
+    return THOUGHT + write_calls("qwen3_coder", [(name, arguments)])
 
 
 def ask(url: str, **fields: Any) -> httpx.Response:

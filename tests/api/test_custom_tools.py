@@ -20,7 +20,6 @@ from pippin.api.requests.neutral_request import ToolUse
 from pippin.api.requests.tools import InputReader, arguments_of, as_function, input_of
 from pippin.decode.compile import CompiledGrammar, compile_grammar, prove_grammar
 from pippin.errors import RequestError, UnsupportedField
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from pippin.text.parsers.formats import TOOL_FORMATS
 from pippin.types import GrammarPart, GrammarSpec
 
@@ -51,7 +50,7 @@ ODD = 'a "b" \\ \n\n{"c": [1]}\t😀 é </para> <'
 
 
 def call_of(name: str, input: str) -> str:
-    return write_calls(Qwen3CoderParser.syntax, [(name, {"input": input})])
+    return write_calls("qwen3_coder", [(name, {"input": input})])
 
 
 # ---- the text out of the arguments -----------------------------------------------------------
@@ -95,7 +94,7 @@ def grammar_of(format: str, grammar: GrammarPart | None) -> CompiledGrammar:
 
 
 def written(format: str, input: str) -> str:
-    return write_calls(TOOL_FORMATS[format].parser.syntax, [("run", {"input": input})])
+    return write_calls(format, [("run", {"input": input})])
 
 
 BARE = ("qwen3_coder", "glm", "minimax_m2", "gemma4", "function_gemma")
@@ -137,7 +136,7 @@ def test_a_regular_expression_is_kept_in_every_format(format: str) -> None:
 def test_an_input_without_a_grammar_is_any_text(format: str) -> None:
     grammar = grammar_of(format, None)
     assert allows(grammar.copy(), written(format, ODD))
-    other = write_calls(TOOL_FORMATS[format].parser.syntax, [("run", {"code": "x"})])
+    other = write_calls(format, [("run", {"code": "x"})])
     assert not allows(grammar.copy(), other)
 
 
@@ -241,9 +240,7 @@ def test_a_streamed_chat_tells_the_input_as_it_comes() -> None:
 def test_tools_of_a_namespace_are_called_by_both_names() -> None:
     inner = [{"type": "custom", "name": "run"}, *tools("stop")]
     space = {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": inner}
-    call = write_calls(
-        Qwen3CoderParser.syntax, [("agents.stop", {}), ("agents.run", {"input": "a"})]
-    )
+    call = write_calls("qwen3_coder", [("agents.stop", {}), ("agents.run", {"input": "a"})])
     with client_of(says(THOUGHT + call), says("Ok.")) as (client, engine):
         first = respond(client, tools=[space, *tools("stop")])
         stop, run = first.output[1:]
@@ -268,7 +265,7 @@ def tools(*names: str) -> list[dict[str, Any]]:
 def test_only_tools_that_are_allowed_are_called_and_all_are_shown(obeys: Any, mode: str) -> None:
     allowed = [{"type": "function", "name": "a"}, {"type": "function", "name": "b"}]
     choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
-    calls = {name: THOUGHT + write_calls(Qwen3CoderParser.syntax, [(name, {})]) for name in "abc"}
+    calls = {name: THOUGHT + write_calls("qwen3_coder", [(name, {})]) for name in "abc"}
     with client_of(says(calls["a"])) as (client, engine):
         respond(client, tools=tools("a", "b", "c"), tool_choice=choice)
     assert '"name": "c"' in prompt_text(engine)

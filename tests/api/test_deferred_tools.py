@@ -9,7 +9,6 @@ import httpx
 from qwen35_server import THOUGHT, prompt_text, says, serving_qwen
 
 from call_texts import write_calls
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
 SCHEMA = {"type": "object", "properties": {"url": {"type": "string"}}, "required": ["url"]}
 SEARCH = {"name": "ToolSearch", "description": "Finds tools.", "input_schema": {"type": "object"}}
@@ -40,7 +39,7 @@ def ask(url: str, messages: list[Any], *tools: Any, **fields: Any) -> httpx.Resp
 
 
 def test_a_tool_that_was_found_is_described_in_the_result_and_can_be_called() -> None:
-    call = write_calls(Qwen3CoderParser.syntax, [("WebFetch", {"url": "https://example.com"})])
+    call = write_calls("qwen3_coder", [("WebFetch", {"url": "https://example.com"})])
     with serving_qwen(says(f"{THOUGHT}Hi."), says(THOUGHT + call)) as (url, engine):
         first = ask(url, [USER], SEARCH, PLACEHOLDER)
         second = ask(url, SESSION, FETCH, SEARCH, PLACEHOLDER)

@@ -13,7 +13,7 @@ from qwen35_server import prompt_text, says, serving_qwen
 from scripted_engine import ScriptedEngine, say, serving
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from pippin.text.fill_in_middle import FillInMiddle
+from pippin.text.bundle import FillInMiddle
 from pippin.text.tokenizer import Tokenizer
 from qwen35 import load_qwen35
 

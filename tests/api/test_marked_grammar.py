@@ -22,7 +22,7 @@ from pippin.config import LimitsConfig
 from pippin.decode.compile import compile_grammar
 from pippin.engine.grammar_zygote import vocabulary_of
 from pippin.text.bundle import SamplingDefaults
-from pippin.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ReplyFormats
+from pippin.text.parsers.formats import REASONING_FORMATS, ReplyFormats
 from pippin.text.prompt import Prompt
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import GrammarSpec
@@ -93,9 +93,9 @@ class Checker:
 
 @cases("format", MARKED)
 def test_strict_calls_are_optional_where_a_mark_begins_them(format: str) -> None:
-    tokenizer, syntax = tokenizer_with(*MARKED[format]), TOOL_FORMATS[format].parser.syntax
-    good = write_calls(syntax, [("look", ARGUMENTS), ("look", {"city": "Rome"})])
-    bad = write_calls(syntax, [("look", {"days": 3})])
+    tokenizer = tokenizer_with(*MARKED[format])
+    good = write_calls(format, [("look", ARGUMENTS), ("look", {"city": "Rome"})])
+    bad = write_calls(format, [("look", {"days": 3})])
     free = Checker(tokenizer, ReplyFormats(format), "", tools=[tool("look")])
     assert free.allows("It rains.")
     assert free.allows(good)
@@ -123,7 +123,7 @@ def test_calls_are_constrained_behind_a_familys_reasoning(name: str) -> None:
         tools=[tool("look")],
         tool_choice="required",
     )
-    call = write_calls(TOOL_FORMATS["hermes"].parser.syntax, [("look", ARGUMENTS)])
+    call = write_calls("hermes", [("look", ARGUMENTS)])
     assert checker.allows(f"Hm.{marks.end}\n{call}")
     assert not checker.allows(f"Hm.{marks.end}\nIt rains.")
 

@@ -19,7 +19,7 @@ from pippin.api.batches.store import Database, FileStore
 from pippin.api.model_info import RequestRules
 from pippin.api.routes import ENDPOINTS
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.text.fill_in_middle import FillInMiddle
+from pippin.text.bundle import FillInMiddle
 
 USER = {"role": "user", "content": "a"}
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())

@@ -25,8 +25,7 @@ from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.request import Limits
 from pippin.scheduler.scheduler import Scheduler
-from pippin.text.bundle import TextBundle
-from pippin.text.reranker import DEFAULT_INSTRUCTION, Reranker
+from pippin.text.bundle import DEFAULT_INSTRUCTION, Reranker, TextBundle
 from pippin.types import TokenLogprobs
 from processes import is_installed
 from qwen35 import load_qwen35, unpack

@@ -27,7 +27,6 @@ from scripted_engine import Script, ScriptedEngine
 from call_texts import write_calls
 from cases import cases
 from pippin.api.requests.tools import CALLS, SHELL_TOOLS, call_fields
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "local_shell": {"command": ["bash", "-lc", "ls -l"], "timeout_ms": 5_000},
@@ -62,7 +61,7 @@ NAMES = pytest.mark.parametrize("name", SHELL_TOOLS)
 
 
 def call_of(name: str, arguments: dict[str, Any] | None = None) -> str:
-    return write_calls(Qwen3CoderParser.syntax, [(name, arguments or ARGUMENTS[name])])
+    return write_calls("qwen3_coder", [(name, arguments or ARGUMENTS[name])])
 
 
 @contextmanager

@@ -33,14 +33,10 @@ PLAIN: dict[str, Schema] = {
     "number": NUMBER,
     "short string": STRING,
     "string or null": {"type": ["string", "null"], "maxLength": 5},
-    "any of four types": {"type": ["integer", "boolean", "null", "string"], "maxLength": 4},
     "const string": {"const": 'a "quoted" \\ backslash'},
-    "const object": {"const": {"a": [1, None, {"b": True}]}},
     "const unicode": {"const": "naïve – 日本語 🍎"},
-    "const number": {"const": -1.5e-3},
     "enum of strings": {"enum": ["red", "green", "blue", "re", "r"]},
     "enum of everything": {"enum": [None, 1, 1.5, "1", [1], {"a": 1}, True]},
-    "enum with prefixes": {"enum": ["a", "aa", "aaa", "aaaa", "b", "ba"]},
     "enum with marks": {"enum": ["<|im_end|>", "<think>", "</s>"]},
     "enum with controls": {"enum": ["tab\t", "line\n", "nul\u0000", "\u007f", "\u2028"]},
     "empty object": closed({}),
@@ -48,12 +44,9 @@ PLAIN: dict[str, Schema] = {
 }
 STRINGS: dict[str, Schema] = {
     "exact length": {"type": "string", "minLength": 5, "maxLength": 5},
-    "long enough": {"type": "string", "minLength": 20, "maxLength": 30},
-    "empty string": {"type": "string", "maxLength": 0},
     "pattern": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
     "pattern without anchors": {"type": "string", "pattern": "[0-9]{2}", "maxLength": 9},
     "pattern anchored left": {"type": "string", "pattern": "^ab", "maxLength": 6},
-    "pattern anchored right": {"type": "string", "pattern": "yz$", "maxLength": 6},
     "pattern with alternatives": {"type": "string", "pattern": "^(cat|dog|bird)s?$"},
     "pattern of unicode": {"type": "string", "pattern": "^[α-ω]{2,4}$"},
     "pattern that needs escapes": {"type": "string", "pattern": '^["\\\\/]{1,4}$'},
@@ -61,31 +54,23 @@ STRINGS: dict[str, Schema] = {
     "pattern and length": {"type": "string", "pattern": "^[ab]+$", "minLength": 4, "maxLength": 6},
     "two patterns": {"allOf": [{"type": "string", "pattern": "^a.{0,4}$"}, {"pattern": "z$"}]},
     "date": {"type": "string", "format": "date"},
-    "time": {"type": "string", "format": "time"},
     "date-time": {"type": "string", "format": "date-time"},
     "uuid": {"type": "string", "format": "uuid"},
     "ipv4": {"type": "string", "format": "ipv4"},
-    "ipv6": {"type": "string", "format": "ipv6"},
     "email": {"type": "string", "format": "email", "maxLength": 20},
 }
 NUMBERS: dict[str, Schema] = {
     "small range": {"type": "integer", "minimum": 3, "maximum": 7},
     "range over zero": {"type": "integer", "minimum": -12, "maximum": 105},
-    "negative range": {"type": "integer", "minimum": -300, "maximum": -25},
     "one integer": {"type": "integer", "minimum": 42, "maximum": 42},
     "exclusive bounds": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 3},
     "no upper bound": {"type": "integer", "minimum": 1_000_000},
-    "no lower bound": {"type": "integer", "maximum": -7},
     "share": {"type": "number", "minimum": 0, "maximum": 1},
     "open share": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     "fraction bounds": {"type": "number", "minimum": -0.25, "maximum": 0.125},
     "multiples of seven": {"type": "integer", "multipleOf": 7, "minimum": 10, "maximum": 1000},
-    "range by allOf": {"allOf": [{"type": "integer", "minimum": 5}, {"maximum": 9}]},
-    "year": {"type": "integer", "minimum": 1900, "maximum": 2099},
-    "limits of bytes": {"type": "integer", "minimum": -128, "maximum": 127},
 }
 OBJECTS: dict[str, Schema] = {
-    "one key": closed({"a": INTEGER}),
     "many keys": closed({f"key_{number}": BOOLEAN for number in range(25)}),
     "all optional": closed({"a": INTEGER, "b": BOOLEAN, "c": NULL}, []),
     "some optional": closed({"a": INTEGER, "b": BOOLEAN, "c": NULL, "d": WORD}, ["b", "d"]),
@@ -96,12 +81,6 @@ OBJECTS: dict[str, Schema] = {
         {"type": WORD, "properties": WORD, "required": WORD, "$ref": WORD}
     ),
     "deeply nested": closed({"a": closed({"b": closed({"c": closed({"d": array(INTEGER)})})})}),
-    "open with types": {
-        "type": "object",
-        "properties": {"a": INTEGER},
-        "required": ["a"],
-        "additionalProperties": BOOLEAN,
-    },
     "dictionary of integers": {"type": "object", "additionalProperties": INTEGER},
     "pattern properties": {
         "type": "object",
@@ -115,27 +94,13 @@ OBJECTS: dict[str, Schema] = {
         "required": ["id"],
         "additionalProperties": False,
     },
-    "required without a property": {
-        "type": "object",
-        "required": ["z"],
-        "additionalProperties": INTEGER,
-    },
-    "no type": {"properties": {"a": INTEGER}, "required": ["a"], "type": "object"},
-    "null or object": {"anyOf": [NULL, closed({"a": WORD})]},
 }
 ARRAYS: dict[str, Schema] = {
-    "array of integers": array({"type": "integer", "minimum": 0, "maximum": 99}, maxItems=6),
     "at least two": array(BOOLEAN, minItems=2, maxItems=4),
     "exactly three": array(WORD, minItems=3, maxItems=3),
     "array of arrays": array(array(array(BOOLEAN, maxItems=2), maxItems=2), maxItems=2),
     "array of objects": array(closed({"id": INTEGER, "tags": array(WORD, maxItems=2)}), maxItems=3),
     "tuple": {"type": "array", "prefixItems": [INTEGER, WORD, BOOLEAN], "items": False},
-    "tuple, whole": {
-        "type": "array",
-        "prefixItems": [INTEGER, WORD],
-        "items": False,
-        "minItems": 2,
-    },
     "tuple with a tail": {
         "type": "array",
         "prefixItems": [WORD],
@@ -150,11 +115,9 @@ ARRAYS: dict[str, Schema] = {
         "additionalItems": False,
     },
     "enum items": array({"enum": ["x", "y", "xy"]}, minItems=1, maxItems=5),
-    "matrix": array(array(NUMBER, minItems=2, maxItems=2), minItems=2, maxItems=2),
 }
 CHOICES: dict[str, Schema] = {
     "anyOf types": {"anyOf": [INTEGER, WORD, BOOLEAN]},
-    "anyOf overlapping": {"anyOf": [INTEGER, NUMBER, {"type": "integer", "minimum": 5}]},
     "anyOf objects": {"anyOf": [closed({"a": INTEGER}), closed({"b": WORD}), closed({"a": WORD})]},
     "oneOf types": {"oneOf": [INTEGER, WORD, array(INTEGER, maxItems=2)]},
     "oneOf by a constant": {
@@ -164,7 +127,6 @@ CHOICES: dict[str, Schema] = {
             closed({"kind": {"const": "point"}}),
         ]
     },
-    "oneOf of enums": {"oneOf": [{"enum": ["a", "b"]}, {"enum": [1, 2]}]},
     "allOf objects": {
         "allOf": [
             {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
@@ -175,12 +137,6 @@ CHOICES: dict[str, Schema] = {
     "allOf narrows": {
         "allOf": [{"type": ["integer", "string"]}, {"type": ["string", "null"]}],
         "maxLength": 4,
-    },
-    "anyOf beside properties": {
-        "type": "object",
-        "properties": {"a": INTEGER, "b": WORD},
-        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
-        "additionalProperties": False,
     },
     "nested choices": {"anyOf": [{"anyOf": [{"oneOf": [NULL, BOOLEAN]}, WORD]}, array(NULL)]},
     "type list of containers": {
@@ -196,14 +152,6 @@ REFERENCES: dict[str, Schema] = {
         "$defs": {"w": WORD},
         **closed({"a": {"$ref": "#/$defs/w"}, "b": {"$ref": "#/$defs/w"}}),
     },
-    "ref of an old draft": {
-        "definitions": {"w": WORD},
-        **closed({"a": {"$ref": "#/definitions/w"}}),
-    },
-    "ref to a ref": {
-        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/c"}, "c": INTEGER},
-        "$ref": "#/$defs/a",
-    },
     "ref with a sibling": {
         "$defs": {"n": INTEGER},
         "$ref": "#/$defs/n",
@@ -213,12 +161,6 @@ REFERENCES: dict[str, Schema] = {
     "ref into properties": closed({"a": WORD, "b": {"$ref": "#/properties/a"}}),
     "ref with escapes": {"$defs": {"a/b~c": WORD}, "$ref": "#/$defs/a~1b~0c"},
     "ref to an anchor": {"$defs": {"w": {"$anchor": "word", **WORD}}, "$ref": "#word"},
-    "recursive tree": {
-        "$defs": {
-            "node": closed({"v": INTEGER, "kids": array({"$ref": "#/$defs/node"}, maxItems=2)})
-        },
-        "$ref": "#/$defs/node",
-    },
     "recursive list": {
         "$defs": {
             "list": closed({"head": WORD, "tail": {"anyOf": [NULL, {"$ref": "#/$defs/list"}]}})
@@ -226,13 +168,6 @@ REFERENCES: dict[str, Schema] = {
         "$ref": "#/$defs/list",
     },
     "recursive root": closed({"v": BOOLEAN, "next": {"$ref": "#"}}, ["v"]),
-    "mutual recursion": {
-        "$defs": {
-            "even": closed({"odd": {"$ref": "#/$defs/odd"}}, []),
-            "odd": closed({"even": {"$ref": "#/$defs/even"}}, []),
-        },
-        "$ref": "#/$defs/even",
-    },
     "expression": {
         "$defs": {
             "e": {
@@ -266,39 +201,6 @@ REAL: dict[str, Schema] = {
             ),
         }
     ),
-    "weather call": closed(
-        {
-            "name": {"const": "get_weather"},
-            "arguments": closed(
-                {
-                    "location": STRING,
-                    "unit": {"enum": ["celsius", "fahrenheit"]},
-                    "days": {"type": "integer", "minimum": 1, "maximum": 14},
-                },
-                ["location", "unit"],
-            ),
-        }
-    ),
-    "event": closed(
-        {
-            "title": STRING,
-            "start": {"type": "string", "format": "date-time"},
-            "attendees": array(
-                closed({"name": WORD, "accepted": {"type": ["boolean", "null"]}}), maxItems=3
-            ),
-            "repeat": {
-                "oneOf": [
-                    {"const": "never"},
-                    closed(
-                        {
-                            "every": {"type": "integer", "minimum": 1, "maximum": 30},
-                            "unit": {"enum": ["day", "week"]},
-                        }
-                    ),
-                ]
-            },
-        }
-    ),
     "pydantic's": {
         "$defs": {
             "Color": {"enum": ["red", "green"], "title": "Color", "type": "string"},
@@ -330,30 +232,6 @@ REAL: dict[str, Schema] = {
         "type": "object",
         "additionalProperties": False,
     },
-    "invoice": closed(
-        {
-            "number": {"type": "string", "pattern": "^INV-[0-9]{6}$"},
-            "currency": {"enum": ["EUR", "USD", "GBP"]},
-            "lines": array(
-                closed(
-                    {
-                        "text": STRING,
-                        "quantity": {"type": "integer", "minimum": 1, "maximum": 99},
-                        "price": {"type": "number", "minimum": 0, "maximum": 999},
-                    }
-                ),
-                minItems=1,
-                maxItems=3,
-            ),
-            "paid": BOOLEAN,
-        }
-    ),
-    "steps of reasoning": closed(
-        {
-            "steps": array(closed({"explanation": STRING, "output": STRING}), maxItems=3),
-            "final_answer": STRING,
-        }
-    ),
     "extension and annotations": {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "https://example.com/thing",
@@ -369,6 +247,3 @@ REAL: dict[str, Schema] = {
 SCHEMAS: dict[str, Schema] = (
     PLAIN | STRINGS | NUMBERS | OBJECTS | ARRAYS | CHOICES | REFERENCES | REAL
 )
-assert len(SCHEMAS) == sum(
-    len(part) for part in (PLAIN, STRINGS, NUMBERS, OBJECTS, ARRAYS, CHOICES, REFERENCES, REAL)
-), "two schemas have one name"

@@ -12,8 +12,7 @@ import time
 
 from walks import bundled_vocabulary
 
-from pippin.decode import zygote
-from pippin.decode import zygote as child
+from pippin.decode import prover
 from pippin.decode.compile import compile_grammar
 from pippin.errors import ContextOverflow
 from pippin.types import GrammarSpec
@@ -63,10 +62,10 @@ if __name__ == "__main__":
     while not line.endswith(b"\n"):
         line += os.read(0, 1)
     setup = json.loads(line)
-    child.CPU_SECONDS = setup.get("cpu_seconds", child.CPU_SECONDS)
-    zygote.WALL_SECONDS = setup.get("wall_seconds", zygote.WALL_SECONDS)
+    prover.CPU_SECONDS = setup.get("cpu_seconds", prover.CPU_SECONDS)
+    prover.WALL_SECONDS = setup.get("wall_seconds", prover.WALL_SECONDS)
     if setup.get("vocabulary"):
         bundled_vocabulary()
     os.write(1, b"ready\n")
-    zygote.Zygote(prove, 0, os.dup(1)).run()
+    prover.Zygote(prove, 0, os.dup(1)).run()
     sys.exit(0)

@@ -17,10 +17,9 @@ from tokenizers import decoders, models, normalizers, trainers
 
 from bundled import BUNDLED_PATH
 from cases import cases
-from decode.walks import VOCAB, bundled_vocabulary, walk
+from decode.walks import VOCAB, CountingProver, bundled_vocabulary, walk
 from pippin.backends.masks import allow_only, allowed_ids, full_masks, num_words, pack
 from pippin.decode import compile
-from pippin.decode import compile as compile_module
 from pippin.decode.compile import (
     REMEMBERED_GRAMMARS,
     REMEMBERED_GROWTH,
@@ -30,7 +29,6 @@ from pippin.decode.compile import (
     Vocabulary,
     compile_grammar,
 )
-from pippin.decode.prover import Verdict
 from pippin.engine.grammar_zygote import vocabulary_of
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.tokenizer import Tokenizer
@@ -299,28 +297,15 @@ def test_masks_are_packed_and_unpacked(vocab_size: int) -> None:
 # ---- the compiler ----------------------------------------------------------------------------
 
 
-class Trusting:
-    """Takes every grammar for proven."""
-
-    def load(self) -> None:
-        pass
-
-    def prove(self, spec: GrammarSpec) -> Verdict:
-        return Verdict()
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_reply_whose_grammar_takes_too_much_time_ends(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:
     """An ambiguous grammar takes longer with every token."""
     steps = itertools.count(0, 0.25)  # seconds: a mask takes one
-    monkeypatch.setattr(compile_module, "thread_time", lambda: next(steps))
+    monkeypatch.setattr(compile, "thread_time", lambda: next(steps))
     grammar = compile_grammar(GrammarSpec("ebnf", 'start: s\ns: s s | "a" |\n'), vocabulary)
     (letter,) = [n for n, token in enumerate(vocabulary.tokens) if token == b"a"]
-    monkeypatch.setattr(compile_module, "MAX_SLOW_SECONDS", 99.0)
+    monkeypatch.setattr(compile, "MAX_SLOW_SECONDS", 99.0)
     mask = full_masks(1, len(vocabulary.tokens))[0]
     replies = [grammar.copy(), grammar.copy()]  # each has an allowance of its own
     for reply in replies:
@@ -343,7 +328,7 @@ def test_a_reply_whose_grammar_takes_too_much_time_ends(
 def test_a_grammar_that_has_become_slow_allows_the_same(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary, spec: GrammarSpec
 ) -> None:
-    monkeypatch.setattr(compile_module, "MAX_SLOW_SECONDS", 99.0)
+    monkeypatch.setattr(compile, "MAX_SLOW_SECONDS", 99.0)
     fast = compile_grammar(spec, vocabulary)
     slow = CompiledGrammar(fast._matcher.deep_copy(), vocabulary.tokenizer, Growth(100.0))
     end = vocabulary.special_token_ids
@@ -391,7 +376,7 @@ def test_copies_of_a_grammar_are_slow_together(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:
     steps = itertools.count(0, 0.02)
-    monkeypatch.setattr(compile_module, "thread_time", lambda: next(steps))
+    monkeypatch.setattr(compile, "thread_time", lambda: next(steps))
     grammar = compile_grammar(GrammarSpec("regex", "a+"), vocabulary)
     replies = [grammar.copy(), grammar.copy()]
     for _ in range(2):
@@ -410,7 +395,7 @@ def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(
         return SimpleNamespace(growth=Growth())
 
     monkeypatch.setattr(compile, "compile_grammar", note)
-    compiler = GrammarCompiler(bundled_vocabulary, Trusting())
+    compiler = GrammarCompiler(bundled_vocabulary, CountingProver())
 
     def ask(number: int) -> Future[CompiledGrammar]:
         future = compiler.compile(GrammarSpec("regex", f"a{number}"))
@@ -431,7 +416,7 @@ def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(
 
 
 def test_grammars_that_have_grown_in_replies_are_forgotten() -> None:
-    compiler = GrammarCompiler(bundled_vocabulary, Trusting())
+    compiler = GrammarCompiler(bundled_vocabulary, CountingProver())
     specs = [GrammarSpec("regex", text) for text in ("a", "b", "c")]
     grammars = [compiler.compile(spec).result() for spec in specs]
     for grammar in grammars[:2]:
@@ -453,7 +438,7 @@ def test_grammars_are_compiled_beside_the_callers_thread() -> None:
         go_on.wait(60)
         return bundled_vocabulary()
 
-    compiler = GrammarCompiler(load, Trusting())
+    compiler = GrammarCompiler(load, CountingProver())
     future = compiler.compile(GrammarSpec("regex", "a"))
     assert not future.done()
     go_on.set()
@@ -466,7 +451,7 @@ def test_whoever_asks_is_told_that_there_can_be_no_grammars() -> None:
     def load() -> Vocabulary:
         raise UnsupportedField("not with this tokenizer")
 
-    compiler = GrammarCompiler(load, Trusting())
+    compiler = GrammarCompiler(load, CountingProver())
     compiler.load()
     future = compiler.compile(GrammarSpec("regex", "a"))
     with pytest.raises(UnsupportedField, match="not with this tokenizer"):

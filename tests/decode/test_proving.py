@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from walks import bundled_vocabulary
+from walks import CountingProver, bundled_vocabulary
 
 from bundled import BUNDLED_PATH
 from hostile_grammars import FAMILIES
@@ -236,25 +236,8 @@ def test_what_is_proven_can_be_followed_on_a_small_stack(prover: Prover) -> None
 # ---- the compiler ------------------------------------------------------------------------------
 
 
-class CountingProver:
-    def __init__(self, verdict: Verdict) -> None:
-        self.verdict = verdict
-        self.asked: list[str] = []
-        self.closed = False
-
-    def load(self) -> None:
-        pass
-
-    def prove(self, spec: GrammarSpec) -> Verdict:
-        self.asked.append(spec.text)
-        return self.verdict
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_a_refusal_is_remembered_and_pushes_no_grammar_out() -> None:
-    prover = CountingProver(Verdict())
+    prover = CountingProver()
     compiler = GrammarCompiler(bundled_vocabulary, prover)
     good = compiler.compile(GrammarSpec("regex", "a"))
     good.result()
@@ -281,17 +264,13 @@ def test_what_was_lost_is_tried_again() -> None:
 
 
 def test_what_no_child_has_compiled_is_not_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
+    def never(spec: GrammarSpec, _: Any) -> Any:
+        raise AssertionError(spec)
 
-    def note(spec: GrammarSpec, _: Any) -> Any:
-        sizes.append(threading.stack_size())
-
-    monkeypatch.setattr("pippin.decode.compile.compile_grammar", note)
-    prover = CountingProver(Verdict("no", RequestError.code))
-    compiler = GrammarCompiler(bundled_vocabulary, prover)
+    monkeypatch.setattr("pippin.decode.compile.compile_grammar", never)
+    compiler = GrammarCompiler(bundled_vocabulary, CountingProver(Verdict("no", RequestError.code)))
     with pytest.raises(RequestError):
         compiler.compile(GrammarSpec("regex", "a")).result()
-    assert not sizes
     compiler.close()
 
 
@@ -306,7 +285,7 @@ def test_the_engines_threads_have_more_stack_than_a_child(monkeypatch: pytest.Mo
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", noted)
-    compiler = GrammarCompiler(bundled_vocabulary, CountingProver(Verdict()))
+    compiler = GrammarCompiler(bundled_vocabulary, CountingProver())
     compiler.compile(GrammarSpec("regex", "a")).result()
     compiler.close()
     assert sizes

@@ -1,4 +1,4 @@
-"""Replies that know no model: tokens drawn at random among what a grammar allows."""
+"""Replies of no model, tokens drawn at random among what a grammar allows; and a prover of none."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 from bundled import BUNDLED_PATH
 from pippin.backends.masks import allowed_ids, num_words
 from pippin.decode.compile import Grammar, Vocabulary
+from pippin.decode.prover import Verdict
 from pippin.engine.grammar_zygote import vocabulary_of
 from pippin.text.tokenizer import Tokenizer
+from pippin.types import GrammarSpec
 
 VOCAB = 8192
 CLOSING = tuple(b'"}]')
@@ -60,3 +62,22 @@ def _choose(
             return vocabulary.eos_token_id
     length = rng.choice(sorted({len(vocabulary.tokens[token]) for token in allowed}))
     return rng.choice([t for t in allowed if len(vocabulary.tokens[t]) == length])
+
+
+class CountingProver:
+    """Has one verdict on all grammars."""
+
+    def __init__(self, verdict: Verdict | None = None) -> None:
+        self.verdict = Verdict() if verdict is None else verdict
+        self.asked: list[str] = []
+        self.closed = False
+
+    def load(self) -> None:
+        pass
+
+    def prove(self, spec: GrammarSpec) -> Verdict:
+        self.asked.append(spec.text)
+        return self.verdict
+
+    def close(self) -> None:
+        self.closed = True

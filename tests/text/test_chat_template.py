@@ -262,18 +262,6 @@ def test_loop_controls_generation_blocks_and_the_date_work_as_in_transformers() 
     assert year.isdigit()
 
 
-def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> None:
-    assert ChatTemplate.load(tmp_path, {}) is None
-    named = [
-        {"name": "tool_use", "template": "no"},
-        {"name": "default", "template": "{{ bos_token }}"},
-    ]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = ChatTemplate.load(tmp_path, {"bos_token": "<s>"})
-    assert template is not None
-    assert template.render([USER]) == "<s>"
-
-
 # ---- tools, calls and their results --------------------------------------------------------
 
 TWO_CALLS = {
@@ -386,29 +374,32 @@ IN_TURN = (
 )
 
 
+MIXED = "system system user system assistant system"
+
+
 @pytest.mark.parametrize(
-    ("rules", "shown"),
+    ("rules", "roles", "shown"),
     [
-        ("", "[system: a][system: b][user: c][system: d][assistant: e][system: f]"),
-        (FIRST_ONLY, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
-        (DROPPED, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
-        (FIRST_ONLY + IN_TURN, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
+        ("", MIXED, "[system: a][system: b][user: c][system: d][assistant: e][system: f]"),
+        (FIRST_ONLY, MIXED, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
+        (DROPPED, MIXED, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
+        (FIRST_ONLY + IN_TURN, MIXED, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
+        # Two messages that become users are one where turns alternate.
+        (
+            FIRST_ONLY + IN_TURN,
+            "user assistant user system",
+            "[user: a][assistant: b][user: c\n\nd]",
+        ),
     ],
 )
-def test_reminders_in_mid_conversation_are_shown_by_every_template(rules: str, shown: str) -> None:
-    roles = ("system", "system", "user", "system", "assistant", "system")
-    messages = [{"role": role, "content": text} for role, text in zip(roles, "abcdef", strict=True)]
+def test_reminders_in_mid_conversation_are_shown_by_every_template(
+    rules: str, roles: str, shown: str
+) -> None:
+    messages = [
+        {"role": role, "content": text} for role, text in zip(roles.split(), "abcdef", strict=False)
+    ]
     template = ChatTemplate("{% for m in messages %}" + rules + SHOWN + "{% endfor %}")
     assert template.render(messages) == shown
-
-
-def test_two_messages_that_become_users_are_one_where_turns_alternate() -> None:
-    roles = ("user", "assistant", "user", "system")
-    messages = [{"role": role, "content": text} for role, text in zip(roles, "abcd", strict=True)]
-    template = ChatTemplate(
-        "{% for m in messages %}" + FIRST_ONLY + IN_TURN + SHOWN + "{% endfor %}"
-    )
-    assert template.render(messages) == "[user: a][assistant: b][user: c\n\nd]"
 
 
 TURN = [
@@ -458,14 +449,17 @@ def test_a_system_message_behind_the_question_leaves_a_boundary_at_the_system_pr
     assert shared.endswith("There are agents.<|im_end|>\n")
 
 
-def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:
+def test_templates_are_found_by_name_and_one_for_tools_is_used_where_there_are_tools(
+    tmp_path: Path,
+) -> None:
+    assert ChatTemplate.load(tmp_path, {}) is None
     named = [
-        {"name": "default", "template": "plain"},
+        {"name": "default", "template": "plain{{ bos_token }}"},
         {"name": "tool_use", "template": "<tool_call>{{ tools|length }}"},
     ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = ChatTemplate.load(tmp_path, {})
+    template = ChatTemplate.load(tmp_path, {"bos_token": "<s>"})
     assert template is not None
-    assert template.render([USER]) == "plain"
+    assert template.render([USER]) == "plain<s>"
     assert template.render([USER], tools=TOOLS) == "<tool_call>1"
     assert template.tool_source.startswith("<tool_call>")

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from cases import cases
-from pippin.text.cut_json import members_of
-from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
+from pippin.text.pieces import MAX_ARGUMENTS_DEPTH, members_of
 
 WHOLE = {"a": 'x"\\y{,', "b": [1, {"c": "d"}], "e": {"f": None}, "g": 12}
 TEXT = json.dumps(WHOLE)

@@ -12,7 +12,6 @@ from pippin.messages import TokenDelta
 from pippin.sequences import GeneratedSequence, open_sequences
 from pippin.text.detokenizer import Decoded, Detokenizer
 from pippin.text.parsers.base import ReplyParser
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from pippin.text.parsers.formats import TOOL_FORMATS
 from pippin.text.pieces import CallArguments, Content, FoldedText, TextPiece, joined
 from pippin.text.prompt import Prompt, chat_prompt
@@ -22,7 +21,7 @@ from qwen35 import load_qwen35
 
 TEXT = load_qwen35()
 USER = {"role": "user", "content": "What is the weather?"}
-WEATHER = write_calls(Qwen3CoderParser.syntax, [("get_weather", {"text": "Tokyo"})])
+WEATHER = write_calls("qwen3_coder", [("get_weather", {"text": "Tokyo"})])
 REPLY = f"Tokyo, he says.\n</think>\n\nI look.\n\n{WEATHER}"
 
 
@@ -51,30 +50,6 @@ def test_tokens_and_text_give_the_same_pieces(format: str) -> None:
         assert pieces_of(streamed) == expected, example.text
 
 
-def test_calls_that_the_template_wrote_are_read_back() -> None:
-    assert TEXT.chat is not None
-    for seed in range(200):
-        calls = [Maker("qwen3_coder", seed).call(), Maker("qwen3_coder", seed + 1000).call()]
-        message = {
-            "role": "assistant",
-            "content": "Let me see.",
-            "reasoning_content": "Hm.",
-            "tool_calls": [
-                {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-                for name, arguments in calls
-            ],
-        }
-        prompt = TEXT.chat.render([USER], tools=TOOLS)
-        text = TEXT.chat.render([USER, message], tools=TOOLS, add_generation_prompt=False)
-        reply = text.removeprefix(prompt).removesuffix("<|im_end|>\n")
-        assert reply != text, "the prompt is what the reply is written behind"
-        parser = TEXT.formats.parser(prompt, TOOLS)
-        folded = FoldedText.of([*parser.feed(reply), *parser.close()])
-        assert (folded.reasoning, folded.content) == ("Hm.", "Let me see.")
-        found = [(call.name, json.loads(call.arguments)) for call in folded.calls.values()]
-        assert found == calls
-
-
 def test_the_next_prompt_begins_with_the_last_one_and_its_reply() -> None:
     """Sent back as it was parsed, a reply is found in the prefix cache to its last letter."""
     assert TEXT.chat is not None
@@ -83,7 +58,7 @@ def test_the_next_prompt_begins_with_the_last_one_and_its_reply() -> None:
         name, arguments = Maker("qwen3_coder", seed).call()
         # Of these the template writes what Python prints, and not what the model said.
         arguments = {k: v for k, v in arguments.items() if k not in ("ratio", "flag", "maybe")}
-        calls = write_calls(Qwen3CoderParser.syntax, [(name, arguments), (name, {})])
+        calls = write_calls("qwen3_coder", [(name, arguments), (name, {})])
         reply = f"Hm.\n\nSo.\n</think>\n\nLet me see.\n\n{calls}"
         parser = TEXT.formats.parser(prompt, TOOLS)
         folded = FoldedText.of([*parser.feed(reply), *parser.close()])
@@ -156,7 +131,7 @@ def special_tokenizer(*marks: str) -> Tokenizer:
 def test_special_tokens_reach_the_parser_that_looks_for_them_and_nobody_else() -> None:
     tokenizer = special_tokenizer("<tool_call>", "</tool_call>", "<|im_end|>")
     ids = tokens_of(f"So. <|im_end|>{WEATHER}<|im_end|>")
-    detokenizer = Detokenizer(tokenizer, parser=Qwen3CoderParser(TOOLS))
+    detokenizer = Detokenizer(tokenizer, parser=TOOL_FORMATS["qwen3_coder"].parser(TOOLS))
     folded = FoldedText.of([*detokenizer.feed(ids).pieces, *detokenizer.close().pieces])
     assert (folded.content, len(folded.calls)) == ("So.", 1)
     plain = Detokenizer(tokenizer)
@@ -166,7 +141,7 @@ def test_special_tokens_reach_the_parser_that_looks_for_them_and_nobody_else() -
 def test_a_special_token_ends_a_character_that_was_left_unfinished() -> None:
     tokenizer = special_tokenizer("<tool_call>", "</tool_call>")
     broken = TEXT.tokenizer.encode("🜨")[:1]
-    detokenizer = Detokenizer(tokenizer, parser=Qwen3CoderParser(TOOLS))
+    detokenizer = Detokenizer(tokenizer, parser=TOOL_FORMATS["qwen3_coder"].parser(TOOLS))
     decoded = [detokenizer.feed([*broken, *tokens_of(WEATHER)]), detokenizer.close()]
     folded = FoldedText.of(pieces_of(decoded))
     assert (folded.content, len(folded.calls)) == ("\ufffd", 1)

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from bundled import BUNDLED_PATH
 from pippin.errors import LoadError
 from pippin.text.bundle import SamplingDefaults, TextBundle
-from pippin.text.spelling import spell_byte_level
-from pippin.text.tokenizer import Tokenizer
+from pippin.text.tokenizer import Tokenizer, spell_byte_level
 
 TEXT = "Once upon a time, 😀 naïve 漢字\n\n  <|im_start|>x<|im_end|> <think>"
 

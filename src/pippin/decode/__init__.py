@@ -1,1 +1,1 @@
-"""What constrains the next token: grammars, over llguidance. Knows no model and no requests."""
+"""What constrains the next token: grammars, over llguidance."""

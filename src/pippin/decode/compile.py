@@ -30,7 +30,7 @@ from pippin.decode.json_schema import (
     in_one_line,
     regex_terminal,
 )
-from pippin.decode.prover import STACK_BYTES, Proves, Verdict
+from pippin.decode.prover import STACK_BYTES, Prover, Verdict
 from pippin.decode.size import check_size
 from pippin.errors import RequestError
 from pippin.types import GrammarPart, GrammarSpec
@@ -289,7 +289,7 @@ NUM_THREADS = 2  # a large grammar does not hold up a small one
 
 
 class GrammarCompiler:
-    def __init__(self, load_vocabulary: Callable[[], Vocabulary], prover: Proves) -> None:
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary], prover: Prover) -> None:
         """`load_vocabulary` is called once, when the first grammar is compiled or by `load`."""
         self._load_vocabulary = load_vocabulary
         self._prover = prover

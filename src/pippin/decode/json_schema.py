@@ -1,4 +1,4 @@
-"""Which JSON Schemas can be enforced exactly. Knows no tokens and compiles nothing.
+"""Which JSON Schemas can be enforced exactly.
 
 llguidance refuses most keywords that it cannot enforce, but ignores unknown ones, as JSON Schema
 allows. A reply could then violate the schema. So a keyword must be enforced or be an annotation,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 Schema = dict[str, Any]
+# Keywords whose values are schemas, by how they hold them.
 ONE = ("additionalItems", "additionalProperties", "items")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 MAPS = ("$defs", "definitions", "patternProperties", "properties")
@@ -331,10 +332,6 @@ MAX_EXACT = 2**53  # llguidance keeps numbers as doubles, and crashes on some ne
 MAX_REMAINDERS = 10_000  # compiling a multipleOf of a million takes 16 seconds
 MAX_NAME_CHARS = 60  # of a keyword or a property that an error names
 
-# Keywords whose values are schemas, by how they hold them.
-_ONE = {"additionalItems", "additionalProperties"}
-_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
-_MAPS = {"$defs", "definitions", "patternProperties", "properties"}
 _ENFORCED = {
     *("$anchor", "$id", "$ref", "const", "enum", "id", "items", "type"),
     *("format", "maxLength", "minLength", "pattern"),
@@ -350,12 +347,12 @@ _ANNOTATIONS = {
 _HOLD_NUMBERS = {
     *("const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
 }
-_KNOWN = _ENFORCED | _ANNOTATIONS | _ONE | _LISTS | _MAPS
+_KNOWN = {*_ENFORCED, *_ANNOTATIONS, *ONE, *LISTS, *MAPS}
 _EXTENSION = "x-"  # by custom, for other tools
 _OPTIONS = "x-guidance"  # refused: it changes how llguidance reads a schema
 
 
-Place = tuple["Place", str] | None  # of a schema in the one around it; None: the whole
+_Path = tuple["_Path | None", str]  # of a schema in the one around it, and its name there
 
 
 def check_schema(text: str) -> dict[str, Any]:
@@ -375,30 +372,23 @@ def check_schema(text: str) -> dict[str, Any]:
         check_schema_size(schema)
     except TooLarge as error:
         raise _refused(f"json_schema is too large: {error}") from error
-    for place, part in _parts(schema):
+    # Schemas with their names, which end where another begins: a chain, because names may be long.
+    found: list[tuple[_Path, Any]] = [((None, "$"), schema)]
+    while found:
+        path, part = found.pop()
+        if not isinstance(part, dict):  # true, false, or wrong in a way that llguidance names
+            continue
         for keyword, value in part.items():
             if (why := _why_not(keyword, value, part)) is not None:
-                raise _refused(f"json_schema: {_path(place)}: {why}")
+                raise _refused(f"json_schema: {_written(path)}: {why}")
+        found += (((path, name), inner) for name, inner in _inner(part))
     return schema
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The schema and all schemas inside it, with where they are."""
-    found: list[tuple[Place, Any]] = [(None, schema)]
-    while found:
-        place, part = found.pop()
-        if not isinstance(part, dict):  # true, false, or wrong in a way that llguidance names
-            continue
-        yield place, part
-        found += (((place, name), inner) for name, inner in _inner(part))
-
-
-def _path(place: Place) -> str:
-    names: list[str] = []
-    while place is not None:
-        place, name = place
-        names.append(_cut(name))
-    return ".".join(["$", *reversed(names)])
+def _written(path: _Path) -> str:
+    outer, name = path
+    before = "" if outer is None else f"{_written(outer)}."
+    return before + _cut(name)
 
 
 def _cut(name: str) -> str:
@@ -407,11 +397,11 @@ def _cut(name: str) -> str:
 
 def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for keyword, value in part.items():
-        if keyword in _MAPS and isinstance(value, dict):
+        if keyword in MAPS and isinstance(value, dict):
             yield from ((f"{keyword}.{name}", inner) for name, inner in value.items())
-        elif (keyword in _LISTS or keyword == "items") and isinstance(value, list):
+        elif keyword in LISTS and isinstance(value, list):
             yield from ((f"{keyword}[{number}]", inner) for number, inner in enumerate(value))
-        elif keyword in _ONE or keyword == "items":
+        elif keyword in ONE:
             yield keyword, value
 
 

@@ -1,4 +1,4 @@
-"""How large grammars may be, by name. Knows none of their languages.
+"""How large grammars may be, by name.
 
 docs/api/structured-output.md lists these. A grammar within all of them compiles in well under a
 second.
@@ -160,7 +160,7 @@ _COMMON = (
 _LARK = re.compile(
     r"(?P<skip>//[^\n]*|\#[^\n]*)"
     r"|(?P<json>%json\s{0,9}(?=\{))|(?P<nested>%lark\s{0,9}\{)|(?P<end>\})"
-    r"|(?P<rule>[?!]?[A-Za-z_][\w-]*(?:\.-?\d+)?(?:\[[^\]\n]{0,500}\])?[ \t]{0,99}:)"
+    r"|(?P<rule>[?!]?(?P<ruled>[A-Za-z_][\w-]*)(?:\.-?\d+)?(?:\[[^\]\n]{0,500}\])?[ \t]{0,99}:)"
     r"|(?P<name>[A-Za-z_][\w-]*)"
     r"|(?P<regex>/(?:[^/\\\n]|\\.)+/?)"
     r"|~\s{0,9}(?P<from>\d+)(?:\s{0,9}\.\.\s{0,9}(?P<to>\d+))?"
@@ -168,8 +168,8 @@ _LARK = re.compile(
 )
 _GBNF = re.compile(
     r"(?P<skip>\#[^\n]*)"
-    r"|(?P<rule>[\w-]+[ \t]{0,99}::=)|(?P<name>[\w-]+)"
-    r"|(?P<regex>\[(?:[^\]\\]|\\.)*\]?)"
+    r"|(?P<rule>(?P<ruled>[\w-]+)[ \t]{0,99}::=)|(?P<name>[\w-]+)"
+    r"|(?P<one>\[(?:[^\]\\]|\\.)*\]?)"
     rf"|{_COMMON}|[\s\S]",
 )
 _DECODER = json.JSONDecoder()
@@ -207,18 +207,24 @@ class _Grammar:
 
 def check_lark_size(text: str) -> None:
     is_lark = _IS_LARK.search(text) is not None
-    grammar = _read_lark(text) if is_lark else _read_gbnf(text)
+    grammar = _read_grammar(text, _LARK if is_lark else _GBNF)
     check_limit("alternatives", grammar.num_alternatives, MAX_ALTERNATIVES)
     _check_references(grammar, is_lark)
 
 
-def _read_lark(text: str) -> _Grammar:
+def _read_grammar(text: str, tokens: re.Pattern[str]) -> _Grammar:
     grammar, at = _Grammar(), 0
-    while (token := _LARK.match(text, at)) is not None:
+    while (token := tokens.match(text, at)) is not None:
         at = token.end()
         match token.lastgroup:
             case "rule":
-                grammar.begin(re.split(r"[.\[:\s]", token[0].lstrip("?!"), maxsplit=1)[0])
+                grammar.begin(token["ruled"])
+            case "name":
+                grammar.body.add(grammar.scoped(token[0]))
+            case "text":
+                grammar.body.add(size=max(1, len(token[0]) - 2))
+            case "one":
+                grammar.body.add()
             case "regex":
                 check_regex_size(token[0][1:])
                 grammar.body.add()
@@ -231,37 +237,15 @@ def _read_lark(text: str) -> _Grammar:
                 grammar.leave()
             case "from" | "to":
                 grammar.body.repeat(token["to"] or token["from"])
-            case _:
-                _common(grammar, token)
+            case "least" | "most":
+                grammar.body.repeat(token["most"] or token["least"])
+            case "open" | "open_maybe":
+                grammar.body.open()
+            case "close" | "close_maybe":
+                grammar.body.close()
+            case "bar":
+                grammar.num_alternatives += 1
     return grammar
-
-
-def _read_gbnf(text: str) -> _Grammar:
-    grammar = _Grammar()
-    for token in _GBNF.finditer(text):
-        if token.lastgroup == "rule":
-            grammar.begin(token[0][:-3].strip())
-        elif token.lastgroup == "regex":
-            grammar.body.add()
-        else:
-            _common(grammar, token)
-    return grammar
-
-
-def _common(grammar: _Grammar, token: re.Match[str]) -> None:
-    match token.lastgroup:
-        case "name":
-            grammar.body.add(grammar.scoped(token[0]))
-        case "text":
-            grammar.body.add(size=max(1, len(token[0]) - 2))
-        case "open" | "open_maybe":
-            grammar.body.open()
-        case "close" | "close_maybe":
-            grammar.body.close()
-        case "bar":
-            grammar.num_alternatives += 1
-        case "least" | "most":
-            grammar.body.repeat(token["most"] or token["least"])
 
 
 def _skip_schema(text: str, at: int) -> int:
@@ -326,7 +310,11 @@ def check_schema_size(schema: Any) -> None:
 
 def _check_schema_references(schema: Any, values: list[Any]) -> None:
     by_id = {id(value): value for value in values}
-    anchors = {f"#{name}": id(value) for value in values for name in _anchors(value)}
+    anchors = {
+        f"#{name}": id(value)
+        for value in values
+        if isinstance(value, dict) and isinstance(name := value.get("$anchor"), str)
+    }
 
     def refers(number: int) -> list[int]:
         value = by_id[number]
@@ -338,11 +326,6 @@ def _check_schema_references(schema: Any, values: list[Any]) -> None:
         return inner
 
     in_order(by_id, refers)
-
-
-def _anchors(value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and isinstance(name := value.get("$anchor"), str):
-        yield name
 
 
 def _pointed_at(schema: Any, reference: str) -> Any:
@@ -372,11 +355,21 @@ def check_size(spec: GrammarSpec, param: str | None = None) -> None:
     with _refusing(param or spec.kind):
         match spec.kind:
             case "json_schema":
-                check_schema_size(_read(spec.text))
+                _check_schema_text(spec.text)
             case "regex":
                 check_regex_size(spec.text)
             case "ebnf":
                 check_lark_size(spec.text)
+
+
+def _check_schema_text(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except RecursionError as error:
+        raise TooLarge(f"nested deeper than {MAX_NESTING} levels") from error
+    except ValueError:
+        return  # found out, and named, where schemas are read
+    check_schema_size(schema)
 
 
 def check_part_size(part: GrammarPart) -> None:
@@ -390,15 +383,6 @@ def check_nesting_of(value: Any, param: str) -> None:
     """Of a schema that was read from JSON, before any code that recurses sees it."""
     with _refusing(param):
         check_json_nesting(value)
-
-
-def _read(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise TooLarge(f"nested deeper than {MAX_NESTING} levels") from error
-    except ValueError:
-        return None  # found out, and named, where schemas are read
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from pippin.decode.compile import Vocabulary, prove_grammar
-from pippin.decode.zygote import Zygote
+from pippin.decode.prover import Zygote
 from pippin.errors import PippinError, UnsupportedField
 from pippin.text.tokenizer import Tokenizer
 

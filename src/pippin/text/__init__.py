@@ -1,1 +1,1 @@
-"""Text to tokens and back. Knows no HTTP and no model."""
+"""Text to tokens and back."""

@@ -1,4 +1,4 @@
-"""Runs untrusted jinja templates: no Python, limited time, limited text. Knows no chat.
+"""Chat templates: untrusted jinja with no Python, limited time and limited text.
 
 jinja2's immutable sandbox denies a template Python and changes to its variables. It limits neither
 time nor text. So loops and calls check the time. Whatever makes text or lists (an operator, a
@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import islice
@@ -73,8 +73,6 @@ _FILL = frozenset(
     }
 )
 _SPLIT = frozenset({"split", "rsplit", "splitlines"})
-# What can make more of a text than a few times as much.
-_GROW = _FILL | {"format", "format_map", "join", "replace", "translate", "xmlattr"}
 
 
 class TemplateLimit(jinja2.TemplateError):
@@ -97,49 +95,38 @@ def time_limit() -> Iterator[None]:
         _sizes.set({})
 
 
-class BoundedTemplate:
-    def __init__(self, template: jinja2.Template) -> None:
-        self._template = template
-
-    def render(self, variables: Mapping[str, Any]) -> str:
-        pieces: list[str] = []
-        num_chars = 0
-        _made.set([0])
-        with time_limit():
-            for piece in self._template.generate(variables):
-                num_chars += len(piece)
-                if num_chars > MAX_CHARS:
-                    raise TemplateLimit(f"it makes more than {MAX_CHARS:,} characters")
-                pieces.append(piece)
-        return "".join(pieces)
+def _render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    pieces: list[str] = []
+    num_chars = 0
+    _made.set([0])
+    with time_limit():
+        for piece in template.generate(variables):
+            num_chars += len(piece)
+            if num_chars > MAX_CHARS:
+                raise TemplateLimit(f"it makes more than {MAX_CHARS:,} characters")
+            pieces.append(piece)
+    return "".join(pieces)
 
 
-def compile_bounded(
-    source: str,
-    *,
-    filters: Mapping[str, Callable[..., Any]],
-    functions: Mapping[str, Callable[..., Any]],
-) -> BoundedTemplate:
+def _compile_bounded(source: str) -> jinja2.Template:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters.update(filters)
+    environment.filters["tojson"] = _tojson
     for name, work in environment.filters.items():
         environment.filters[name] = _bounded(name, work)
-    environment.filters[_Environment.TURNS] = _turns
-    environment.filters[_Environment.JOINED] = _joined
-    environment.globals.update(functions)
+    environment.filters |= {_Environment.TURNS: _turns, _Environment.JOINED: _joined}
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     del environment.globals["lipsum"]
-    tree = environment.parse(source)
-    _replace_concatenations(tree)
-    for loop in tree.find_all(jinja2.nodes.For):
-        loop.iter = jinja2.nodes.Filter(
-            loop.iter, _Environment.TURNS, [], [], None, None, lineno=loop.lineno
-        )
-    code = environment.compile(tree)
-    return BoundedTemplate(
-        environment.template_class.from_code(environment, code, environment.make_globals(None))
-    )
+    try:
+        tree = environment.parse(source)
+        _replace_concatenations(tree)
+        for loop in tree.find_all(jinja2.nodes.For):
+            loop.iter = _as_filter(_Environment.TURNS, loop.iter)
+        code = environment.compile(tree)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise LoadError(f"the chat template does not compile: {error}") from error
+    return environment.template_class.from_code(environment, code, environment.make_globals(None))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -168,8 +155,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         owner = getattr(called, "__self__", None)
         if not isinstance(owner, _TEXTS):
             return _call(self, *args, **kwargs)
-        name = called.__name__
-        if name in _GROW or name in _SPLIT:
+        if (name := called.__name__) in _BOUNDED:
             _check_growth(name, [owner, *args[2:]], kwargs)
         return _counted(_call(self, *args, **kwargs))
 
@@ -198,25 +184,27 @@ _call = ImmutableSandboxedEnvironment.call
 
 def _replace_concatenations(tree: jinja2.nodes.Node) -> None:
     """`a ~ b` becomes a filter, which can be bounded."""
+
+    def replaced(value: Any) -> Any:
+        is_concat = isinstance(value, jinja2.nodes.Concat)
+        return _as_filter(_Environment.JOINED, *value.nodes) if is_concat else value
+
     for node in tree.find_all(jinja2.nodes.Node):
         for name, value in node.iter_fields():
-            if isinstance(value, jinja2.nodes.Concat):
-                setattr(node, name, _as_filter(value))
-            elif isinstance(value, list):
-                value[:] = [
-                    _as_filter(item) if isinstance(item, jinja2.nodes.Concat) else item
-                    for item in value
-                ]
+            if isinstance(value, list):
+                value[:] = map(replaced, value)
+            else:
+                setattr(node, name, replaced(value))
 
 
-def _as_filter(concat: jinja2.nodes.Concat) -> jinja2.nodes.Filter:
-    first, *others = concat.nodes
-    name = _Environment.JOINED
-    return jinja2.nodes.Filter(first, name, others, [], None, None, lineno=concat.lineno)
+def _as_filter(
+    name: str, value: jinja2.nodes.Node, *others: jinja2.nodes.Node
+) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(value, name, list(others), [], None, None, lineno=value.lineno)
 
 
 def _joined(*values: Any) -> str:
-    _make(sum(map(_num_chars, values)))
+    _make(_sum_chars(values))
     return "".join(map(str, values))
 
 
@@ -231,7 +219,7 @@ def _bounded(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose result is bounded before it is made."""
     if name in _OF_ITEMS - _MAKE_LISTS:
         return work
-    grows = name in _GROW or name in _MAKE_LISTS
+    grows = name in _FILL or name in _ADDED or name in _MAKE_LISTS
     at = 1 if hasattr(work, "jinja_pass_arg") else 0  # its value; before that a context
 
     @functools.wraps(work)
@@ -260,41 +248,69 @@ def _listed(items: Any) -> Any:
     return items
 
 
+def _added_by_join(value: Any, others: list[Any]) -> int:
+    texts = value if hasattr(value, "__len__") else ()
+    joined, glue = (texts, others) if not isinstance(value, _TEXTS) else (others, [value])
+    num = max([len(joined), *(len(items) for items in others if isinstance(items, list))])
+    return _sum_chars(others) + num * max(map(_num_chars, glue), default=0)
+
+
+def _added_by_replace(value: Any, others: list[Any]) -> int:
+    if len(others) < 2:
+        return 0
+    old, new = str(others[0]), str(others[1])
+    return str(value).count(old) * max(0, len(new) - len(old))
+
+
+def _added_by_indent(value: Any, others: list[Any]) -> int:
+    (width,) = [each for each in others if isinstance(each, str)] or [" " * MAX_WIDTH]
+    return (str(value).count("\n") + 1) * len(width)
+
+
+def _added_by_format(value: Any, others: list[Any]) -> int:
+    text = str(value)
+    if _WIDE.search(text):
+        raise TemplateLimit("it formats something to thousands of characters")
+    return (text.count("%") + text.count("{")) * _sum_chars(others)
+
+
+def _added_each(value: Any, others: list[Any]) -> int:
+    return _num_chars(value) * _sum_chars(others)
+
+
+def _sum_chars(values: Iterable[Any]) -> int:
+    return sum(map(_num_chars, values))
+
+
+# Filters and methods that can make more of a text than a few times as much: how many characters.
+_ADDED: dict[str, Callable[[Any, list[Any]], int]] = {
+    "join": _added_by_join,
+    "replace": _added_by_replace,
+    "indent": _added_by_indent,
+    "format": _added_by_format,
+    "format_map": _added_by_format,
+    "translate": _added_each,
+    "wordwrap": _added_each,
+    "xmlattr": _added_each,
+}
+_BOUNDED = _FILL | _SPLIT | _ADDED.keys()
+
+
 def _check_growth(name: str, args: list[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if a filter or a method would make too much of its arguments."""
     value, *others = args
     others += kwargs.values()
     if name in _FILL and any(isinstance(n, int) and abs(n) > MAX_WIDTH for n in others):
         raise TemplateLimit(f"{name} is given a width of more than {MAX_WIDTH:,}")
-    if name in _OF_ITEMS:
-        if name == "sum" and any(isinstance(start, list | tuple) for start in others):
-            raise TemplateLimit("it adds up lists")
-        return
+    if name == "sum" and any(isinstance(start, list | tuple) for start in others):
+        raise TemplateLimit("it adds up lists")
     if name in _SPLIT:
         separator = others[0] if others and isinstance(others[0], type(value)) else None
         if len(value) > MAX_ITEMS and (separator is None or value.count(separator) > MAX_ITEMS):
             raise TemplateLimit(f"{name} makes more than {MAX_ITEMS:,} items")
-        return
-    size = _num_chars(value)
-    if name == "join":
-        texts = value if hasattr(value, "__len__") else ()
-        joined, glue = (texts, others) if not isinstance(value, str | bytes) else (others, [value])
-        num = max([len(joined), *(len(items) for items in others if isinstance(items, list))])
-        size += sum(map(_num_chars, others)) + num * max(map(_num_chars, glue), default=0)
-    elif name == "replace" and len(others) > 1:
-        old, new = str(others[0]), str(others[1])
-        size += str(value).count(old) * max(0, len(new) - len(old))
-    elif name == "indent":
-        (width,) = [each for each in others if isinstance(each, str)] or [" " * MAX_WIDTH]
-        size += (str(value).count("\n") + 1) * len(width)
-    elif name in ("format", "format_map"):
-        text = str(value)
-        if _WIDE.search(text):
-            raise TemplateLimit("it formats something to thousands of characters")
-        size += (text.count("%") + text.count("{")) * sum(map(_num_chars, others))
-    elif name in ("translate", "wordwrap", "xmlattr"):
-        size *= 1 + sum(map(_num_chars, others))
-    _check_chars(size)
+    elif name not in _OF_ITEMS:
+        added = _ADDED.get(name)
+        _check_chars(_num_chars(value) + (added(value, others) if added else 0))
 
 
 def _counted(made: Any) -> Any:
@@ -406,45 +422,39 @@ class _GenerationTag(jinja2.ext.Extension):
 _PROBE: Message = {"role": "user", "content": "\ue000"}  # a letter that no message begins with
 
 
-class MessageEnds:
-    """`find` is called with ascending numbers of messages."""
+def _message_ends(
+    render: Render,
+    text: str,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    prefixes: Sequence[int],
+) -> list[int]:
+    """Where the first so many messages end in the text, in characters, where that is known.
 
-    def __init__(
-        self, render: Render, text: str, messages: Sequence[Message], tools: Tools | None
-    ) -> None:
-        self._render = render
-        self._text = text
-        self._messages = messages
-        self._tools = tools
-        self._last_end = 0
-
-    def find(self, num_messages: int) -> int | None:
-        """Where the first `num_messages` end, in characters; None where that is not known."""
-        end = self._find(self._messages[:num_messages])
-        self._last_end = max(self._last_end, end or 0)
-        return end
-
-    def _find(self, head: Sequence[Message]) -> int | None:
-        """Some templates refuse a chat without a user message, and some write the last message in
-        another way. So the second attempt adds a user message and removes it again. If that fails
-        too, the result is the longest beginning that they share with the whole chat.
-        """
-        alone = try_render(self._render, head, self._tools) if head else None
-        if alone is not None and self._text.startswith(alone):
-            return len(alone)
-        with_probe = try_render(self._render, [*head, _PROBE], self._tools)
-        if with_probe is not None and self._probe and with_probe.endswith(self._probe):
-            before_probe = with_probe.removesuffix(self._probe)
-            if self._text.startswith(before_probe):
-                return len(before_probe)
-        renders = [render for render in (alone, with_probe) if render is not None]
-        shared = max((_shared_len(self._text, render) for render in renders), default=0)
-        return shared if shared > self._last_end else None
-
-    @cached_property
-    def _probe(self) -> str | None:
-        """Without tools: they belong to the messages before it."""
-        return try_render(self._render, [_PROBE], None)
+    Some templates refuse a chat without a user message, and some write the last message in another
+    way. So the second attempt adds a user message and removes it again. If that fails too, the
+    result is the longest beginning that they share with the whole chat.
+    """
+    ends = [0]
+    # Without tools: they belong to the messages before it.
+    probe = functools.cache(lambda: try_render(render, [_PROBE], None))
+    for num_messages in prefixes:
+        head = messages[:num_messages]
+        alone = try_render(render, head, tools) if head else None
+        if alone is not None and text.startswith(alone):
+            ends.append(len(alone))
+            continue
+        with_probe = try_render(render, [*head, _PROBE], tools)
+        if with_probe is not None and (end := probe()) and with_probe.endswith(end):
+            before_probe = with_probe.removesuffix(end)
+            if text.startswith(before_probe):
+                ends.append(len(before_probe))
+                continue
+        renders = [each for each in (alone, with_probe) if each is not None]
+        shared = max((_shared_len(text, each) for each in renders), default=0)
+        if shared > max(ends):
+            ends.append(shared)
+    return ends
 
 
 def _shared_len(one: str, other: str) -> int:
@@ -489,18 +499,30 @@ class MessageShape:
 
     @classmethod
     def of(cls, render: Render) -> MessageShape:
-        as_text = _try_call(render, json.dumps(_PROBE_ARGUMENTS))
-        as_mapping = _try_call(render, _PROBE_ARGUMENTS)
-        text_arguments = as_text is not None and as_mapping in (None, as_text)
-        shape = cls(text_arguments, one_text_beside_calls=False)
-        with_both = _try_call(render, shape._arguments(_PROBE_ARGUMENTS), "probe", "probe")
-        return replace(
-            shape,
-            one_text_beside_calls=with_both is None,
-            one_system=_MARK
-            not in (_try_roles(render, "user", "assistant", "user", "system") or ""),
-            one_user=_try_roles(render, "user", "user") is None,
-            user_drops_reasoning=_drops_reasoning(render, shape._arguments(_PROBE_ARGUMENTS)),
+        """What the template makes of short chats."""
+
+        def turn(arguments: Any, content: str, reasoning: str | None, *more: Message) -> str | None:
+            messages = [_message("user"), _reply(arguments, content, reasoning), *more]
+            return try_render(render, messages, [_PROBE_TOOL])
+
+        def chat(*roles: str) -> str | None:
+            """The last message is marked."""
+            messages = [*map(_message, roles[:-1]), _message(roles[-1], _MARK)]
+            return try_render(render, messages, None)
+
+        as_text = json.dumps(_PROBE_ARGUMENTS)
+        written, mapped = turn(as_text, "", None), turn(_PROBE_ARGUMENTS, "", None)
+        is_text = written is not None and mapped in (None, written)
+        arguments = as_text if is_text else _PROBE_ARGUMENTS
+        result = {**_message("tool"), "tool_call_id": _PROBE_ID}
+        before = turn(arguments, "", _MARK, result)
+        after = turn(arguments, "", _MARK, result, _message("user"))
+        return cls(
+            text_arguments=is_text,
+            one_text_beside_calls=turn(arguments, "probe", "probe") is None,
+            one_system=_MARK not in (chat("user", "assistant", "user", "system") or ""),
+            one_user=chat("user", "user") is None,
+            user_drops_reasoning=_MARK in (before or "") and _MARK not in (after or _MARK),
         )
 
     def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -556,45 +578,20 @@ class MessageShape:
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        arguments = self._arguments(function.get("arguments", {}))
+        arguments = function.get("arguments", {})
+        arguments = _as_text(arguments) if self.text_arguments else _as_mapping(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
 
-    def _arguments(self, arguments: Any) -> Any:
-        return _as_text(arguments) if self.text_arguments else _as_mapping(arguments)
+
+def _message(role: str, content: str = "probe") -> Message:
+    return {"role": role, "content": content}
 
 
-def _try_call(
-    render: Render, arguments: Any, content: str = "", reasoning: str | None = None
-) -> str | None:
-    """A rendered turn with a call; None if the template refuses it."""
-    return try_render(render, _turn(arguments, content, reasoning), [_PROBE_TOOL])
-
-
-def _drops_reasoning(render: Render, arguments: Any) -> bool:
-    """Whether a user message behind a tool's result has the reasoning before it dropped."""
-    turn = _turn(arguments, "", _MARK)
-    turn.append({"role": "tool", "tool_call_id": _PROBE_ID, "content": "probe"})
-    before = try_render(render, turn, [_PROBE_TOOL])
-    after = try_render(render, [*turn, {"role": "user", "content": "probe"}], [_PROBE_TOOL])
-    return before is not None and _MARK in before and after is not None and _MARK not in after
-
-
-def _turn(arguments: Any, content: str, reasoning: str | None) -> list[Message]:
+def _reply(arguments: Any, content: str, reasoning: str | None) -> Message:
     function = {"name": "probe", "arguments": arguments}
-    reply = {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"id": _PROBE_ID, "type": "function", "function": function}],
-    }
-    if reasoning is not None:
-        reply |= dict.fromkeys(_REASONING_NAMES, reasoning)
-    return [{"role": "user", "content": "probe"}, reply]
-
-
-def _try_roles(render: Render, *roles: str) -> str | None:
-    """Rendered messages of these roles, the last of them marked; None if refused."""
-    *before, last = [{"role": role, "content": "probe"} for role in roles]
-    return try_render(render, [*before, {**last, "content": _MARK}], None)
+    reasons = {} if reasoning is None else dict.fromkeys(_REASONING_NAMES, reasoning)
+    calls = [{"id": _PROBE_ID, "type": "function", "function": function}]
+    return {**_message("assistant", content), "tool_calls": calls, **reasons}
 
 
 def try_render(render: Render, messages: Sequence[Message], tools: Tools | None) -> str | None:
@@ -687,8 +684,8 @@ class ChatTemplate:
         self.source = source
         self.tool_source = source if tool_source is None else tool_source
         self._variables = dict(variables or {})
-        self._template = _compile(self.source)
-        self._tool_template = _compile(self.tool_source)
+        self._template = _compile_bounded(self.source)
+        self._tool_template = _compile_bounded(self.tool_source)
 
     @classmethod
     def load(cls, model_dir: Path, variables: Mapping[str, Any]) -> ChatTemplate | None:
@@ -737,12 +734,12 @@ class ChatTemplate:
             text = render(shaped, tools, add_generation_prompt=add_generation_prompt)
             text = text if cut_mark is None else _before_mark(text, cut_mark)
             check(text)
-            message_ends = MessageEnds(render, text, shaped, tools)
             prefixes = _prefixes(len(shaped), has_tools=bool(tools))
-            ends = [message_ends.find(num_messages) for num_messages in prefixes]
-        encoded = tokenizer.encode_rendered(text)
-        boundaries = {_token_position(encoded.ends, end) for end in ends if end}
-        return RenderedChat(text, encoded.ids, sorted(b for b in boundaries if b))
+            ends = _message_ends(render, text, shaped, tools, prefixes)
+        tokens, token_ends = tokenizer.encode_rendered(text)
+        # How many tokens cover no more than what ends there:
+        boundaries = {bisect.bisect_right(token_ends, end) for end in ends if end}
+        return RenderedChat(text, tokens, sorted(b for b in boundaries if b))
 
     @cached_property
     def _shape(self) -> MessageShape:
@@ -758,7 +755,8 @@ class ChatTemplate:
     ) -> str:
         template = self._tool_template if tools else self._template
         try:
-            return template.render(
+            return _render_bounded(
+                template,
                 {
                     **self._variables,
                     **(variables or {}),
@@ -766,20 +764,13 @@ class ChatTemplate:
                     "tools": list(tools) if tools else None,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
-                }
+                },
             )
         except _TEMPLATE_ERRORS as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {str(error) or repr(error)}",
                 param="messages",
             ) from error
-
-
-def _compile(source: str) -> BoundedTemplate:
-    try:
-        return compile_bounded(source, filters=_FILTERS, functions=_FUNCTIONS)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise LoadError(f"the chat template does not compile: {error}") from error
 
 
 def _prefixes(num_messages: int, *, has_tools: bool) -> list[int]:
@@ -805,11 +796,6 @@ def _before_mark(text: str, cut_mark: str) -> str:
             param="messages",
         )
     return before
-
-
-def _token_position(ends: list[int], char: int) -> int:
-    """How many tokens cover no more than the first `char` characters."""
-    return bisect.bisect_right(ends, char)
 
 
 def _find_sources(model_dir: Path) -> dict[str, str]:
@@ -849,7 +835,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
-
-
-_FILTERS = {"tojson": _tojson}
-_FUNCTIONS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

@@ -1,4 +1,4 @@
-"""Token ids to pieces of a reply, one step at a time, cut at stop strings. Knows no HTTP, no model.
+"""Token ids to pieces of a reply, one step at a time, cut at stop strings.
 
 decoded:   [ visible to the client | may begin a stop string | may be markup | a broken character ]
 owner:       caller                  StopMatcher               ReplyParser     decoder
@@ -9,14 +9,78 @@ Stop strings are looked for in content alone: not in reasoning, not in a call.
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
-from pippin.text.parsers.base import PlainText, ReplyParser
+from pippin.text.parsers.base import ReplyParser
 from pippin.text.pieces import Content, TextPiece, content_of, joined
-from pippin.text.tokenizer import Tokenizer, TokenSpan, TokenSpans
+from pippin.text.tokenizer import Tokenizer
+
+
+class TokenSpan(msgspec.Struct, frozen=True, gc=False):
+    """Where one token's text lies in the reply, in characters, markup and all.
+
+    The tokens that share one character all span it.
+    """
+
+    index: int  # 0 is the reply's first token
+    id: int
+    start: int
+    end: int
+
+
+class TokenSpans:
+    """Tokens in as they are decoded, their spans out once their text has been shown in full."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_decoded = 0  # characters
+        self._num_shown = 0
+        self._unfinished: list[tuple[int, int, int]] = []  # (index, id, start): no end yet
+        self._waiting: deque[TokenSpan] = deque()  # decoded, not shown in full
+
+    def add(self, token: int, text: str, *, unfinished: bool) -> None:
+        """A token and the text that it adds. `unfinished`: a character goes on in the next one."""
+        index, start = self._num_tokens, self._num_decoded
+        self._num_tokens += 1
+        self.finish_character(text)
+        if unfinished:
+            self._unfinished.append((index, token, start))
+        else:
+            self._waiting.append(TokenSpan(index, token, start, self._num_decoded))
+
+    def finish_character(self, text: str) -> None:
+        """New text ends the character that earlier tokens began: now their spans are known."""
+        if text:
+            self._end_all(self._num_decoded + 1)
+        self._num_decoded += len(text)
+
+    def close(self) -> None:
+        """No more tokens are added."""
+        self._end_all(self._num_decoded)
+
+    def show_all_but(self, num_chars: int) -> None:
+        """So many characters of what was decoded are held back, or were cut off."""
+        self._num_shown = self._num_decoded - num_chars
+
+    def take_shown(self) -> list[TokenSpan]:
+        spans = []
+        while self._waiting and self._waiting[0].end <= self._num_shown:
+            spans.append(self._waiting.popleft())
+        return spans
+
+    def take_before_cut(self) -> list[TokenSpan]:
+        """A token cut in two was still needed for the text before the cut."""
+        spans = [span for span in self._waiting if span.start < self._num_shown]
+        self._waiting.clear()
+        return spans
+
+    def _end_all(self, end: int) -> None:
+        if self._unfinished:
+            self._waiting.extend(TokenSpan(i, id, start, end) for i, id, start in self._unfinished)
+            self._unfinished.clear()
 
 
 class StopMatcher:
@@ -78,13 +142,6 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
     def text(self) -> str:
         """The content in it."""
         return content_of(self.pieces)
-
-
-class _Decoder(Protocol):
-    @property
-    def unfinished(self) -> bool: ...
-    def push(self, token: int) -> str: ...
-    def flush(self) -> str: ...
 
 
 class _ByteDecoder:
@@ -153,11 +210,10 @@ class Detokenizer:
         with_spans: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._parser = parser or PlainText()
+        self._parser = parser or ReplyParser()
         self._shows_special = show_special
-        self._decoder: _Decoder = (
-            _ByteDecoder(tokenizer) if tokenizer.spells_bytes else _WindowDecoder(tokenizer)
-        )
+        decoder = _ByteDecoder if tokenizer.spells_bytes else _WindowDecoder
+        self._decoder = decoder(tokenizer)
         self._matcher = StopMatcher(stop) if stop else None
         self._min_tokens = min_tokens
         self.num_tokens = 0  # decoded; fewer than were fed if a stop string cut them off
@@ -173,14 +229,20 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> Decoded:
         """Decode new tokens; those after a stop string are dropped."""
         shown: list[TextPiece] = []
-        parser = self._parser
+        parser, spans = self._parser, self._spans
+        passes = spans is None and self._matcher is None
         for token in ids:
             if self.stopped:
                 break
+            self.num_tokens += 1
+            is_hidden = token in self._tokenizer.special_ids and not self._shows_special
+            text = self._mark(token) if is_hidden else self._decoder.push(token)
+            if spans is not None:
+                spans.add(token, text, unfinished=self._decoder.unfinished)
             was_reasoning = parser.in_reasoning
-            pieces = parser.feed(self._decode(token))
+            pieces = parser.feed(text)
             self.num_reasoning_tokens += was_reasoning or parser.in_reasoning
-            shown += self._show(pieces)
+            shown += pieces if passes else self._show(pieces)
         return self._decoded(shown)
 
     def close(self, *, is_cut: bool = False) -> Decoded:
@@ -205,17 +267,8 @@ class Detokenizer:
         spans = self._spans.take_before_cut() if self.stopped else self._spans.take_shown()
         return Decoded(joined(shown), spans)
 
-    def _decode(self, token: int) -> str:
-        self.num_tokens += 1
-        text = self._text_of(token)
-        if self._spans is not None:
-            self._spans.add(token, text, unfinished=self._decoder.unfinished)
-        return text
-
-    def _text_of(self, token: int) -> str:
+    def _mark(self, token: int) -> str:
         """A special token is text only if it is a mark of the parser's."""
-        if token not in self._tokenizer.special_ids or self._shows_special:
-            return self._decoder.push(token)
         mark = self._tokenizer.token_text(token)
         if not any(mark in known for known in self._parser.marks):
             return ""

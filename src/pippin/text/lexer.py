@@ -1,4 +1,4 @@
-"""Reads text that arrives in parts, up to marks. Knows no format and no pieces.
+"""Reads text that arrives in parts, up to marks.
 
 Readers are generators: each `yield` waits for more text. So a format reads as if all of its text
 were there, and gives the same answers however the text was cut.
@@ -102,6 +102,10 @@ class Lexer:
         text = "".join(self._record) + self._text[self._record_from : self._at]
         self._record = None
         return text
+
+    def rewind(self) -> None:
+        """Give back what was taken since `record()`."""
+        self._text, self._at = self.recorded() + self._text[self._at :], 0
 
     # ---- readers ---------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a reply consists of, as it arrives: content, reasoning, tool calls. Knows no format.
+"""What a reply consists of, as it arrives: content, reasoning, tool calls.
 
 A call is a `CallBegin`, any number of `CallArguments` and one `CallEnd`. Neighbours of one kind may
 be cut anywhere; joined, they do not depend on how the reply's text was cut. Every token makes one:
@@ -8,8 +8,10 @@ they are structs, which cost a fifth of frozen dataclasses.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -112,3 +114,39 @@ def content_of(pieces: Sequence[TextPiece]) -> str:
     if len(pieces) == 1 and isinstance(pieces[0], Content):
         return pieces[0].text
     return "".join(piece.text for piece in pieces if isinstance(piece, Content))
+
+
+_CLOSES = {"{": "}", "[": "]"}
+
+
+def members_of(text: str) -> dict[str, Any]:
+    """Of a JSON object whose text was cut short: all that can be read, a string that was cut
+    included; none of a text that is no object, or nested deeper than a call's arguments may be."""
+    ends, open_at_comma, at_comma, in_string, escaped = "", "", 0, False, False
+    for at, character in enumerate(text):
+        if in_string:
+            in_string = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
+            in_string = True
+        elif character in _CLOSES:
+            ends = _CLOSES[character] + ends
+            if len(ends) > MAX_ARGUMENTS_DEPTH:
+                return {}
+        elif character in "}]":
+            ends = ends[1:]
+        elif character == ",":
+            at_comma, open_at_comma = at, ends
+    whole = text[:-1] if escaped else text
+    found = _object_in(whole + '"' * in_string + ends)
+    if found is None:
+        found = _object_in(text[:at_comma] + open_at_comma)
+    return found or {}
+
+
+def _object_in(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""A text, token ids or a conversation as what a model continues. Knows no sampling, no HTTP."""
+"""A text, token ids or a conversation as what a model continues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pippin.errors import ContextOverflow, RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.chat_template import Message, Tools
 from pippin.text.detokenizer import Detokenizer
-from pippin.text.tokenizer import TokenSpan
 
 NUM_ENDING_CHARS = 64
 
@@ -64,8 +63,10 @@ def chat_prompt(
             "(/v1/completions, or LLM.generate)",
             param="messages",
         )
-    if continue_final_message:
-        _check_continues(messages, param)
+    if continue_final_message and (final := messages[-1])["role"] != "assistant":
+        raise _not_continued(f"is of the role {final['role']}", param)
+    if continue_final_message and messages[-1].get("tool_calls"):
+        raise _not_continued("has tool calls", param)
     if max_bytes is not None:
         check_nbytes(sum(map(_num_shown, messages)), max_bytes, param=param)
     if "developer" not in text.chat.source:  # the newer name for the same thing
@@ -85,17 +86,9 @@ def chat_prompt(
     return Prompt(rendered.tokens, rendered.boundaries, ending=ending)
 
 
-def _check_continues(messages: Sequence[Message], param: str) -> None:
-    final = messages[-1]
-    wrong = None
-    if final["role"] != "assistant":
-        wrong = f"is of the role {final['role']}"
-    elif final.get("tool_calls"):
-        wrong = "has tool calls"
-    if wrong is not None:
-        raise RequestError(
-            f"the final message {wrong}; only a text of the assistant can be continued", param=param
-        )
+def _not_continued(why: str, param: str) -> RequestError:
+    message = f"the final message {why}; only a text of the assistant can be continued"
+    return RequestError(message, param=param)
 
 
 def completion_prompt(
@@ -147,14 +140,10 @@ def _as_system(message: Message) -> Message:
 
 
 def _echo(given: str | list[int], tokens: list[int], text: TextBundle) -> Echo:
-    spans, decoded = _spell_out(tokens, text)
+    detokenizer = Detokenizer(text.tokenizer, show_special=True)
+    parts = (detokenizer.feed(tokens), detokenizer.close())
+    decoded = "".join(part.text for part in parts)
     shown = given if isinstance(given, str) else decoded
     # Tokens may spell a little more than was given: a start mark, or a space before the first word.
     surplus = len(decoded) - len(shown)
-    return Echo(shown, [max(0, span.start - surplus) for span in spans])
-
-
-def _spell_out(tokens: list[int], text: TextBundle) -> tuple[list[TokenSpan], str]:
-    detokenizer = Detokenizer(text.tokenizer, show_special=True)
-    pieces = (detokenizer.feed(tokens), detokenizer.close())
-    return [span for p in pieces for span in p.spans], "".join(p.text for p in pieces)
+    return Echo(shown, [max(0, span.start - surplus) for part in parts for span in part.spans])

@@ -1,84 +1,85 @@
-"""A checkpoint's tokenizer and what its files say about special tokens. Knows no chat, no HTTP."""
+"""A checkpoint's tokenizer: text to tokens and back, the bytes of each, special ones."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
 
 from pippin.errors import LoadError
-from pippin.text.spelling import find_spelling
+
+# ---- which bytes each token stands for ---------------------------------------------------------
+# Byte-level BPE spells every token as bytes; SentencePiece spells text with a visible space and
+# `<0xNN>` for single bytes. Knowing the bytes makes decoding incremental and exact.
+
+Spelling = Callable[[str], bytes]
+
+SPACE = "\u2581"  # how SentencePiece writes a space
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class TokenSpan(msgspec.Struct, frozen=True, gc=False):
-    """Where one token's text lies in the reply, in characters, markup and all.
-
-    The tokens that share one character all span it.
-    """
-
-    index: int  # 0 is the reply's first token
-    id: int
-    start: int
-    end: int
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable bytes stand for themselves, others are shifted."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(shifted)
+    }
 
 
-class TokenSpans:
-    """Tokens in as they are decoded, their spans out once their text has been shown in full."""
+_BYTE_OF_CHAR = _byte_of_char()
 
-    def __init__(self) -> None:
-        self._num_tokens = 0
-        self._num_decoded = 0  # characters
-        self._num_shown = 0
-        self._unfinished: list[tuple[int, int, int]] = []  # (index, id, start): no end yet
-        self._waiting: deque[TokenSpan] = deque()  # decoded, not shown in full
 
-    def add(self, token: int, text: str, *, unfinished: bool) -> None:
-        """A token and the text that it adds. `unfinished`: a character goes on in the next one."""
-        index, start = self._num_tokens, self._num_decoded
-        self._num_tokens += 1
-        self.finish_character(text)
-        if unfinished:
-            self._unfinished.append((index, token, start))
-        else:
-            self._waiting.append(TokenSpan(index, token, start, self._num_decoded))
+def spell_byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:  # an added token with characters outside the alphabet is plain text
+        return token.encode()
 
-    def finish_character(self, text: str) -> None:
-        """New text ends the character that earlier tokens began: now their spans are known."""
-        if text:
-            self._end_all(self._num_decoded + 1)
-        self._num_decoded += len(text)
 
-    def close(self) -> None:
-        """No more tokens are added."""
-        self._end_all(self._num_decoded)
+def _spell_sentencepiece(token: str) -> bytes:
+    return token.replace(SPACE, " ").encode()
 
-    def show_all_but(self, num_chars: int) -> None:
-        """So many characters of what was decoded are held back, or were cut off."""
-        self._num_shown = self._num_decoded - num_chars
 
-    def take_shown(self) -> list[TokenSpan]:
-        spans = []
-        while self._waiting and self._waiting[0].end <= self._num_shown:
-            spans.append(self._waiting.popleft())
-        return spans
+def _spell_with_byte_tokens(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else _spell_sentencepiece(token)
 
-    def take_before_cut(self) -> list[TokenSpan]:
-        """A token cut in two was still needed for the text before the cut."""
-        spans = [span for span in self._waiting if span.start < self._num_shown]
-        self._waiting.clear()
-        return spans
 
-    def _end_all(self, end: int) -> None:
-        if self._unfinished:
-            self._waiting.extend(TokenSpan(i, id, start, end) for i, id, start in self._unfinished)
-            self._unfinished.clear()
+def find_spelling(backend: tokenizers.Tokenizer) -> Spelling | None:
+    """The spelling of a tokenizer, read from its decoder; None if it has no byte-wise one."""
+    if backend.decoder is None:
+        return None
+    steps = _flatten(json.loads(backend.decoder.__getstate__()))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return spell_byte_level
+    if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE:
+        return _spell_sentencepiece
+    if any(_shows_spaces(step) for step in steps) and all(_is_bytewise(step) for step in steps):
+        return _spell_with_byte_tokens if "ByteFallback" in kinds else _spell_sentencepiece
+    return None
+
+
+def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _flatten(part)]
+
+
+def _shows_spaces(step: dict[str, Any]) -> bool:
+    return step == {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+
+
+def _is_bytewise(step: dict[str, Any]) -> bool:
+    """Strip drops the space before a text's first word; a reply continues a prompt and keeps it."""
+    strips_first_space = step["type"] == "Strip" and step["content"] == " " and step["stop"] == 0
+    return _shows_spaces(step) or step["type"] in {"ByteFallback", "Fuse"} or strips_first_space
 
 
 # Batches are of one text: it is encoded by the thread that asks, and no others are started.
@@ -87,14 +88,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 _BEFORE_TEXT = "\n\u263a\n"  # no token joins the end of it with other text
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids and the place in the text, in characters, where each of them ends."""
-
-    ids: list[int]
-    ends: list[int]
 
 
 class Tokenizer:
@@ -178,10 +171,11 @@ class Tokenizer:
             return both[len(before) :]
         return self.encode(text, add_special_tokens=False)
 
-    def encode_rendered(self, text: str) -> Encoded:
-        """Tokens of a rendered chat, which already holds its special tokens."""
+    def encode_rendered(self, text: str) -> tuple[list[int], list[int]]:
+        """Tokens of a rendered chat, which already holds its special tokens, and where in the text,
+        in characters, each of them ends."""
         [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
-        return Encoded(encoding.ids, [end for _, end in encoding.offsets])
+        return encoding.ids, [end for _, end in encoding.offsets]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, all at once."""

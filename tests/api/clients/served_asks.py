@@ -13,14 +13,13 @@ from qwen35_server import THOUGHT, says, serving_qwen
 from scripted_engine import ScriptedEngine
 
 from call_texts import write_calls
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
 ROME = {"name": "Rome", "inhabitants": 3}
 FORM = json.dumps(ROME)
 
 
 def call_of_form(tool: str) -> str:
-    return write_calls(Qwen3CoderParser.syntax, [(tool, ROME)])
+    return write_calls("qwen3_coder", [(tool, ROME)])
 
 
 def asking_fixture(program: str) -> Any:

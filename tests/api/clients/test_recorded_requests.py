@@ -19,7 +19,6 @@ from scripted_engine import ScriptedEngine, answer_anything, serving
 
 from call_texts import write_calls
 from pippin.messages import Submit, TokenDelta
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 
 FILES = sorted((Path(__file__).parents[2] / "fixtures/clients").glob("*.json"))
 RECORDED = [json.loads(file.read_text()) for file in FILES]
@@ -35,7 +34,7 @@ OTHER_REPLY = "A reply that no constraint allows."
 def reply_text(reply: str | dict[str, Any]) -> str:
     if isinstance(reply, str):
         return reply
-    return write_calls(Qwen3CoderParser.syntax, [(reply["name"], reply["arguments"])])
+    return write_calls("qwen3_coder", [(reply["name"], reply["arguments"])])
 
 
 def thought_in(submit: Submit) -> str:

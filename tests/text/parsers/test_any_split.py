@@ -86,7 +86,7 @@ def test_each_of_200_calls_is_cut_in_two_at_every_place(format: str) -> None:
 def test_marks_and_scraps_in_any_order_give_the_same_pieces_too(format: str) -> None:
     rng = random.Random(format)
     parser = TOOL_FORMATS[format].parser
-    call = write_calls(parser.syntax, [("get_weather", {"text": "a", "count": 1})])
+    call = write_calls(format, [("get_weather", {"text": "a", "count": 1})])
     scraps = [*sorted(parser().marks), *'{}[]":,\\>\n ', "get_weather", '"name"', "f" * 300, call]
     scraps += [call[:at] for at in range(0, len(call), 7)]
     for _ in range(100):
@@ -138,16 +138,12 @@ def test_a_reply_without_marks_is_its_content(format: str, text: str) -> None:
 
 
 @cases("format", FORMATS)
-def test_text_is_not_held_back_for_longer_than_it_may_be_a_mark(format: str) -> None:
+def test_text_and_a_long_string_argument_are_passed_on_while_they_come(format: str) -> None:
     parser = TOOL_FORMATS[format].parser(TOOLS)
     parser.feed("Well")
-    assert parser.num_held == 0
-
-
-@cases("format", FORMATS)
-def test_a_long_string_argument_is_passed_on_while_it_comes(format: str) -> None:
+    assert parser.num_held == 0  # it cannot be a mark
     parser = TOOL_FORMATS[format].parser(TOOLS)
-    text = write_calls(parser.syntax, [("get_weather", {"text": "x" * 1000})])
+    text = write_calls(format, [("get_weather", {"text": "x" * 1000})])
     middle = text.index("x" * 1000) + 500
     pieces = joined(parser.feed(text[:middle]))
     arguments = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
@@ -157,9 +153,8 @@ def test_a_long_string_argument_is_passed_on_while_it_comes(format: str) -> None
 
 @pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "glm", "kimi_k2", "deepseek_v31"])
 def test_a_bad_call_does_not_lose_the_next_one(format: str) -> None:
-    syntax = TOOL_FORMATS[format].parser.syntax
     good = ("get_weather", {"text": "Tokyo"})
-    text = write_calls(syntax, [good, good])
+    text = write_calls(format, [good, good])
     first = text.index("Tokyo")
     for num_lost in (6, 7):  # the end of the string, and of what is around it
         bad = text[: first + 3] + text[first + num_lost :]
@@ -187,7 +182,7 @@ def test_of_a_cut_reply_no_markup_is_content(format: str) -> None:
         before = "<|channel|>final<|message|>Well, <|end|><|start|>assistant"
     content = "Well," if before else ""
     call = ("get_weather", {"text": "Tokyo", "count": 3})
-    text = before + write_calls(TOOL_FORMATS[format].parser.syntax, [call, call])
+    text = before + write_calls(format, [call, call])
     for at in range(len(text) + 1):
         parser = TOOL_FORMATS[format].parser(TOOLS)
         folded = FoldedText()

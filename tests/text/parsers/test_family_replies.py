@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -36,72 +37,15 @@ JSON_CALLS = [
     '"flag": true}}',
     '{"name": "f", "arguments": {"list": ["a", "b"], "tree": {"a": [1, null]}}}',
 ]
-COHERE_CALLS = [
-    call.replace('{"name"', f'{{"tool_call_id": "{number}", "tool_name"').replace(
-        '"arguments"', '"parameters"'
-    )
-    for number, call in enumerate(JSON_CALLS)
-]
-APERTUS_CALLS = [call.replace('"name": ', "").replace(', "arguments":', ":") for call in JSON_CALLS]
-K3_CALLS = (
-    '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
-    f'<|open|>argument key="text" type="string"<|sep|>{TEXT}<|close|>argument<|sep|>'
-    '<|open|>argument key="count" type="number"<|sep|>3<|close|>argument<|sep|>'
-    '<|open|>argument key="flag" type="boolean"<|sep|>true<|close|>argument<|sep|>'
-    '<|close|>call<|sep|><|open|>call tool="f" index="2"<|sep|>'
-    '<|open|>argument key="list" type="array"<|sep|>["a", "b"]<|close|>argument<|sep|>'
-    '<|open|>argument key="tree" type="object"<|sep|>{"a": [1, null]}<|close|>argument<|sep|>'
-    "<|close|>call<|sep|><|close|>tools<|sep|>"
-)
-
-
-def dsml(section: str) -> str:
-    return (
-        f'\n\n<｜DSML｜{section}>\n<｜DSML｜invoke name="get_weather">\n'
-        f'<｜DSML｜parameter name="text" string="true">{TEXT}</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="count" string="false">3</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="flag" string="false">true</｜DSML｜parameter>\n'
-        '</｜DSML｜invoke>\n<｜DSML｜invoke name="f">\n'
-        '<｜DSML｜parameter name="list" string="false">["a", "b"]</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="tree" string="false">{"a": [1, null]}</｜DSML｜parameter>\n'
-        f"</｜DSML｜invoke>\n</｜DSML｜{section}>"
-    )
-
-
-def muse(name: str, *parameters: tuple[str, str]) -> str:
-    written = "".join(
-        f'<atem:parameter name="{key}">{value}</atem:parameter>\n' for key, value in parameters
-    )
-    return (
-        f'<|start|>assistant to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">'
-        f"\n{written}</atem:invoke>\n</atem:function_calls>"
-    )
 
 
 # (tools, reasoning, end of the prompt, reply); every reply reasons "Hm." and makes the two calls.
+# Of families without a recorded template, or whose recorded one has other marks of reasoning.
 REPLIES = {
-    "lfm2": (
-        *("lfm2", "think", ""),
-        "<think>Hm.</think><|tool_call_start|>[get_weather(text='it's \"wet\" <b>\nTokyo', "
-        "count=3, flag=True), f(list=['a', 'b'], tree={\"a\": [1, null]})]<|tool_call_end|>",
-    ),
     "olmo3": (
         *("olmo3", "think", "<think>"),
         'Hm.</think><function_calls>get_weather(text="it\'s \\"wet\\" <b>\\nTokyo", count=3, '
         'flag=true)\nf(list=["a", "b"], tree={"a": [1, null]})</function_calls>',
-    ),
-    "pythonic": (
-        *("pythonic", "think", "<think>"),
-        "Hm.</think>\n[get_weather(text='it\\'s \"wet\" <b>\\nTokyo', count=3, flag=True), "
-        "f(list=['a', 'b'], tree={'a': [1, None]})]",
-    ),
-    "nemotron_h": (
-        *("nemotron_h", "think", "<think>\n"),
-        f"Hm.\n</think>\n\n<TOOLCALL>[{', '.join(JSON_CALLS)}]</TOOLCALL>",
-    ),
-    "jamba": (
-        *("jamba", "think", "<think>"),
-        "Hm.</think> <tool_calls>[\n    " + ",\n    ".join(JSON_CALLS) + "\n]</tool_calls>",
     ),
     "hunyuan": (
         *("jamba", "think_answer", ""),
@@ -127,35 +71,6 @@ REPLIES = {
         "Hm.\n</think>\n\n\n"
         + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in JSON_CALLS),
     ),
-    "cohere": (
-        *("cohere", "cohere", ""),
-        "<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    "
-        + ",\n    ".join(COHERE_CALLS)
-        + "\n]<|END_ACTION|>",
-    ),
-    "apertus": (
-        *("apertus", "apertus", ""),
-        "<|inner_prefix|>Hm.<|inner_suffix|><|tools_prefix|>["
-        + ", ".join(APERTUS_CALLS)
-        + "]<|tools_suffix|>",
-    ),
-    "deepseek_v32": ("deepseek_v32", "think", "<think>", f"Hm.</think>{dsml('function_calls')}"),
-    "deepseek_v4": ("deepseek_v4", "think", "<think>", f"Hm.</think>{dsml('tool_calls')}"),
-    "seed_oss": (
-        *("seed_oss", "seed_oss", ""),
-        "<seed:think>Hm.</seed:think>\n<seed:tool_call>\n<function=get_weather>\n"
-        f"<parameter=text>{TEXT}</parameter>\n<parameter=count>3</parameter>\n"
-        "<parameter=flag>True</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n"
-        "<function=f>\n<parameter=list>['a', 'b']</parameter>\n"
-        "<parameter=tree>{'a': [1, None]}</parameter>\n</function>\n</seed:tool_call>",
-    ),
-    "minicpm5": (
-        *("minicpm5", "think", "<think>\n"),
-        f'Hm.\n</think>\n\n<function name="get_weather"><param name="text"><![CDATA[{TEXT}]]>'
-        '</param><param name="count">3</param><param name="flag">True</param></function>\n'
-        "<function name=\"f\"><param name=\"list\">['a', 'b']</param>"
-        "<param name=\"tree\">{'a': [1, None]}</param></function>",
-    ),
     "longcat": (
         *("longcat", "think", "<think>"),
         "Hm.</think><longcat_tool_call>get_weather\n<longcat_arg_key>text</longcat_arg_key>\n"
@@ -163,19 +78,6 @@ REPLIES = {
         "<longcat_arg_value>3</longcat_arg_value>\n<longcat_arg_key>flag</longcat_arg_key>\n"
         "<longcat_arg_value>true</longcat_arg_value>\n</longcat_tool_call>\n"
         f"<longcat_tool_call>{JSON_CALLS[1]}</longcat_tool_call>",
-    ),
-    "muse_spark": (
-        *("muse_spark", "muse_spark", "<|start|>assistant"),
-        " to=self<|message|>Hm.<|eom|>"
-        + muse("get_weather", ("text", TEXT), ("count", "3"), ("flag", "true"))
-        + "<|eom|>"
-        + muse("f", ("list", '["a", "b"]'), ("tree", '{"a": [1, null]}'))
-        + "<|eot|>",
-    ),
-    "kimi_k3": (
-        *("kimi_k3", "kimi_k3", "<|open|>think<|sep|>"),
-        "Hm.<|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|>"
-        f"{K3_CALLS}<|close|>message<|sep|>",
     ),
 }
 
@@ -200,24 +102,76 @@ def fold(formats: ReplyFormats, prompt: str, text: str, tools: Any = TOOLS) -> F
 
 
 @cases("family", REPLIES)
-def test_a_familys_reasoning_and_calls_are_found(family: str) -> None:
-    tools, reasoning, prompt, reply = REPLIES[family]
-    folded = fold(ReplyFormats(tools, reasoning), prompt, reply)
-    assert calls_in(folded) == CALLS
-    assert (folded.content, folded.reasoning) == ("", "Hm.")
-
-
-@cases("family", REPLIES)
-def test_a_familys_reply_is_the_same_wherever_it_is_cut(family: str) -> None:
+def test_a_familys_reasoning_and_calls_are_found_wherever_its_reply_is_cut(family: str) -> None:
     tools, reasoning, prompt, reply = REPLIES[family]
     formats = ReplyFormats(tools, reasoning)
+    folded = fold(formats, prompt, reply)
+    assert calls_in(folded) == CALLS
+    assert (folded.content, folded.reasoning) == ("", "Hm.")
     whole = parse(formats, prompt, reply)
     assert parse(formats, prompt, *reply) == whole
     for at in range(1, len(reply)):
         assert parse(formats, prompt, reply[:at], reply[at:]) == whole, reply[:at]
 
 
-# ---- marks around an answer ------------------------------------------------------------------
+# ---- reasoning, and marks around an answer ---------------------------------------------------
+
+QWEN = ReplyFormats("qwen3_coder", "think")
+CALL = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
+OPEN, CLOSED, NEITHER = "assistant\n<think>\n", "<think>\n\n</think>\n\n", "assistant\n"
+
+
+@cases("tools", [(), TOOLS])
+@cases(
+    ("prompt", "text", "reasoning", "content"),
+    [
+        (OPEN, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        (OPEN, "Hm.", "Hm.", ""),
+        (OPEN, "\n</think>\n\nYes.", "", "Yes."),
+        (OPEN, "<think>\nHm. </think>Yes.", "Hm.", "Yes."),
+        (OPEN, "a\n\nb </thin k", "a\n\nb </thin k", ""),
+        (NEITHER, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        (NEITHER, "\n<think>Hm.", "Hm.", ""),
+        (NEITHER, "  Yes. <think>no</think>", "", "  Yes. <think>no</think>"),
+        (CLOSED, "Yes.\n", "", "Yes.\n"),
+        ("The user wrote <think>\nassistant\n", "Yes.", "", "Yes."),
+    ],
+)
+def test_reasoning_is_parted_from_content_however_the_text_is_cut(
+    prompt: str, text: str, reasoning: str, content: str, tools: Any
+) -> None:
+    whole = parse(QWEN, prompt, text, tools=tools)
+    assert FoldedText.of(whole) == FoldedText(content, reasoning)
+    assert parse(QWEN, prompt, *text, tools=tools) == whole
+    for cuts in itertools.combinations(range(len(text)), 2):
+        parts = [text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text)))]
+        assert parse(QWEN, prompt, *parts, tools=tools) == whole
+
+
+def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
+    folded = fold(QWEN, OPEN, f"I could {CALL}\n</think>\n\n{CALL}")
+    assert folded.reasoning == f"I could {CALL}"
+    assert [(call.name, call.arguments) for call in folded.calls.values()] == [("f", "{}")]
+    assert folded.content == ""
+
+
+def test_a_special_token_that_opens_calls_ends_the_reasoning() -> None:
+    formats = ReplyFormats("kimi_k2", "think")
+    text = (
+        "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    folded = fold(formats, "", text)
+    assert (folded.reasoning, folded.content) == ("Hm.", "")
+    assert [call.name for call in folded.calls.values()] == ["f"]
+
+
+def test_no_text_is_held_back_once_it_cannot_be_a_mark() -> None:
+    parser = QWEN.parser(OPEN)
+    assert parser.feed("Hm, </thin")
+    assert parser.num_held == len(" </thin")  # the space may belong to the mark
+    assert parser.feed("g>")
+    assert parser.num_held == 0
 
 
 @cases("tools", [(), TOOLS])
@@ -227,6 +181,13 @@ def test_a_familys_reply_is_the_same_wherever_it_is_cut(family: str) -> None:
         ("think_response", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n"),
         ("think_response", "<think>\n", "Hm.\n</think>\nYes."),
         ("think_answer", "", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("mistral", "", "[THINK]Hm.[/THINK]Yes."),
+        ("gemma4", "", "<|channel>thought\nHm.<channel|>Yes."),
+        (
+            *("harmony", ""),
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>Yes.<|return|>",
+        ),
         ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes."),
         ("granite", "", "Here is my thought process: Hm.\n\nHere is my response:\nYes."),
         ("apertus", "", "<|inner_prefix|>Hm.<|inner_suffix|>Yes."),
@@ -268,6 +229,7 @@ def test_a_header_that_never_ends_is_text() -> None:
     formats = ReplyFormats("muse_spark", "muse_spark")
     for text in ("to=be or not\nto=be", "to=" + "x" * 1000):
         assert fold(formats, "", text).content == text
+        assert fold(formats, "", f"{text}<|eom|>").content == text
 
 
 # ---- slips, and what is no call --------------------------------------------------------------
@@ -306,6 +268,15 @@ CALLED_WITH_CONTAINERS = {"list": ["a"], "tree": {"a": [1, None]}}
             '<|sep|>{"count": 1}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
             {"count": 1},
         ),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument '
+            'key="count" type="integer"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|>'
+            "<|close|>tools<|sep|>",
+            {"count": 1},
+        ),
+        ("gemma4", "<|tool_call>call:f{count :1,}<tool_call|>", {"count": 1}),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"count": 1}}}]', {"count": 1}),
         (
             "deepseek_v32",
             '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" '
@@ -408,6 +379,11 @@ def test_a_look_ahead_keeps_what_it_has_not_taken() -> None:
 @cases(
     ("template", "tools", "reasoning"),
     [
+        ("{{ '<think>\\n' }}...split('</think>')", None, "think"),
+        ("[THINK]{{ thinking }}[/THINK]", None, "mistral"),
+        ("'<|channel>thought\\n<channel|>'", None, "gemma4"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", *["harmony"] * 2),
+        ("{{ content }}", None, None),
         ("List of tools: <|tool_list_start|>[", "lfm2", None),
         ("{%- set dsml_token = '｜DSML｜' -%}<' + dsml_token + 'tool_calls>", "deepseek_v4", None),
         ("dsml_token = '｜DSML｜'\n'<' + dsml_token + 'function_calls>'", "deepseek_v32", None),

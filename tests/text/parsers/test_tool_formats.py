@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bundled import BUNDLED_PATH
-from call_texts import NAMES, TOOLS, Call, Maker, write_calls
+from call_texts import NAMES, TOOLS, Call, write_calls
 from cases import cases
 from pippin.errors import ConfigError
 from pippin.text.bundle import TextBundle
@@ -81,7 +81,6 @@ INVOKE = '<invoke name="get_weather">\n<parameter name="text">Tokyo</parameter>\
             "",
             [("f", {"a": "1\n2\t</tool_call> 3"})],
         ),
-        ("llama3", '{"name": "get_weather", "parameters": {"text": "Tokyo"}}', "", [WEATHER]),
         (
             "llama3",
             'Sure. <|python_tag|>{"type": "function", "name": "get_weather", '
@@ -104,60 +103,17 @@ INVOKE = '<invoke name="get_weather">\n<parameter name="text">Tokyo</parameter>\
         ),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", {})]),
         (
-            "deepseek_v3",
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-            '```json\n{"text": "Tokyo"}\n```<｜tool▁call▁end｜>\n'
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
-            "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            "",
-            [WEATHER, ("f", {})],
-        ),
-        (
-            "deepseek_v31",
-            "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-            '{"text": "Tokyo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-            "Hm.",
-            [WEATHER],
-        ),
-        (
-            "glm",
-            "\n<tool_call>get_weather\n<arg_key>text</arg_key>\n<arg_value>Tokyo</arg_value>\n"
-            "</tool_call><tool_call>f</tool_call>",
-            "",
-            [WEATHER, ("f", {})],
-        ),
-        (
             "glm",
             "<tool_call>get_weather<arg_key>text</arg_key><arg_value>Tokyo</arg_value></tool_call>",
             "",
             [WEATHER],
         ),
-        (
-            "minimax_m2",
-            f"Hm.\n<minimax:tool_call>\n{INVOKE}\n{INVOKE}\n</minimax:tool_call>",
-            "Hm.",
-            [WEATHER, WEATHER],
-        ),
         ("minimax_m2", f"In XML that is {INVOKE}", f"In XML that is {INVOKE}", []),
-        (
-            "minimax_m1",
-            '<tool_calls>\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {"a": 1}}\n'
-            "</tool_calls>",
-            "",
-            [("f", {}), ("g", {"a": 1})],
-        ),
         (
             "gemma4",
             '<|tool_call>call:f{a:<|"|>x, y}<|"|>,b:[1,{c:true,d:None}],e:{}}<tool_call|>',
             "",
             [("f", {"a": "x, y}", "b": [1, {"c": True, "d": None}], "e": {}})],
-        ),
-        (
-            "function_gemma",
-            "<start_function_call>call:f{}<end_function_call>"
-            "<start_function_call>call:g{a:<escape>1<escape>,b:-2.5}<end_function_call>",
-            "",
-            [("f", {}), ("g", {"a": "1", "b": -2.5})],
         ),
         (
             "harmony",
@@ -268,8 +224,7 @@ def test_arguments_are_nested_no_deeper_than_the_limit(format: str) -> None:
     for _ in range(MAX_ARGUMENTS_DEPTH):
         deep = [deep]
     allowed, refused = (
-        write_calls(TOOL_FORMATS[format].parser.syntax, [("get_weather", {"value": value})])
-        for value in (deep[0][0], deep)
+        write_calls(format, [("get_weather", {"value": value})]) for value in (deep[0][0], deep)
     )
     ((_, arguments),) = fold(format, allowed)[1]
     assert depth_of(arguments) == MAX_ARGUMENTS_DEPTH
@@ -294,7 +249,7 @@ def test_a_call_of_kimis_keeps_the_id_that_the_model_gave_it() -> None:
     ("format", "pattern"), [("mistral", r"[A-Za-z0-9]{9}"), ("hermes", r"call_[0-9a-f]{24}")]
 )
 def test_calls_get_ids_that_the_template_will_take_back(format: str, pattern: str) -> None:
-    text = write_calls(TOOL_FORMATS[format].parser.syntax, [WEATHER, WEATHER])
+    text = write_calls(format, [WEATHER, WEATHER])
     ids = [piece.id for piece in parse(format, text) if isinstance(piece, CallBegin)]
     assert len(set(ids)) == 2
     assert all(re.fullmatch(pattern, id) for id in ids)
@@ -309,26 +264,6 @@ def test_harmony_tells_reasoning_calls_and_content_apart() -> None:
     folded = FoldedText.of(parse("harmony", text))
     assert (folded.reasoning, folded.content) == ("Hm, weather.", "It rains.")
     assert [call.arguments for call in folded.calls.values()] == ['{"text": "Tokyo"}']
-
-
-def test_calls_that_the_bundled_models_template_wrote_are_read_back() -> None:
-    text = TextBundle.load(BUNDLED_PATH)
-    assert text.chat is not None
-    prompt = text.chat.render([{"role": "user", "content": "Hi"}], tools=TOOLS)
-    for seed in range(100):
-        maker = Maker("hermes", seed)
-        calls = [maker.call(), maker.call()]
-        functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        message = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": function} for function in functions],
-        }
-        chat = [{"role": "user", "content": "Hi"}, message]
-        later = text.chat.render(chat, tools=TOOLS, add_generation_prompt=False)
-        reply = later.removeprefix(prompt).removesuffix("<|im_end|>\n")
-        assert reply != later
-        assert fold(text.formats.tools or "", reply) == ("", calls)
 
 
 # ---- against mlx-lm's parsers, on what they read right ------------------------------------
@@ -361,7 +296,7 @@ def test_calls_are_those_that_mlx_lm_finds(format: str) -> None:
             "count": rng.randint(-5, 2**40),
             "flag": rng.random() < 0.5,
         }
-        text = write_calls(TOOL_FORMATS[format].parser.syntax, [(rng.choice(NAMES[:1]), arguments)])
+        text = write_calls(format, [(rng.choice(NAMES[:1]), arguments)])
         inner = text.removeprefix(theirs.tool_call_start)
         found = theirs.parse_tool_call(inner.removesuffix(theirs.tool_call_end).strip(), TOOLS)
         (found,) = found if isinstance(found, list) else [found]
@@ -373,7 +308,7 @@ def test_calls_are_those_that_mlx_lm_finds(format: str) -> None:
 
 @cases("format", TOOL_FORMATS)
 def test_a_template_that_writes_calls_in_a_format_is_known_by_them(format: str) -> None:
-    calls = write_calls(TOOL_FORMATS[format].parser.syntax, [WEATHER])
+    calls = write_calls(format, [WEATHER])
     headers = {
         "llama3": "<|start_header_id|>",
         "harmony": "<|start|>",
@@ -410,15 +345,13 @@ def test_a_checkpoints_formats_can_be_named_when_it_is_loaded() -> None:
     assert chosen.formats == ReplyFormats("hermes", None)
 
 
-@cases("name", [*VLLM_TOOL_PARSERS, *TOOL_FORMATS])
+@cases("name", [*VLLM_TOOL_PARSERS, *TOOL_FORMATS, *VLLM_REASONING_PARSERS, *REASONING_FORMATS])
 def test_a_parser_of_vllm_names_a_format_of_ours(name: str) -> None:
-    chosen = ReplyFormats.choose("", tools=name, reasoning="off").tools
-    assert chosen == VLLM_TOOL_PARSERS.get(name, name)
-    assert chosen in TOOL_FORMATS
-
-
-@cases("name", [*VLLM_REASONING_PARSERS, *REASONING_FORMATS])
-def test_a_reasoning_parser_of_vllm_names_a_format_of_ours(name: str) -> None:
-    chosen = ReplyFormats.choose("", tools="off", reasoning=name).reasoning
-    assert chosen == VLLM_REASONING_PARSERS.get(name, name)
-    assert chosen in (*REASONING_FORMATS, "harmony")
+    if name in VLLM_TOOL_PARSERS or name in TOOL_FORMATS:
+        chosen = ReplyFormats.choose("", tools=name, reasoning="off").tools
+        assert chosen == VLLM_TOOL_PARSERS.get(name, name)
+        assert chosen in TOOL_FORMATS
+    if name in VLLM_REASONING_PARSERS or name in REASONING_FORMATS:
+        chosen = ReplyFormats.choose("", tools="off", reasoning=name).reasoning
+        assert chosen == VLLM_REASONING_PARSERS.get(name, name)
+        assert chosen in (*REASONING_FORMATS, HARMONY)

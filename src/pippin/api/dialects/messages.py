@@ -51,7 +51,7 @@ from pippin.api.requests.tools import (
     tool_use,
 )
 from pippin.errors import PippinError
-from pippin.text.cut_json import members_of
+from pippin.text.pieces import members_of
 
 ROLES = ("user", "assistant", "system")
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}

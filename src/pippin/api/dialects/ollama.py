@@ -39,8 +39,15 @@ from pippin.api.requests.tools import read_chat_tools
 from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import ModelNotFound, PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
-from pippin.text.cut_json import members_of
-from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, FoldedCall, Reasoning
+from pippin.text.pieces import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    FoldedCall,
+    Reasoning,
+    members_of,
+)
 from pippin.text.tokenizer import Tokenizer
 
 MAX_HUB_ID_CHARS = 256

@@ -33,9 +33,8 @@ from pippin.errors import EngineDead
 from pippin.messages import Submit, pack_tokens
 from pippin.sequences import error_of_delta, room_for_reply
 from pippin.tasks import all_or_none
-from pippin.text.bundle import TextBundle
+from pippin.text.bundle import DEFAULT_INSTRUCTION, Reranker, TextBundle
 from pippin.text.prompt import Prompt, check_nbytes, nbytes_of
-from pippin.text.reranker import DEFAULT_INSTRUCTION, Reranker
 from pippin.types import SamplingParams, TokenLogprobs
 
 _WHOLE = "texts are not shortened"

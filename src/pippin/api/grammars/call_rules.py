@@ -16,12 +16,6 @@ from pippin.api.requests.tools import INPUT, input_schema
 from pippin.decode.json_schema import ONE_LINE, check_schema, closed, expressed, regex_terminal
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.parsers.formats import HARMONY, TOOL_FORMATS
-from pippin.text.parsers.syntax import (
-    BareKeyArguments,
-    CallSyntax,
-    KeywordArguments,
-    TaggedArguments,
-)
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import GrammarPart
 
@@ -247,7 +241,6 @@ def _literal(text: str) -> str:
 
 _NUMBER = "{number}"
 _KEY = r"/[^\W\d]\w*/"
-_TYPES = ("string", "number", "boolean", "null", "array", "object")
 _SAY_NOTHING = {"type", "title", "description", "default", "examples"}
 
 
@@ -265,7 +258,7 @@ class CallRules:
     ) -> None:
         self._lark = lark
         self._format = format
-        self._syntax: CallSyntax = TOOL_FORMATS[format].parser.syntax
+        self._syntax = TOOL_FORMATS[format]
         self._tool_use = tool_use
         self._leniency = leniency or Leniency()
         self._holds_required = holds_required and tool_use.required
@@ -318,37 +311,40 @@ class CallRules:
         return self._any_arguments(function["name"])
 
     def _held_arguments(self, function: Schema) -> str:
-        schema, tags = self._object_schema(function), self._syntax.arguments
-        if isinstance(tags, BareKeyArguments):
-            return self._bare_keys(function["name"], tags).object(schema)
-        if isinstance(tags, KeywordArguments):
-            return self._keywords(schema)
-        if isinstance(tags, TaggedArguments):
-            return self._strict_tagged(function["name"], schema, tags)
-        return self._lark.json(schema)
+        schema = self._object_schema(function)
+        match self._syntax.style:
+            case "bare_keys":
+                return self._bare_keys(function["name"]).object(schema)
+            case "keywords":
+                return self._keywords(schema)
+            case "tags":
+                return self._strict_tagged(function["name"], schema)
+            case "json":
+                return self._lark.json(schema)
 
     def _any_arguments(self, name: str) -> str:
-        tags = self._syntax.arguments
-        if isinstance(tags, BareKeyArguments):
-            return self._bare_keys(name, tags).any_object()
-        if isinstance(tags, KeywordArguments):
-            return self._keywords(None)
-        if not isinstance(tags, TaggedArguments):
-            return self._lark.json({"type": "object"})
-        if tags.before_type:
-            return f"({self._literal(tags.before_key)} {self._any_typed(tags)})*"
+        tags = self._syntax
+        match tags.style:
+            case "bare_keys":
+                return self._bare_keys(name).any_object()
+            case "keywords":
+                return self._keywords(None)
+            case "json":
+                return self._lark.json({"type": "object"})
+        if tags.types:
+            return f"({self._literal(tags.before_key)} {self._any_typed()})*"
         value = self._lark.until(tags.after_value)
-        key = self._lark.until(tags.before_value)
+        key = self._lark.until(tags.before_value())
         return f"({self._literal(tags.before_key)} {key} {value})*"
 
-    def _any_typed(self, tags: TaggedArguments) -> str:
+    def _any_typed(self) -> str:
         """Any key and value, where what stands before a value says of which type it is."""
         heads: dict[str, list[str]] = {}
-        for type in _TYPES:
-            heads.setdefault(tags.before(type), []).append(type)
-        end = self._literal(tags.after_value)
+        for type in self._syntax.types:
+            heads.setdefault(self._syntax.before_value(type), []).append(type)
+        end = self._literal(self._syntax.after_value)
         choices = [
-            f"{self._literal(head)} {self._lark.until(tags.after_value)}"
+            f"{self._literal(head)} {self._lark.until(self._syntax.after_value)}"
             if "string" in types
             else f"{self._literal(head)} {self._lark.json({'type': types})} {end}"
             for head, types in heads.items()
@@ -373,15 +369,14 @@ class CallRules:
         return self._lark.json({**declared, **definitions} if isinstance(declared, dict) else {})
 
     def _input(self, grammar: GrammarPart | None) -> str:
-        tags = self._syntax.arguments
-        if isinstance(tags, TaggedArguments):
-            head = self._literal(tags.before_key + INPUT + tags.before("string"))
+        tags = self._syntax
+        if tags.style == "tags":
+            head = self._literal(tags.before_key + INPUT + tags.before_value())
             return f"{head} {self._text(grammar, tags.after_value)}"
-        if isinstance(tags, BareKeyArguments):
+        if tags.style == "bare_keys":
             head = self._literal("{" + INPUT + ":" + tags.quote)
             return f"{head} {self._text(grammar, tags.quote)} {self._literal('}')}"
         schema = input_schema()
-        is_keyword = isinstance(tags, KeywordArguments)
         if grammar is not None and grammar.syntax == "lark":
             raise UnsupportedField(
                 f"{grammar.field} cannot be enforced: in the format {self._format} an input is "
@@ -390,7 +385,7 @@ class CallRules:
             )
         if grammar is not None:
             schema["properties"][INPUT]["pattern"] = f"^(?:{grammar.text})$"
-        return self._keywords(schema) if is_keyword else self._lark.json(schema)
+        return self._keywords(schema) if tags.style == "keywords" else self._lark.json(schema)
 
     def _text(self, grammar: GrammarPart | None, end: str) -> str:
         """A text without quotes, and its end."""
@@ -400,35 +395,33 @@ class CallRules:
             return self._lark.until(end, regex_terminal(grammar.text))
         return f"{self._lark.nested(grammar.text)} {self._literal(end)}"
 
-    def _bare_keys(self, name: str, syntax: BareKeyArguments) -> BareKeyRules:
+    def _bare_keys(self, name: str) -> BareKeyRules:
         def refuse(what: str) -> UnsupportedField:
             message = f"strict cannot be enforced for {name}: {what}, in the format {self._format}"
             return UnsupportedField(message, param="tools")
 
-        return BareKeyRules(self._lark, syntax.quote, refuse)
+        return BareKeyRules(self._lark, self._syntax.quote, refuse)
 
-    def _strict_tagged(self, name: str, schema: Schema, tags: TaggedArguments) -> str:
+    def _strict_tagged(self, name: str, schema: Schema) -> str:
         """Every property in the order of the schema; what is not required may be left out."""
         required = schema.get("required", ())
         parts = []
         for key, declared in schema.get("properties", {}).items():
-            kind, value = self._tagged_value(f"{name}: {key}", declared, schema, tags)
-            head = self._literal(tags.before_key + key + tags.before(kind))
+            kind, value = self._tagged_value(f"{name}: {key}", declared, schema)
+            head = self._literal(self._syntax.before_key + key + self._syntax.before_value(kind))
             parts.append(f"({head} {value})" + ("" if key in required else "?"))
         return " ".join(parts)
 
-    def _tagged_value(
-        self, where: str, declared: Any, schema: Schema, tags: TaggedArguments
-    ) -> tuple[str, str]:
+    def _tagged_value(self, where: str, declared: Any, schema: Schema) -> tuple[str, str]:
         """A value's type, and the value. Strings have no quotes here, so a grammar must know which
         values are strings."""
         kind = declared.get("type") if isinstance(declared, dict) else None
-        end = self._literal(tags.after_value)
+        end = self._literal(self._syntax.after_value)
         choices = declared.get("enum") if isinstance(declared, dict) else None
         if choices and all(isinstance(choice, str) for choice in choices):
             return "string", f"{alternatives([self._literal(each) for each in choices])} {end}"
         if kind == "string" and declared.keys() <= _SAY_NOTHING:
-            return kind, self._lark.until(tags.after_value)
+            return kind, self._lark.until(self._syntax.after_value)
         if kind in ("integer", "number", "boolean", "array", "object", "null"):
             return kind, f"{self._property(declared, schema)} {end}"
         raise UnsupportedField(

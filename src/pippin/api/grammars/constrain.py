@@ -13,14 +13,14 @@ from pippin.decode.json_schema import check_schema, closed
 from pippin.decode.size import check_size
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
-from pippin.text.parsers.calls.harmony import (
+from pippin.text.parsers.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS
+from pippin.text.parsers.json_calls import (
     ANALYSIS,
     COMMENTARY,
     FINAL,
     NEXT_MESSAGE,
     REPLY_BEGINS,
 )
-from pippin.text.parsers.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS
 from pippin.text.prompt import Prompt
 from pippin.types import GrammarPart, GrammarSpec, SamplingParams
 
@@ -32,7 +32,7 @@ def can_forbid_calls(text: TextBundle) -> bool:
     """Whether a model that knows of tools can be kept from calling them."""
     if text.formats.tools is None or not text.tokenizer.spells_bytes:
         return False
-    trigger = TOOL_FORMATS[text.formats.tools].parser.syntax.trigger
+    trigger = TOOL_FORMATS[text.formats.tools].trigger
     return bool(text.tokenizer.eos_ids) and Lark(text.tokenizer).begins_with_mark(trigger)
 
 

@@ -20,9 +20,8 @@ from pippin.api.requests.neutral_request import (
 )
 from pippin.errors import UnsupportedField
 from pippin.sequences import GeneratedSequence, context_overflow, open_sequences, room_for_reply
-from pippin.text.bundle import TextBundle
-from pippin.text.fill_in_middle import FillInMiddle
-from pippin.text.parsers.base import PlainText, ReplyParser, Tool
+from pippin.text.bundle import FillInMiddle, TextBundle
+from pippin.text.parsers.base import ReplyParser, Tool
 from pippin.text.prompt import Prompt, chat_prompt, check_nbytes, completion_prompt, nbytes_of
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import SamplingParams
@@ -329,7 +328,7 @@ def _job(
     param: str,
     leniency: Leniency,
     tool_use: ToolUse | None = None,
-    new_parser: Callable[[], ReplyParser] = PlainText,
+    new_parser: Callable[[], ReplyParser] = ReplyParser,
     prediction: Sequence[int] = (),
 ) -> Job:
     id = f"{prefix}{uuid.uuid4().hex}"

@@ -19,7 +19,7 @@ from pippin.api.requests.body import Body, read_salt
 from pippin.api.requests.neutral_request import Options
 from pippin.config import LimitsConfig
 from pippin.decode.json_schema import expressed
-from pippin.decode.size import check_nesting_of, check_size
+from pippin.decode.size import check_nesting_of
 from pippin.errors import RequestError
 from pippin.text.bundle import SamplingDefaults
 from pippin.text.chat_template import RESERVED_VARIABLES
@@ -42,7 +42,6 @@ def read_structure(body: Body, max_bytes: int, *, strict: bool) -> GrammarSpec |
     if nbytes > max_bytes:
         limit = f"at most {max_bytes:,} are allowed (--max-schema-bytes)"
         raise body.error(field, f"has {nbytes:,} bytes; {limit}")
-    check_size(spec, field)
     if spec.kind != "json_schema" or strict or _is_strict(body, field):
         return spec
     return _lenient(spec, body, field)
@@ -52,10 +51,11 @@ def _lenient(spec: GrammarSpec, body: Body, field: str) -> GrammarSpec:
     """Without keywords that cannot be enforced: they are listed in a header of the response."""
     try:
         schema = json.loads(spec.text)
-    except ValueError:
-        return spec  # found out, and named, where schemas are read
+    except (ValueError, RecursionError):
+        return spec  # found out, and named, where grammars are compiled
     if not isinstance(schema, dict):
         return spec
+    check_nesting_of(schema, field)
     left_out: dict[str, None] = {}
     found = expressed(schema, lambda keyword: left_out.setdefault(keyword))
     if not left_out:

@@ -1,97 +1,274 @@
-"""The formats by name, and which of them a model's chat template speaks. Knows no replies."""
+"""The formats by name, and which of them a model's chat template speaks."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pippin.errors import ConfigError
-from pippin.text.parsers.base import CallParser, PlainText, ReplyParser, Tool
-from pippin.text.parsers.calls.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from pippin.text.parsers.calls.gemma import FunctionGemmaParser, Gemma4Parser
-from pippin.text.parsers.calls.glm import Glm47Parser, GlmParser, LongCatParser
-from pippin.text.parsers.calls.harmony import HarmonyParser
-from pippin.text.parsers.calls.kimi_k2 import KimiK2Parser
-from pippin.text.parsers.calls.llama3 import Llama3Parser
-from pippin.text.parsers.calls.marked_json import (
+from pippin.text.parsers.base import (
+    NO_CALLS,
+    NO_REASONING,
+    CallFormat,
+    ReasoningMarks,
+    ReplyParser,
+    Tool,
+)
+from pippin.text.parsers.json_calls import (
     ApertusParser,
     CohereParser,
-    Granite3Parser,
-    HermesParser,
-    JambaParser,
-    MiniMaxM1Parser,
-    NemotronHParser,
-    Phi4MiniParser,
+    HarmonyParser,
+    JsonCallParser,
+    Llama3Parser,
+    MistralParser,
+    NamedJsonParser,
 )
-from pippin.text.parsers.calls.mistral import MistralArrayParser, MistralParser
-from pippin.text.parsers.calls.pythonic import BarePythonicParser, Lfm2Parser, Olmo3Parser
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser, SeedOssParser
-from pippin.text.parsers.calls.tags_with_attributes import (
-    DeepSeekV4Parser,
-    DeepSeekV32Parser,
+from pippin.text.parsers.literal_calls import BarePythonicParser, GemmaParser, PythonicParser
+from pippin.text.parsers.tagged_calls import (
+    AttributeTagParser,
     KimiK3Parser,
+    LongCatParser,
     MiniCpm5Parser,
-    MiniMaxM2Parser,
-    MuseSparkParser,
+    TagCallParser,
 )
-from pippin.text.parsers.reasoning import ReasoningMarks, ReasoningParser
 
 AUTO, OFF = "auto", "off"
 HARMONY = "harmony"  # one parser for reasoning and calls
 
+_OBJECT = '{"name": "{name}", "arguments": {arguments}}'
+_PARAMETERS = '{"name": "{name}", "parameters": {arguments}}'
+_INVOKE = '<invoke name="{name}">\n{arguments}</invoke>\n'
+_PARAMETER = '<parameter name="{key}">{value}</parameter>\n'
+_DSML_INVOKE = '<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>\n'
+_DSML_PARAMETER = '<｜DSML｜parameter name="{key}" string="{type}">{value}</｜DSML｜parameter>\n'
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
+_IS_STRING = {type: "true" if type == "string" else "false" for type in _TYPES}
+_DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>{call}{call}<｜tool▁calls▁end｜>"
+_CALL_ID = ("[ARGS]", "[CALL_ID]")
 
-@dataclass(frozen=True)
-class ToolFormat:
-    parser: type[CallParser]
-    template_marks: tuple[str, ...]  # a chat template with all of them speaks it
-    other_marks: tuple[str, ...] = ()  # and so does one with all of these
-    tokens: tuple[str, ...] = ()  # and, if its template has no format's marks, a model with these
-
-    def speaks(self, template: str) -> bool:
-        return any(
-            marks and all(mark in template for mark in marks)
-            for marks in (self.template_marks, self.other_marks)
-        )
-
-
-_LFM2_TOKENS = ("<|tool_call_start|>", "<|tool_call_end|>")
 # The first whose marks are all there is the template's: the particular before the general.
 TOOL_FORMATS = {
-    "harmony": ToolFormat(HarmonyParser, ("<|channel|>", "<|message|>")),
-    "minimax_m2": ToolFormat(MiniMaxM2Parser, ("<minimax:tool_call>",)),
-    "muse_spark": ToolFormat(MuseSparkParser, ("<atem:function_calls>",)),
-    "minicpm5": ToolFormat(MiniCpm5Parser, ('<function name="', '<param name="')),
-    "deepseek_v32": ToolFormat(DeepSeekV32Parser, ("｜DSML｜", "function_calls>")),
-    "deepseek_v4": ToolFormat(DeepSeekV4Parser, ("｜DSML｜",)),
-    "kimi_k3": ToolFormat(KimiK3Parser, ("<|open|>", "<|close|>", "<|sep|>")),
-    "kimi_k2": ToolFormat(KimiK2Parser, ("<|tool_calls_section_begin|>",)),
-    "deepseek_v3": ToolFormat(DeepSeekV3Parser, ("<｜tool▁calls▁begin｜>", "```json")),
-    "deepseek_v31": ToolFormat(DeepSeekV31Parser, ("<｜tool▁calls▁begin｜>",)),
-    "gemma4": ToolFormat(Gemma4Parser, ("<|tool_call>", "<tool_call|>")),
-    "function_gemma": ToolFormat(FunctionGemmaParser, ("<start_function_call>",)),
-    "mistral": ToolFormat(MistralParser, ("[TOOL_CALLS]", "[ARGS]")),
-    "mistral_array": ToolFormat(MistralArrayParser, ("[TOOL_CALLS]",)),
-    "lfm2": ToolFormat(
-        Lfm2Parser, ("<|tool_call_start|>",), ("<|tool_list_start|>",), tokens=_LFM2_TOKENS
+    "harmony": CallFormat(
+        HarmonyParser,
+        ("<|channel|>", "<|message|>"),
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
+        "{call}<|start|>assistant{call}",
+        other_begins=("<|start|>",),
+        other_ends=("<|end|>",),
+        other_marks=("<|return|>",),
     ),
-    "olmo3": ToolFormat(Olmo3Parser, ("<function_calls>",)),
-    "cohere": ToolFormat(CohereParser, ("<|START_ACTION|>",)),
-    "apertus": ToolFormat(ApertusParser, ("<|tools_prefix|>",)),
-    "nemotron_h": ToolFormat(NemotronHParser, ("<TOOLCALL>",)),
-    "phi4_mini": ToolFormat(Phi4MiniParser, ("functools[",)),
-    "granite3": ToolFormat(Granite3Parser, ("<|tool_call|>",)),
-    "longcat": ToolFormat(LongCatParser, ("<longcat_tool_call>",)),
-    "seed_oss": ToolFormat(SeedOssParser, ("<seed:tool_call>",)),
-    "glm47": ToolFormat(Glm47Parser, ("<tool_call>", "</arg_key><arg_value>")),
-    "glm": ToolFormat(GlmParser, ("<tool_call>", "<arg_key>")),
-    "qwen3_coder": ToolFormat(Qwen3CoderParser, ("<function=", "<parameter=")),
-    "jamba": ToolFormat(JambaParser, ("<tool_calls>[",)),
-    "hermes": ToolFormat(HermesParser, ("<tool_call>",)),
-    "minimax_m1": ToolFormat(MiniMaxM1Parser, ("<tool_calls>",)),
-    "pythonic": ToolFormat(BarePythonicParser, ("[func_name1(",)),
-    "llama3": ToolFormat(
-        Llama3Parser, ("<|start_header_id|>", '"parameters"'), ("<|header_start|>", '"parameters"')
+    "minimax_m2": CallFormat(
+        AttributeTagParser,
+        ("<minimax:tool_call>",),
+        _INVOKE,
+        "<minimax:tool_call>\n{call}{call}</minimax:tool_call>",
+        argument=_PARAMETER,
+    ),
+    "muse_spark": CallFormat(
+        AttributeTagParser,
+        ("<atem:function_calls>",),
+        '<atem:invoke name="{name}">\n{arguments}</atem:invoke>\n',
+        "<atem:function_calls>\n{call}{call}</atem:function_calls>",
+        argument='<atem:parameter name="{key}">{value}</atem:parameter>\n',
+    ),
+    "minicpm5": CallFormat(
+        MiniCpm5Parser,
+        ('<function name="', '<param name="'),
+        '<function name="{name}">{arguments}</function>',
+        argument='<param name="{key}">{value}</param>',
+    ),
+    "deepseek_v32": CallFormat(
+        AttributeTagParser,
+        ("｜DSML｜", "function_calls>"),
+        _DSML_INVOKE,
+        "<｜DSML｜function_calls>\n{call}{call}</｜DSML｜function_calls>",
+        argument=_DSML_PARAMETER,
+        types=_IS_STRING,
+        other_marks=("｜DSML｜",),
+    ),
+    "deepseek_v4": CallFormat(
+        AttributeTagParser,
+        ("｜DSML｜",),
+        _DSML_INVOKE,
+        "<｜DSML｜tool_calls>\n{call}{call}</｜DSML｜tool_calls>",
+        argument=_DSML_PARAMETER,
+        types=_IS_STRING,
+        other_marks=("｜DSML｜",),
+    ),
+    "kimi_k3": CallFormat(
+        KimiK3Parser,
+        ("<|open|>", "<|close|>", "<|sep|>"),
+        '<|open|>call tool="{name}" index="{number}"<|sep|>{arguments}<|close|>call<|sep|>',
+        "<|open|>tools<|sep|>{call}{call}<|close|>tools<|sep|>",
+        argument=(
+            '<|open|>argument key="{key}" type="{type}"<|sep|>{value}<|close|>argument<|sep|>'
+        ),
+        types={type: type for type in _TYPES},
+        ends_reasoning=True,
+    ),
+    "kimi_k2": CallFormat(
+        NamedJsonParser,
+        ("<|tool_calls_section_begin|>",),
+        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>",
+        ends_reasoning=True,
+    ),
+    "deepseek_v3": CallFormat(
+        NamedJsonParser,
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>",
+        _DEEPSEEK_CALLS.replace("}{", "}\n{"),
+        ends_reasoning=True,
+    ),
+    "deepseek_v31": CallFormat(
+        NamedJsonParser,
+        ("<｜tool▁calls▁begin｜>",),
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        _DEEPSEEK_CALLS,
+        ends_reasoning=True,
+    ),
+    "gemma4": CallFormat(
+        GemmaParser,
+        ("<|tool_call>", "<tool_call|>"),
+        "<|tool_call>call:{name}{arguments}<tool_call|>",
+        quote='<|"|>',
+    ),
+    "function_gemma": CallFormat(
+        GemmaParser,
+        ("<start_function_call>",),
+        "<start_function_call>call:{name}{arguments}<end_function_call>",
+        quote="<escape>",
+    ),
+    "mistral": CallFormat(
+        MistralParser,
+        ("[TOOL_CALLS]", "[ARGS]"),
+        "[TOOL_CALLS]{name}[ARGS]{arguments}",
+        other_marks=_CALL_ID,
+        ends_reasoning=True,
+    ),
+    "mistral_array": CallFormat(
+        MistralParser,
+        ("[TOOL_CALLS]",),
+        _OBJECT,
+        "[TOOL_CALLS] [{call}, {call}]",
+        other_marks=_CALL_ID,
+        ends_reasoning=True,
+    ),
+    "lfm2": CallFormat(
+        PythonicParser,
+        ("<|tool_call_start|>",),
+        "{name}({arguments})",
+        "<|tool_call_start|>[{call}, {call}]<|tool_call_end|>",
+        other_template_marks=("<|tool_list_start|>",),
+        tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    "olmo3": CallFormat(
+        PythonicParser,
+        ("<function_calls>",),
+        "{name}({arguments})",
+        "<function_calls>{call}\n{call}</function_calls>",
+    ),
+    "cohere": CallFormat(
+        CohereParser,
+        ("<|START_ACTION|>",),
+        '{"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {arguments}}',
+        "<|START_ACTION|>[\n    {call},\n    {call}\n]<|END_ACTION|>",
+        ends_reasoning=True,
+    ),
+    "apertus": CallFormat(
+        ApertusParser,
+        ("<|tools_prefix|>",),
+        '{"{name}": {arguments}}',
+        "<|tools_prefix|>[{call}, {call}]<|tools_suffix|>",
+        ends_reasoning=True,
+    ),
+    "nemotron_h": CallFormat(
+        JsonCallParser, ("<TOOLCALL>",), _OBJECT, "<TOOLCALL>[{call}, {call}]</TOOLCALL>"
+    ),
+    "phi4_mini": CallFormat(
+        JsonCallParser,
+        ("functools[",),
+        _OBJECT,
+        "functools[{call}, {call}]",
+        other_begins=("functools", "<|tool_call|>"),
+        other_ends=("<|/tool_call|>",),
+    ),
+    "granite3": CallFormat(
+        JsonCallParser,
+        ("<|tool_call|>",),
+        _OBJECT,
+        "<|tool_call|>[{call}, {call}]",
+        other_begins=("<tool_call>",),
+    ),
+    "longcat": CallFormat(
+        LongCatParser,
+        ("<longcat_tool_call>",),
+        "<longcat_tool_call>{name}\n{arguments}</longcat_tool_call>",
+        "{call}\n{call}",
+        argument=(
+            "<longcat_arg_key>{key}</longcat_arg_key>\n"
+            "<longcat_arg_value>{value}</longcat_arg_value>\n"
+        ),
+    ),
+    "seed_oss": CallFormat(
+        TagCallParser,
+        ("<seed:tool_call>",),
+        "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
+        "{call}\n{call}",
+        argument="<parameter={key}>{value}</parameter>\n",
+        other_begins=("<function=",),
+    ),
+    "glm47": CallFormat(
+        TagCallParser,
+        ("<tool_call>", "</arg_key><arg_value>"),
+        "<tool_call>{name}{arguments}</tool_call>",
+        argument="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+    ),
+    "glm": CallFormat(
+        TagCallParser,
+        ("<tool_call>", "<arg_key>"),
+        "<tool_call>{name}\n{arguments}</tool_call>",
+        "{call}\n{call}",
+        argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    ),
+    "qwen3_coder": CallFormat(
+        TagCallParser,
+        ("<function=", "<parameter="),
+        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        "{call}\n{call}",
+        argument="<parameter={key}>\n{value}\n</parameter>\n",
+        other_begins=("<function=",),
+    ),
+    "jamba": CallFormat(
+        JsonCallParser, ("<tool_calls>[",), _OBJECT, "<tool_calls>[{call}, {call}]</tool_calls>"
+    ),
+    "hermes": CallFormat(
+        JsonCallParser,
+        ("<tool_call>",),
+        f"<tool_call>\n{_OBJECT}\n</tool_call>",
+        "{call}\n{call}",
+    ),
+    "minimax_m1": CallFormat(
+        JsonCallParser, ("<tool_calls>",), _OBJECT, "<tool_calls>\n{call}\n{call}\n</tool_calls>"
+    ),
+    "pythonic": CallFormat(
+        BarePythonicParser,
+        ("[func_name1(",),
+        "{name}({arguments})",
+        "[{call}, {call}]",
+        other_begins=("<|python_start|>",),
+        other_ends=("<|python_end|>",),
+    ),
+    "llama3": CallFormat(
+        Llama3Parser,
+        ("<|start_header_id|>", '"parameters"'),
+        _PARAMETERS,
+        "{call}; {call}",
+        other_begins=("<|python_tag|>",),
+        other_template_marks=("<|header_start|>", '"parameters"'),
     ),
 }
 _THINK = ("<think>", "</think>")
@@ -193,13 +370,13 @@ class ReplyFormats:
                 "tool_parser",
                 tools,
                 {**dict.fromkeys(TOOL_FORMATS), **VLLM_TOOL_PARSERS},
-                lambda: _find_tool_format(template, tokens),
+                _find_tool_format(template, tokens),
             ),
             _choose(
                 "reasoning_parser",
                 reasoning,
                 {**dict.fromkeys([*REASONING_FORMATS, HARMONY]), **VLLM_REASONING_PARSERS},
-                lambda: _find_reasoning_format(template),
+                _find_reasoning_format(template),
             ),
         )
 
@@ -215,27 +392,21 @@ class ReplyFormats:
     def parser(self, prompt: str, tools: Sequence[Tool] = ()) -> ReplyParser:
         """A parser of one reply to this prompt, which is a rendered chat, or the end of one."""
         if HARMONY in (self.reasoning, self.tools if tools else None):
-            return HarmonyParser(tools)
-        calls = TOOL_FORMATS[self.tools].parser(tools) if tools and self.tools else None
-        rest = calls or PlainText()
-        if self.reasoning is None:
-            return rest
-        marks = REASONING_FORMATS[self.reasoning]
-        return ReasoningParser(
-            marks,
-            rest,
-            is_open=marks.is_open_after(prompt),
-            other_ends=calls.first_marks if calls and calls.ends_reasoning else (),
-            call_marks=calls.first_marks if calls else (),
-        )
+            return TOOL_FORMATS[HARMONY].parser(tools)
+        calls = TOOL_FORMATS[self.tools] if tools and self.tools else NO_CALLS
+        marks = REASONING_FORMATS[self.reasoning] if self.reasoning else NO_REASONING
+        if calls is NO_CALLS and marks is NO_REASONING:
+            return ReplyParser()
+        is_open = marks is not NO_REASONING and marks.is_open_after(prompt)
+        return calls.parser(tools, reasoning=marks, is_open=is_open)
 
 
 def _choose(
-    option: str, name: str, known: Mapping[str, str | None], find: Callable[[], str | None]
+    option: str, name: str, known: Mapping[str, str | None], found: str | None
 ) -> str | None:
     """`known` has vLLM's names besides ours, each of them with our name."""
     if name == AUTO:
-        return find()
+        return found
     if name == OFF:
         return None
     if name not in known:
@@ -250,12 +421,9 @@ def _find_tool_format(template: str, tokens: Collection[str]) -> str | None:
     for name, format in TOOL_FORMATS.items():
         if format.speaks(template):
             return name
-    if "tools" not in template:
-        return None
-    for name, format in TOOL_FORMATS.items():
-        if format.tokens and all(token in tokens for token in format.tokens):
-            return name
-    return None
+    may_call = (name for name, format in TOOL_FORMATS.items() if format.tokens)
+    found = (name for name in may_call if {*TOOL_FORMATS[name].tokens} <= {*tokens})
+    return next(found, None) if "tools" in template else None
 
 
 def _find_reasoning_format(template: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Converts arguments written as bare text to JSON of the types in a tool's schema. Knows no format.
+"""Converts arguments written as bare text to JSON of the types in a tool's schema.
 
 Numbers keep the digits that were written: none becomes a float.
 """
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pippin.text.lexer import Malformed, Steps
+from pippin.text.parsers.base import PieceSink
 from pippin.text.parsers.json_calls import parse_json
-from pippin.text.parsers.sink import PieceSink
 
 _MAX_REFERENCES = 16  # a schema may refer to itself
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand bare between tags, converted to a JSON object. Knows no format.
+"""Calls whose arguments stand bare between tags, converted to a JSON object.
 
 A string is passed on as it arrives, any other value when it is complete and its type is known. Bare
 text may contain the tags that end it. So a tag ends a value only if what follows it continues the
@@ -7,31 +7,43 @@ format; elsewhere it is text.
 
 from __future__ import annotations
 
+import html
 import json
-from typing import ClassVar
+import re
 
 from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser
+from pippin.text.parsers.json_calls import JsonReader
 from pippin.text.parsers.schema_types import argument_types, as_json
 
 STRING = frozenset({"string"})
+MAX_ATTRIBUTES = 8  # of one tag
 
 
 class TaggedCallParser(CallParser):
-    value_end: ClassVar[str]
-    after_value: ClassVar[tuple[str, ...]]  # what may follow it, but for white space
+    style = "tags"
     # Where a value also ends if its tag is missing: (what stands there, what must follow that).
-    implied_ends: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
-    call_end: ClassVar[str]
-    after_call: ClassVar[tuple[str, ...]]
+    implied_ends: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pads_values = False  # a line break before and one after each value are not part of it
-    # What may stand right before a value that is a string, and the end that it then has.
-    quotes: ClassVar[tuple[tuple[str, str], ...]] = ()
+    quote: tuple[str, str] | None = None  # around some values
+
+    def read_format(self) -> None:
+        format = self.format
+        ends = format.after_arguments.split()
+        self.call_end = ends[-1]
+        self.value_end = format.after_value.strip()
+        # A tag's beginning; its key, where that is an attribute, may stand behind others.
+        self.parameter = re.sub(r'\w+="$', "", format.before_key)
+        self.after_value = (self.parameter, *ends)
 
     def begin_call(self, name: str) -> None:
         """A function's name was read. It is passed on with its first argument, or its end."""
         self._name = name
         self._num_arguments = 0
+
+    def types_of(self, key: str) -> frozenset[str]:
+        """Those that the tool's schema has for an argument."""
+        return argument_types(self.tools.get(self._name), key)
 
     def finish_call(self) -> None:
         if not self._num_arguments:
@@ -39,68 +51,209 @@ class TaggedCallParser(CallParser):
         self.sink.arguments("}" if self._num_arguments else "{}")
         self.end_call()
 
-    def argument(self, key: str, written_types: frozenset[str] | None = None) -> Steps[None]:
-        """A value, up to and with its end tag; of the type that its tag says, or the schema."""
+    def argument(self, key: str, types: frozenset[str]) -> Steps[None]:
+        """A value, up to and with its end tag."""
         if not self._num_arguments:
             self.sink.begin_call(self._name)
         before = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         self.sink.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        types = written_types
-        if types is None:
-            types = argument_types(self.tools.get(self._name), key)
-        self._end = self.value_end
-        for quote, end in self.quotes:
-            if (yield from self.lexer.accept(quote)):
-                self._end = end
+        end = self.value_end
+        if self.quote is not None and (yield from self.lexer.accept(self.quote[0])):
+            end = self.quote[1] + end
+        value = _Value(is_padded=self.pads_values)
         if types == STRING:
-            yield from self._stream_string()
-        else:
-            self.sink.arguments(as_json((yield from self._whole_value()), types))
+            self.sink.arguments('"')
+        while (text := (yield from self._value_text(end))) is not None:
+            value.add(text)
+            if types == STRING:
+                self.sink.arguments(json.dumps(value.take(), ensure_ascii=False)[1:-1])
+        self.sink.arguments('"' if types == STRING else as_json(value.take(), types))
 
-    def _stream_string(self) -> Steps[None]:
-        self.sink.arguments('"')
-        value = _Unpadded() if self.pads_values else None
-        while (text := (yield from self._value_text())) is not None:
-            text = value.add(text) if value else text
-            self.sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
-        self.sink.arguments('"')
-
-    def _whole_value(self) -> Steps[str]:
-        value = _Unpadded() if self.pads_values else None
-        chunks = []
-        while (text := (yield from self._value_text())) is not None:
-            chunks.append(value.add(text) if value else text)
-        return "".join(chunks)
-
-    def _value_text(self) -> Steps[str | None]:
+    def _value_text(self, end: str) -> Steps[str | None]:
         """The next part of a value; None once its end has been taken."""
-        implied = (mark for mark, _ in self.implied_ends)
-        ends = Marks.of(self._end, self.call_end, *implied)
+        ends = Marks.of(end, self.call_end, *(mark for mark, _ in self.implied_ends))
         if text := (yield from self.lexer.text_before(ends)):
             return self.lexer.without_cut_mark(text, ends)
-        if (yield from self.lexer.is_followed(self._end, self.after_value)):
-            yield from self.lexer.expect(self._end)
+        if (yield from self.lexer.is_followed(end, self.after_value)):
+            yield from self.lexer.expect(end)
             return None
         for mark, nexts in self.implied_ends:
             if (yield from self.lexer.is_followed(mark, nexts)):
                 return None
-        if (yield from self.lexer.is_followed(self.call_end, self.after_call)):
+        if (yield from self.lexer.is_followed(self.call_end, self.format.next_marks)):
             raise Malformed
         return (yield from self.lexer.char())  # only text, or Malformed at the end
 
 
-class _Unpadded:
-    """A value in parts, without a line break at its beginning and one at its end."""
+class _Value:
+    """A value in parts; if it is padded, without a line break at its beginning and at its end."""
 
-    def __init__(self) -> None:
-        self._at_start = True
+    def __init__(self, *, is_padded: bool) -> None:
+        self._is_padded = is_padded
+        self._at_start = is_padded
+        self._parts: list[str] = []
         self._held = ""
 
-    def add(self, text: str) -> str:
+    def add(self, text: str) -> None:
         if self._at_start and text:
             self._at_start = False
             text = text.removeprefix("\n")
         text = self._held + text
-        self._held = "\n" if text.endswith("\n") else ""
-        return text.removesuffix("\n")
+        self._held = "\n" if self._is_padded and text.endswith("\n") else ""
+        self._parts.append(text[: len(text) - len(self._held)])
+
+    def take(self) -> str:
+        parts, self._parts = self._parts, []
+        return "".join(parts)
+
+
+class TagCallParser(TaggedCallParser):
+    """`<tool_call>f<arg_key>a</arg_key><arg_value>...</arg_value></tool_call>` (GLM), or wrapped:
+    `<tool_call><function=f><parameter=a>...</parameter></function></tool_call>` (Qwen).
+
+    Models at times leave the wrapper out, or the end of a parameter in it: both are read.
+    """
+
+    def read_format(self) -> None:
+        super().read_format()
+        format = self.format
+        *wrapper, self._function = format.before_name.split()
+        self._wrapper = wrapper[0] if wrapper else ""
+        self._name_end = format.before_arguments.strip()
+        self._function_end = format.after_arguments.split()[0]
+        self._key_end, *value_begin = format.before_value().replace("><", "> <").split()
+        self._value_begin = value_begin[0] if value_begin else ""
+        self.pads_values = format.after_value.startswith("\n")
+        self._after_name = Marks.of(self.parameter, self.call_end, self._function, *"{\n")
+        self._after_key = Marks.of(self._key_end, "\n")
+        if wrapper:
+            self._after_name = self._after_key = Marks.of(*"<>\n")
+            function_end = (f"\n{self._function_end}", (self.call_end,))
+            self.implied_ends = ((f"\n{self.parameter}", ("",)), function_end)
+
+    def read_call(self) -> Steps[None]:
+        if self._wrapper:
+            yield from self.lexer.accept(self._wrapper)
+            yield from self.lexer.space()
+        yield from self.lexer.expect(self._function)
+        yield from self.read_function()
+
+    def read_function(self) -> Steps[None]:
+        self.begin_call((yield from self.lexer.name_before(self._after_name)))
+        yield from self.lexer.expect(self._name_end)
+        while True:
+            yield from self.lexer.space()
+            if (yield from self.lexer.accept(self._function_end)):
+                break
+            if (yield from self.lexer.is_next(self.call_end)):
+                break
+            yield from self.lexer.expect(self.parameter)
+            key = yield from self.lexer.name_before(self._after_key)
+            yield from self.lexer.expect(self._key_end)
+            if self._value_begin:
+                yield from self.lexer.space()
+                yield from self.lexer.expect(self._value_begin)
+            yield from self.argument(key, self.types_of(key))
+        self.finish_call()
+        if self._wrapper:
+            yield from self.lexer.space()
+            yield from self.lexer.accept(self.call_end)
+
+
+class LongCatParser(TagCallParser):
+    """The models also write a JSON object between the tags."""
+
+    def read_call(self) -> Steps[None]:
+        yield from self.lexer.expect(self._function)
+        yield from self.lexer.space()
+        if (yield from self.lexer.peek()) != "{":
+            yield from self.read_function()
+            return
+        yield from JsonReader(self, self.format.ends, self.format.next_marks).call()
+        yield from self.lexer.space()
+        yield from self.lexer.accept(self.call_end)
+
+
+class AttributeTagParser(TaggedCallParser):
+    """`<invoke name="f"><parameter name="a">...</parameter></invoke>`.
+
+    A tag may have further attributes. One of them may say which type a value has: then that counts,
+    and not the tool's schema.
+    """
+
+    has_section = True
+
+    def read_format(self) -> None:
+        super().read_format()
+        format = self.format
+        self._tag_end = format.before_arguments.rpartition('"')[2].strip()
+        self._name_attribute = format.before_name.removesuffix('="').split()[-1]
+        self._key_attribute = format.before_key.removesuffix('="').split()[-1]
+        typed = re.search(r'(\w+)="\{type\}', format.argument)
+        self._type_attribute = typed[1] if typed else ""
+
+    def read_call(self) -> Steps[None]:
+        yield from self.lexer.expect(self.format.begins[0])
+        attributes = yield from self.attributes()
+        yield from self.lexer.space()
+        name = attributes.get(self._name_attribute)
+        if not name:
+            raise Malformed
+        yield from self.read_arguments(name)
+
+    def read_arguments(self, name: str) -> Steps[None]:
+        """From behind a call's tag to its end."""
+        self.begin_call(name)
+        while not (yield from self.lexer.accept(self.call_end)):
+            yield from self.lexer.expect(self.parameter)
+            attributes = yield from self.attributes()
+            if (key := attributes.get(self._key_attribute)) is None:
+                raise Malformed
+            types = self.types_of(key)
+            written = attributes.get(self._type_attribute or "")
+            said = frozenset(t for t, word in self.format.types.items() if word == written)
+            yield from self.argument(
+                key, said if len(said) == 1 else types & said if said else types
+            )
+            yield from self.lexer.space()
+        self.finish_call()
+
+    def attributes(self) -> Steps[dict[str, str]]:
+        """All of a tag's, and its end."""
+        found: dict[str, str] = {}
+        while True:
+            yield from self.lexer.space()
+            if (yield from self.lexer.accept(self._tag_end)):
+                return found
+            name = yield from self.lexer.name_before(Marks.of(*'="<>\n'))
+            yield from self.lexer.expect("=")
+            yield from self.lexer.expect('"')
+            found[name] = html.unescape((yield from self.lexer.name_before(Marks.of(*'"\n'))))
+            yield from self.lexer.expect('"')
+            if len(found) > MAX_ATTRIBUTES:
+                raise Malformed
+
+
+class MiniCpm5Parser(AttributeTagParser):
+    """A value with `<`, `&` or a line break in it stands in a CDATA block."""
+
+    quote = ("<![CDATA[", "]]>")
+
+
+class KimiK3Parser(AttributeTagParser):
+    """Arguments in tags of their own, each with its type, or all of them as one JSON object."""
+
+    def read_arguments(self, name: str) -> Steps[None]:
+        if not (yield from self.lexer.accept("<|open|>json ")):
+            yield from super().read_arguments(name)
+            return
+        yield from self.attributes()
+        yield from self.lexer.space()
+        json_end = "<|close|>json<|sep|>"
+        yield from JsonReader(self, (json_end,), (self.call_end,)).call_arguments(name)
+        yield from self.lexer.space()
+        yield from self.lexer.accept(json_end)
+        self.end_call()
+        yield from self.lexer.space()
+        yield from self.lexer.accept(self.call_end)

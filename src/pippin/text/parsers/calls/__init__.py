@@ -1,1 +1,0 @@
-"""How each family of models writes tool calls: one file a format. Knows no chat templates."""
