@@ -36,8 +36,8 @@ class TreeObserver:
     def removed(self, leaf: Node, parent: Node) -> None:
         """`parent` is the one that it had."""
 
-    def flushed(self, nodes: Sequence[Node]) -> None:
-        """No match reaches these and all below them any more; `removed` names each in time."""
+    def flushed(self, kept: Sequence[Node]) -> None:
+        """No match reaches any other node now, parents first; `removed` names those in time."""
 
     def used(self, node: Node) -> None:
         """The path that ends there."""
@@ -249,7 +249,7 @@ class PayloadTree:
                     flushed.append(child)
         self._flushed += flushed
         for observer in self.observers:
-            observer.flushed(flushed)
+            observer.flushed(kept)
         for node in kept:
             for index in range(len(COMPONENTS)):
                 if not self.locks.is_locked(node, index):

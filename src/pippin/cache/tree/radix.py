@@ -29,6 +29,26 @@ TOKEN_BYTES = 4
 ChildKey = int | tuple[bytes, int]
 
 
+@dataclass(slots=True)
+class Blocks:
+    """The whole blocks of tokens that end in a node, as KV events last reported them."""
+
+    digests: bytes  # 32 bytes each; they cover all tokens before the block too
+    salt: bytes  # of the sequence
+    first_end: int  # a prompt can be restored at the end of this block, and of those that follow
+    has_window: bool
+    is_live: bool = False  # at or before a point where a prompt can be restored
+    num_live: int = 0  # children
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.digests) // 32
+
+    def forget(self) -> None:
+        """Nothing of them was reported."""
+        self.first_end, self.is_live, self.num_live = self.num_blocks, False, 0
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """Tokens at positions [start, end) of every sequence through here, and what is kept of them.
@@ -60,6 +80,7 @@ class Node:
     placement: Placement = Placement.GRID  # why the state was placed here
     path_hash: int | None = None  # the canary's, of all tokens up to `end`
     prints: list[int | None] = field(default_factory=lambda: [None] * 4)  # of each payload's bytes
+    blocks: Blocks | None = None  # None: no events, or none of this node yet
 
     def __post_init__(self) -> None:
         self.end = self.start + len(self.tokens) // TOKEN_BYTES
