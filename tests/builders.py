@@ -16,7 +16,7 @@ from pippin.backends.base import Backend
 from pippin.backends.fake import FakeBackend, mix, placed
 from pippin.backends.fake.toy import MASK
 from pippin.backends.masks import allowed_ids, num_words, pack
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier

@@ -14,7 +14,7 @@ import numpy as np
 from builders import make_scheduler
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
-from pippin.cache.entries.entry import Entry, Key
+from pippin.cache.entries import Entry, Key
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.messages import Submit, pack_tokens
 from pippin.types import GRID, Component, SamplingParams

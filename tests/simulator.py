@@ -34,8 +34,7 @@ from damage import damage
 from memory_store import MemoryStore
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
-from pippin.cache.entries.entry_store import Destination
+from pippin.cache.entries import Bytes, Destination, Entry, Key, Loaded
 from pippin.cache.host_store import HostStore, PinnedEntry
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache

@@ -15,7 +15,7 @@ from naive_cache import A, H, S, W
 from cases import cases
 from counted_lines import num_lines
 from pippin.backends.fake import FakeBackend
-from pippin.cache.entries.entry import Key
+from pippin.cache.entries import Key
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.diff import Diff
 from pippin.cache.tiers.tier_tree import MAX_REMOVALS, TierTree

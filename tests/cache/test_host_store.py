@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from pippin.cache.entries import entry as blocks
-from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
+from pippin.cache import entries as blocks
+from pippin.cache.entries import ArraySpec, Bytes, Entry, Key
 from pippin.cache.host_store import HostStore, area_bytes
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.types import Component

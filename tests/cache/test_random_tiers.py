@@ -15,7 +15,7 @@ import pytest
 from naive_cache import SALTS, SPACE, A, CheckedCache, H, Piece, Prefix, S, W, salted, with_salt
 
 from memory_store import MemoryStore
-from pippin.cache.entries.entry import ArraySpec, Bytes, Key
+from pippin.cache.entries import ArraySpec, Bytes, Key
 from pippin.cache.host_store import HostStore
 from pippin.cache.tiers import tier_tree
 from pippin.cache.tiers.cache_tier import CacheTier
@@ -375,7 +375,7 @@ def test_what_is_written_again_after_it_was_lost_stays(loads: bool) -> None:
     (loaded,) = disk.store.read([entry.key])
     assert loaded is not None
     lock = below.cache.lock_tokens(ids[:60])
-    disk.store._kept.pop(entry.key)
+    disk.store._drop(disk.store._places[entry.key])
     disk.store._lost.append(entry.key)
     if loads:
         disk.tell_store()  # tokens [60, 100) are removed, the others locked

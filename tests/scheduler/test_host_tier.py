@@ -11,7 +11,7 @@ from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, ora
 from memory_store import MemoryStore
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.entries.entry import Bytes, Entry
+from pippin.cache.entries import Bytes, Entry
 from pippin.cache.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.types import Component

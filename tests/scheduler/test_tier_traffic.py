@@ -14,8 +14,7 @@ from evicted_segments import EvictedSegments
 from memory_store import MemoryStore
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.entries.entry import Key, Loaded
-from pippin.cache.entries.entry_store import Destination
+from pippin.cache.entries import Destination, Key, Loaded
 from pippin.scheduler import spills
 from pippin.types import Component
 from simulator import Workers

@@ -15,7 +15,7 @@ from pippin.backends.base import Backend, DeviceInfo
 from pippin.backends.host import host_memory_bytes
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.fingerprint import model_fingerprint
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import EntryStore
 from pippin.cache.host_store import HostStore
 from pippin.cache.peer_store import PeerStore
 from pippin.cache.policy import CheckpointPolicy
@@ -226,7 +226,7 @@ def build_tiers(
     for level, kind in enumerate(kinds):
         if kind is HOST:
             progress("pinning memory")
-            store: EntryStore = _open_host(config, backend, batch_bytes)
+            store: EntryStore[Any] = _open_host(config, backend, batch_bytes)
         else:
             progress("the cache on disk")
             store = _open_disk(config, backend)

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from pippin.cache.entries.entry import little_endian
+from pippin.cache.entries import little_endian
 from pippin.cache.tree.components import STATE, WINDOW, Rules
 from pippin.cache.tree.payload_tree import PayloadTree, TreeObserver
 from pippin.cache.tree.radix import TOKEN_BYTES, Blocks, Node

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pippin.backends.base import Costs, Load, StepPlan
-from pippin.cache.entries.entry import Bytes, Key
+from pippin.cache.entries import Bytes, Key
 from pippin.cache.peer_store import Arrived, PeerStore, Wanted
 from pippin.cache.prefix_cache import Lock
 from pippin.cache.tiers.cache_tier import CacheTier, TierMatch
@@ -363,7 +363,7 @@ class Handovers:
         return [self._store.next_arrival] if self._under_way else []
 
     def counters(self) -> dict[str, Any]:
-        peers = self._store.report()
+        peers = self._store.peers.report()
         num_connected = sum(peer["connected"] for peer in peers)
         return {"handovers": asdict(self.stats), "peers": peers, "num_connected": num_connected}
 
@@ -406,7 +406,7 @@ class Handovers:
             boundaries=request.boundaries,
             priority=request.priority,
         )
-        if not self._store.ask(wanted):
+        if not self._store.peers.ask(wanted):
             return None
         patience = (
             max(LEAST_HANDOVER_PATIENCE, HANDOVER_PATIENCE * computing)
@@ -475,7 +475,7 @@ class Handovers:
         for one in list(self._under_way.values()):
             if now > min(one.deadline, one.last_deadline):
                 self.stats.late += 1
-                self._store.cancel(one.wanted.id)
+                self._store.peers.cancel(one.wanted.id)
                 self._end(one, now)
         self._forget_loaded()
 
@@ -498,7 +498,7 @@ class Handovers:
 
     def _cancel(self, one: Handover) -> None:
         self.stats.cancelled += 1
-        self._store.cancel(one.wanted.id)
+        self._store.peers.cancel(one.wanted.id)
         self._end(one, None)
 
     def _end(self, one: Handover, now: float | None) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pippin.backends.base import Costs, Spill, Spilled
-from pippin.cache.entries.entry import Entry, Key
+from pippin.cache.entries import Entry, Key
 from pippin.cache.peer_store import DecodePeer, OutgoingStore, Wanted
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier

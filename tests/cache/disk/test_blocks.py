@@ -10,10 +10,10 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, state_entry
 
 from cases import cases
+from pippin.cache import entries as blocks
 from pippin.cache.disk.disk_store import open_store
 from pippin.cache.disk.segment import HEADER, Segment, Slot
-from pippin.cache.entries import entry as blocks
-from pippin.cache.entries.entry import Entry
+from pippin.cache.entries import Entry
 
 MB = 1 << 20
 BLOCK = 64

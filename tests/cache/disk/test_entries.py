@@ -7,8 +7,7 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, state_entry
 
 from memory_store import MemoryStore
-from pippin.cache.entries.entry import ArraySpec, Entry
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import ArraySpec, Entry, EntryStore
 
 
 def test_a_part_of_an_array_is_that_of_its_tokens() -> None:

@@ -10,8 +10,7 @@ from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_b
 
 from memory_store import MemoryStore
 from pippin.cache.disk.disk_store import open_store
-from pippin.cache.entries.entry import Entry, Key
-from pippin.cache.entries.entry_store import EntryStore, rebuild
+from pippin.cache.entries import Entry, EntryStore, Key, rebuild
 
 
 class NaiveStore:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pippin.cache.entries.entry import Bytes, views
+from pippin.cache.entries import Bytes, views
 from pippin.errors import DiskCacheError
 
 MAX_PARTS = 512  # of one writev or preadv; systems allow 1,024

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy.typing as npt
 
-from pippin.cache.entries.entry import Entry, Key
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import Entry, EntryStore, Key
 from pippin.cache.prefix_cache import Match, PrefixCache
 from pippin.cache.tiers.diff import Diff, Run, is_worth_writing
 from pippin.cache.tiers.tier_tree import (
@@ -72,7 +72,7 @@ class CacheTier:
     def __init__(
         self,
         memory: PrefixCache,
-        store: EntryStore,
+        store: EntryStore[Any],
         spec: ModelSpec,
         format: Format,
         *,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import ArraySpec, Bytes, Entry, EntryStore, Key
 from pippin.cache.host_store import HostStore, PinnedEntry
 from pippin.cache.tiers.tier_tree import Piece, num_bytes, read, views_of
 
@@ -106,7 +105,7 @@ def plain_memory(nbytes: int) -> Bytes:
 class TierIO:
     def __init__(
         self,
-        store: EntryStore,
+        store: EntryStore[Any],
         *,
         allocate: Callable[[int], Bytes] = plain_memory,
         piece_bytes: int = 0,

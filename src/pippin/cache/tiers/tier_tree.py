@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pippin.cache.entries.entry import ArraySpec, Bytes, Chain, Entry, Key, Loaded
-from pippin.cache.entries.entry_store import EntryStore, rebuild
+from pippin.cache.entries import ArraySpec, Bytes, Chain, Entry, EntryStore, Key, Loaded, rebuild
 from pippin.cache.prefix_cache import Match, PrefixCache
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.payload_tree import TreeObserver
@@ -262,7 +261,7 @@ def _piece(component: Component, start: int, spans: Sequence[Span]) -> Piece:
 
 
 def read(
-    store: EntryStore, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes
+    store: EntryStore[Any], piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes
 ) -> tuple[Bytes, ...] | list[Key]:
     """The piece's arrays, in `buffer`; or the keys that could not be read. From any thread.
 
@@ -337,7 +336,7 @@ class TierTree:
     def num_entries(self) -> int:
         return len(self._owned)
 
-    def fill(self, store: EntryStore) -> None:
+    def fill(self, store: EntryStore[Any]) -> None:
         """Add what an earlier process wrote; what has no path from the root is not wanted."""
         found = rebuild(store.entries(), self._fingerprint)
         self._unused += found.orphans
