@@ -46,6 +46,7 @@ from pippin.scheduler.request import Limits, Request, RunningSlot, Stage
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.speculation import DeviceDrafter, OracleDrafter, Speculation
 from pippin.types import Component
+from tier_checks import check_tier
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 LAYOUTS = ((A, S), (A,), (A, W, S), (A, W), (S,), (W, S))
@@ -609,7 +610,7 @@ class World:
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
             scheduler.cache.check_integrity()
             for tiers, _ in scheduler.tiers:
-                tiers.check_integrity()
+                check_tier(tiers)
 
     def _check_queue(self) -> None:
         """No request waits for a prefill that has a lower priority than itself, or for what does
@@ -684,7 +685,7 @@ class World:
                 right = (reply.tokens, reply.finish) == ask.expected
                 assert right or self._may_fail(ask), f"{ask.reply.id}: other tokens after a restart"
             for tiers, _ in client.loop.scheduler.tiers:
-                tiers.check_integrity()
+                check_tier(tiers)
 
     def _check_end(self) -> None:
         failure = self.client.loop.failure

@@ -17,14 +17,13 @@ from naive_cache import SALTS, SPACE, A, CheckedCache, H, Piece, Prefix, S, W, s
 from memory_store import MemoryStore
 from pippin.cache.entries import ArraySpec, Bytes, Key
 from pippin.cache.host_store import HostStore
-from pippin.cache.tiers import tier_tree
-from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.cache_tier import DISK, HOST, CacheTier, TierKind
+from pippin.cache.tiers.tier_io import Piece as DiskPiece
 from pippin.cache.tiers.tier_io import PieceSource, TierIO, plain_memory
-from pippin.cache.tiers.tier_tree import DISK, HOST, TierKind
-from pippin.cache.tiers.tier_tree import Piece as DiskPiece
 from pippin.cache.tree.canary import Canary
 from pippin.types import Component, LayerSpec, ModelSpec
 from simulator import Workers
+from tier_checks import check_tier, check_tier_tree
 
 LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S), (A, S, H), (A, H), (A, W, S, H)]
 WINDOW = 5
@@ -208,7 +207,7 @@ class LowerTier:
         self.store.forget(self.tiers.remove_lost())
 
     def check(self) -> None:
-        self.tiers.check_integrity()
+        check_tier(self.tiers)
         kept: set[Key] = {entry.key for entry in self.store.entries()}
         named = set(self.tiers.below._owned) - set(self.tiers.below._lost)
         assert named <= kept, "the tree names what the store does not have"
@@ -273,7 +272,7 @@ def test_tiers_agree_with_sets_of_prefixes(
 ) -> None:
     """With the first seed what a store evicted leaves the tree at once, with the other slowly."""
     for seed in range(2):
-        monkeypatch.setattr(tier_tree, "MAX_REMOVALS", (1 << 20, 1)[seed])
+        monkeypatch.setattr("pippin.cache.tiers.cache_tier.MAX_REMOVALS", (1 << 20, 1)[seed])
         rng = random.Random(seed)
         tiered = Tiered(components, rng, host_bytes)
         known: list[list[int]] = []
@@ -399,11 +398,11 @@ def test_what_was_flushed_and_arrives_again_is_found() -> None:
     (disk,) = two.tiers
     below, (entry,), ids = disk.tiers.below, disk.store.entries(), np.array(tokens)
     below.cache.flush()
-    below.check_integrity()
+    check_tier_tree(below)
     assert below.cache.num_cached(ids) == 0
     disk.tiers.arrived(ids, entry)
     for _ in range(2):
-        below.check_integrity()
+        check_tier_tree(below)
         assert below.cache.num_cached(ids) == 100
         disk.tell_store()
         assert entry.key in disk.store

@@ -30,7 +30,7 @@ from pippin.cache.entries import (
     views,
 )
 from pippin.cache.host_store import HostStore
-from pippin.cache.tiers.tier_tree import Format
+from pippin.cache.tiers.cache_tier import Format
 from pippin.types import Component
 
 DIGEST_BYTES = 16

@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass, field
 import numpy.typing as npt
 
 from pippin.cache.policy import CheckpointPolicy, Placement
-from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.canary import Canary, check_integrity
 from pippin.cache.tree.components import INDEX, STATE, Rules
-from pippin.cache.tree.integrity import check_integrity
 from pippin.cache.tree.payload_tree import Incoming, PayloadTree, condemn, drop_damaged, sound_reach
 from pippin.cache.tree.radix import Node, TokenArray, as_tokens
 from pippin.types import Component, Payload

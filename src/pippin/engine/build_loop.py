@@ -20,9 +20,8 @@ from pippin.cache.host_store import HostStore
 from pippin.cache.peer_store import PeerStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.cache_tier import DISK, HOST, PEER, CacheTier, TierKind
 from pippin.cache.tiers.tier_io import TierIO, plain_memory
-from pippin.cache.tiers.tier_tree import DISK, HOST, PEER, TierKind
 from pippin.cache.tree.canary import Canary
 from pippin.config import Config, EngineConfig
 from pippin.decode.compile import GrammarCompiler
@@ -231,7 +230,6 @@ def build_tiers(
             progress("the cache on disk")
             store = _open_disk(config, backend)
         canary = Canary("log" if engine.canary == "off" else engine.canary)
-        canary.self_test()
         tiers = CacheTier(
             cache,
             store,
@@ -382,14 +380,11 @@ def build_loop(
 def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> PrefixCache | None:
     if not config.prefix_cache:
         return None
-    canary = Canary(config.canary)
-    if canary.mode != "off":
-        canary.self_test()
     return PrefixCache(
         spec.components,
         window=spec.window,
         capacity_bytes=capacity_bytes,
-        canary=canary,
+        canary=Canary(config.canary),
         policy=CheckpointPolicy(
             spec.state_bytes,
             spec.kv_bytes_per_token,

@@ -17,8 +17,7 @@ from pippin.cache.entries import Bytes, Key
 from pippin.cache.peer_store import Arrived, PeerStore, Wanted
 from pippin.cache.prefix_cache import Lock
 from pippin.cache.tiers.cache_tier import CacheTier, TierMatch
-from pippin.cache.tiers.tier_io import PIECES_AHEAD, ReadPiece, TierIO
-from pippin.cache.tiers.tier_tree import Piece
+from pippin.cache.tiers.tier_io import PIECES_AHEAD, Piece, ReadPiece, TierIO
 from pippin.scheduler.request import ByteBudget, Request
 from pippin.types import Payload
 

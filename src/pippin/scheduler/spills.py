@@ -22,10 +22,8 @@ from pippin.backends.base import Costs, Spill, Spilled
 from pippin.cache.entries import Entry, Key
 from pippin.cache.peer_store import DecodePeer, OutgoingStore, Wanted
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.cache_tier import CacheTier
-from pippin.cache.tiers.diff import STATE_STRIDE, Run
+from pippin.cache.tiers.cache_tier import OUTGOING, STATE_STRIDE, CacheTier, Format, Run
 from pippin.cache.tiers.tier_io import PieceSource, TierIO
-from pippin.cache.tiers.tier_tree import OUTGOING, Format
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.radix import Node
 from pippin.scheduler.request import Request

@@ -12,9 +12,17 @@ from itertools import islice
 
 from pippin.cache.policy import CacheStats, Placement
 from pippin.cache.tree.canary import Canary
-from pippin.cache.tree.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Lookback, Rules
+from pippin.cache.tree.components import (
+    COMPONENTS,
+    HIDDEN,
+    INDEX,
+    STATE,
+    WINDOW,
+    Locks,
+    Lookback,
+    Rules,
+)
 from pippin.cache.tree.eviction import NEVER, EvictionQueue, Unit
-from pippin.cache.tree.locks import Locks
 from pippin.cache.tree.radix import Node, RadixTree, TokenArray
 from pippin.types import GRID, Component, Payload
 
