@@ -287,7 +287,7 @@ def check_idle(client: Client) -> None:
         assert not scheduler.cache._locks
         scheduler.cache.check_integrity()
     for tiers, _ in scheduler.tiers:
-        assert not tiers.below.cache._locks
+        assert not tiers.cache._locks
         check_tier(tiers)
     held = scheduler.cache.nbytes if scheduler.cache is not None else 0
     assert client.backend.ledger.nbytes == held, "a payload was lost"

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pippin.cache.tiers.cache_tier import CacheTier, TierTree
+from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import EntryPart, Owned
 
 
 def check_tier(tier: CacheTier) -> None:
     tier.memory.check_integrity()
-    check_tier_tree(tier.below)
-
-
-def check_tier_tree(tree: TierTree) -> None:
-    tree.cache.check_integrity()
+    tier.cache.check_integrity()
     live: Counter[Owned] = Counter()
-    for node in tree.cache.radix.nodes():
+    for node in tier.cache.radix.nodes():
         for payload in node.payloads:
             if payload is not None:
                 assert isinstance(payload, EntryPart)
@@ -24,7 +20,7 @@ def check_tier_tree(tree: TierTree) -> None:
                 assert payload.node is node, "a part does not know its node"
     owned = {owner: sum(part.num_tokens for part in owner.parts) for owner in live}
     assert live == owned, "entries of a tier and parts in its tree do not add up"
-    named = set(tree._owned.values())
+    named = set(tier._owned.values())
     assert named <= live.keys(), "the tree names an entry of which it has nothing"
-    assert all(map(tree._is_flushed, live.keys() - named)), "an entry is named twice"
-    assert tree._lost.keys() <= tree._owned.keys(), "what is not in the tree is kept as lost"
+    assert all(map(tier._is_flushed, live.keys() - named)), "an entry is named twice"
+    assert tier._lost.keys() <= tier._owned.keys(), "what is not in the tree is kept as lost"

@@ -61,7 +61,7 @@ class Announced:
             self.announcer.add(self.threads[-1])
         self.announcer.observe("memory", tree)
         for tier, _ in scheduler.tiers:
-            self.announcer.observe(tier.kind.name, tier.below.cache.tree, salted=False)
+            self.announcer.observe(tier.kind.name, tier.cache.tree, salted=False)
 
     def turn(self) -> None:
         self.announcer.collect()

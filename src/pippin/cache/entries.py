@@ -24,7 +24,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -231,20 +231,14 @@ class Workers:
     ) -> list[Result]:
         """What `work` returns for each part, in order; none is running when this returns."""
         results: dict[int, Result] = {}
-        left = list(enumerate(parts))[::-1]  # taken from the end, so in the order of the parts
+        left = enumerate(parts)  # each thread takes the next one
 
         def run() -> None:
-            while True:
-                try:
-                    number, part = left.pop()
-                except IndexError:
-                    return
+            for number, part in left:
                 results[number] = work(part)
 
-        helpers: list[Future[None]] = []
-        if nbytes >= ALONE_BYTES:
-            most = min(self._num_threads, len(parts))
-            helpers = [self._pool.submit(run) for _ in range(most - 1)]
+        num_helpers = min(self._num_threads, len(parts)) - 1 if nbytes >= ALONE_BYTES else 0
+        helpers = [self._pool.submit(run) for _ in range(num_helpers)]
         try:
             run()
         finally:

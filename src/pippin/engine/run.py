@@ -77,7 +77,7 @@ def announce(scheduler: Scheduler, listeners: Sequence[Listener]) -> Announcer |
     announcer.observe("memory", scheduler.cache.tree)
     for tier, _ in scheduler.tiers:
         if tier.kind.name != "peer":  # what prefill engines sent is on its way into memory
-            announcer.observe(tier.kind.name, tier.below.cache.tree, salted=False)
+            announcer.observe(tier.kind.name, tier.cache.tree, salted=False)
     return announcer
 
 

@@ -134,7 +134,7 @@ class Loads:
             tokens.copy(),
             salt,
             deque(found.pieces),
-            tier_lock=tiers.below.cache.lock(match),
+            tier_lock=tiers.cache.lock(match),
             memory_lock=tiers.memory.lock_tokens(tokens, salt),
             began=now,
             deadline=now + patience,
@@ -181,7 +181,7 @@ class Loads:
         found = _result(reading.future)
         if found is None or found.lost:
             if found is not None:
-                self._tiers.below.lose(found.lost, unreadable=True)
+                self._tiers.lose(found.lost, unreadable=True)
             self._fail(job)
             return
         job.readings.popleft()
@@ -274,7 +274,7 @@ class Loads:
         assert not job.ended
         job.ended = True
         self._jobs.remove(job)
-        self._tiers.below.cache.unlock(job.tier_lock)
+        self._tiers.cache.unlock(job.tier_lock)
         self._tiers.memory.unlock(job.memory_lock)
         for reading in job.readings:
             reading.future.cancel()
@@ -519,8 +519,8 @@ class Handovers:
             unused = [key for key in one.keys if self._num_named[key] <= 0]
             for key in unused:
                 self._num_named.pop(key, None)
-            self._tiers.below.lose(unused)
-            self._store.forget([key for key in unused if not self._tiers.below.is_lost(key)])
+            self._tiers.lose(unused)
+            self._store.forget([key for key in unused if not self._tiers.is_lost(key)])
         self._ended = waits
 
 

@@ -134,7 +134,7 @@ class Spills:
         self.poll(now)
         if self._batch is not None or now < self._not_before:
             return ()
-        if self._tiers.below.cache.flushing:  # the store may yet be asked to forget these keys
+        if self._tiers.cache.flushing:  # the store may yet be asked to forget these keys
             return ()
         for _ in range(LOOKS):
             if not self._waiting:

@@ -389,8 +389,8 @@ class Traffic:
             self.pushes.forget()
         for tier in self.tiers:
             tier.spills.flush()
-            tier.tiers.below.cache.flush()
-        return {t.tiers.kind.name: t.tiers.below.cache.evictable_bytes for t in self.tiers}
+            tier.tiers.cache.flush()
+        return {t.tiers.kind.name: t.tiers.cache.evictable_bytes for t in self.tiers}
 
     @property
     def flushing(self) -> bool:
@@ -409,11 +409,11 @@ class Traffic:
     @property
     def _trees(self) -> list[PrefixCache]:
         memory = [] if self._cache is None else [self._cache]
-        return memory + [tier.tiers.below.cache for tier in self.tiers]
+        return memory + [tier.tiers.cache for tier in self.tiers]
 
     def check_when_idle(self) -> None:
         for tier in self.tiers:
-            tier.tiers.below.cache.check_when_idle()
+            tier.tiers.cache.check_when_idle()
 
     def counters(self) -> Mapping[TierName, dict[str, Any]]:
         """Of each tier below memory."""

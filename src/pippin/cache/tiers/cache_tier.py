@@ -118,201 +118,6 @@ ORDER = (Component.ATTENTION, Component.STATE, Component.WINDOW, Component.HIDDE
 Format = Callable[[Component, int], tuple[ArraySpec, ...]]
 
 
-class TierTree:
-    """What a tier has: the rules of the tree in memory, over parts of entries.
-
-    It evicts nothing. The store keeps within its bytes and reports what it evicted. That and all
-    below it leaves the tree as soon as it is not locked, a bounded number of nodes in each step
-    (`remove_lost`). Until then `CacheTier.find` knows that it is lost.
-    """
-
-    def __init__(
-        self,
-        fingerprint: bytes,
-        components: Sequence[Component],
-        window: int,
-        format: Format,
-        canary: Canary,
-    ) -> None:
-        self.cache = PrefixCache(components, window=window, capacity_bytes=None, canary=canary)
-        self._fingerprint = fingerprint
-        self._components = tuple(components)
-        self._format = format
-        self._owned: dict[Key, Owned] = {}
-        self._lost: dict[Key, Owned] = {}  # these leave the tree once they are not locked
-        self._num_added = 0  # since the last `remove_lost`: as many more leave the tree
-        self._unused: list[Key] = []  # nothing of these is in the tree any more
-        # Of the salt and the tokens that were hashed last.
-        self._last_chain = b"", b"", Chain(fingerprint)
-        self.num_unreadable = 0  # entries that did not read back as they were written
-        self.cache.tree.observers += (_Places(),)
-
-    @property
-    def num_entries(self) -> int:
-        return len(self._owned)
-
-    def fill(self, store: EntryStore[Any]) -> None:
-        """Add what an earlier process wrote; what has no path from the root is not wanted."""
-        found = rebuild(store.entries(), self._fingerprint)
-        self._unused += found.orphans
-        plain = Chain(self._fingerprint).key
-        for placed in sorted(found.placed, key=lambda one: ORDER.index(one.entry.key.component)):
-            entry = placed.entry
-            if self._is_readable(entry):
-                ids = np.frombuffer(placed.path_tokens(), dtype=np.int32)
-                self.add(ids, entry, b"" if placed.root == plain else placed.root)
-            else:
-                self._unused.append(entry.key)  # of a backend with another layout
-        self._num_added = 0
-
-    def _is_readable(self, entry: Entry) -> bool:
-        component = entry.key.component
-        is_kept = component in self._components
-        return is_kept and entry.arrays == self._format(component, num_parts(entry))
-
-    def root(self, salt: bytes) -> bytes:
-        """What this tree has in place of a salt: an earlier process left a chain's root alone."""
-        return Chain(self._fingerprint, salt).key if salt else b""
-
-    def entry(self, ids: TokenArray, component: Component, start: int, salt: bytes = b"") -> Entry:
-        """The entry for a component of the path `ids`: KV of [start, end), or what is at its end.
-
-        For the latter, `start` is how much of the path this tree has already.
-        """
-        (entry,) = self.entries(ids, ((component, start, len(ids)),), salt)
-        return entry
-
-    def entries(
-        self, ids: TokenArray, runs: Sequence[tuple[Component, int, int]], salt: bytes = b""
-    ) -> list[Entry]:
-        """The entries for components of the path `ids`, each from a start to an end."""
-        chains = self._chains(ids, {at for _, *ends in runs for at in ends}, salt)
-        entries: list[Entry] = []
-        for component, start, end in runs:
-            num_tokens = end - start if component.divides else 0
-            key = Key(chains[end].key, component, num_tokens)
-            specs = self._format(component, num_tokens or 1)
-            entries.append(Entry(key, chains[start].key, start, ids[start:end].tobytes(), specs))
-        return entries
-
-    def _chains(self, ids: TokenArray, places: set[int], salt: bytes) -> dict[int, Chain]:
-        """At these places of a path: hashed once, and on from where the last path ended."""
-        root, tokens, chain = self._last_chain
-        first = min(places, default=0)
-        if root != salt or chain.length > first or ids[: chain.length].tobytes() != tokens:
-            chain = Chain(self._fingerprint, salt)
-        chains: dict[int, Chain] = {}
-        for place in sorted(places):
-            if place > chain.length:
-                chain = chain.extended(ids[chain.length : place])
-            chains[place] = chain
-        self._last_chain = salt, ids[: chain.length].tobytes(), chain
-        return chains
-
-    def add(self, ids: TokenArray, entry: Entry, root: bytes = b"") -> None:
-        """An entry has been written; it is not wanted where it does not connect."""
-        self.add_all(ids[: entry.end], [entry], root)
-
-    def add_all(self, ids: TokenArray, entries: Iterable[Entry], root: bytes = b"") -> None:
-        """Entries of one path. All its states are inserted in one walk along it."""
-        states: dict[int, Payload] = {}
-        for entry in entries:
-            part = self._part(entry)
-            if part is None:
-                continue
-            if entry.key.component is Component.STATE:
-                states[entry.end] = part
-                continue
-            self._insert(ids, states, root)  # what is kept behind a state needs it
-            path = ids[: entry.end]
-            self.cache.insert_component(path, entry.key.component, entry.start, part, root)
-        self._insert(ids, states, root)
-
-    def _insert(self, ids: TokenArray, states: dict[int, Payload], root: bytes) -> None:
-        if states:
-            self.cache.insert(ids[: max(states)], 0, {}, dict(states), salt=root)
-            states.clear()
-
-    def _part(self, entry: Entry) -> EntryPart | None:
-        """All of it, to be inserted; None if the tree names it already."""
-        owner = self._owned.get(entry.key)
-        if owner is None or self._is_flushed(owner):
-            self._lost.pop(entry.key, None)
-            owner = self._owned[entry.key] = Owned(entry, self._forget)
-        elif self._lost.pop(entry.key, None) is None:
-            return None
-        owner.unreadable = False
-        self._num_added += 1
-        # Of one that was lost, what had left the tree by now is missing; the rest is released.
-        return owner.part()
-
-    def lose(self, keys: Iterable[Key], *, unreadable: bool = False) -> None:
-        """The store does not have these any more, or they cannot be used."""
-        for key in keys:
-            owner = self._owned.get(key)
-            if owner is None:
-                continue
-            self._lost[key] = owner
-            if unreadable and not owner.unreadable:  # a store may have reported it before
-                owner.unreadable = True
-                self.num_unreadable += 1
-
-    def remove_lost(self) -> list[Key]:
-        """Remove some of what was lost from the tree; returns keys that the store may forget."""
-        left, self._num_added = MAX_REMOVALS + self._num_added, 0
-        for owner in list(islice(self._lost.values(), left)):
-            if left <= 0:
-                break
-            left -= self._remove(owner, left)
-            if owner.parts and left > 0:  # locked: tried again after the others
-                self._lost[owner.key] = self._lost.pop(owner.key)
-        unused, self._unused = self._unused, []
-        return unused
-
-    def is_lost(self, key: Key) -> bool:
-        return key in self._lost
-
-    def _remove(self, owner: Owned, limit: int) -> int:
-        """Up to `limit` parts of an entry, or nodes below them; returns how many were looked at."""
-        tree, removed = self.cache.tree, 0
-        for part in list(islice(owner.parts, limit)):
-            node = part.node
-            assert node is not None
-            if part in owner.parts:  # or else it was below another one
-                removed += max(1, tree.discard(node, owner.key.component, limit - removed))
-            if removed >= limit:
-                break
-        return removed
-
-    def _is_flushed(self, owner: Owned) -> bool:
-        """Whether no match finds an entry by any of its parts, and these wait to be freed."""
-        if not self.cache.flushing:
-            return False
-        nodes = (part.node for part in owner.parts)
-        return all(node is not None and self.cache.radix.is_flushed(node) for node in nodes)
-
-    def _forget(self, owner: Owned) -> None:
-        if self._owned.get(owner.key) is not owner:
-            return  # flushed, and added again since: the store keeps it
-        del self._owned[owner.key]
-        self._lost.pop(owner.key, None)
-        self._unused.append(owner.key)
-
-
-class _Places(TreeObserver):
-    """Keeps in each part the node that has it."""
-
-    def changed(self, node: Node) -> None:
-        for payload in node.payloads:
-            if payload is not None:
-                assert isinstance(payload, EntryPart)
-                payload.node = node
-
-    def split(self, upper: Node, lower: Node) -> None:
-        self.changed(upper)
-        self.changed(lower)
-
-
 STATE_STRIDE = 1024  # tokens between states on disk where no request is expected to continue
 
 Sizes = Callable[[Component, int], int]  # bytes of a payload of so many tokens, as bytes
@@ -526,15 +331,27 @@ class CacheTier:
         self.kind = kind
         self.level = level
         self.memory = memory
-        self._store = store
-        self.below = TierTree(store.fingerprint, spec.components, spec.window, format, canary)
         self.format = format
         self.batch_bytes = batch_bytes
         self.stats = TierStats()
         self.rates = kind.rates()
+        self.num_unreadable = 0  # entries that did not read back as they were written
+        # What it has: the rules of the tree in memory, over parts of entries. It evicts nothing.
+        self.cache = PrefixCache(
+            spec.components, window=spec.window, capacity_bytes=None, canary=canary
+        )
+        self._components = spec.components
+        self._store = store
         self._on_grid = on_grid
         self._wants_state = wants_state
-        self.below.fill(store)
+        self._owned: dict[Key, Owned] = {}
+        self._lost: dict[Key, Owned] = {}  # these leave the tree once they are not locked
+        self._num_added = 0  # since the last `remove_lost`: as many more leave the tree
+        self._unused: list[Key] = []  # nothing of these is in the tree any more
+        # Of the salt and the tokens that were hashed last.
+        self._last_chain = b"", b"", Chain(store.fingerprint)
+        self.cache.tree.observers += (_Places(),)
+        self._fill()
 
     # ---- down ------------------------------------------------------------------------------
 
@@ -545,19 +362,15 @@ class CacheTier:
         payloads are borrowed until a change."""
         source, root, wants_state = self.memory, salt, self._wants_state
         if above is not None:
-            source, root, wants_state = above.below.cache, above.below.root(salt), _any_state
+            source, root, wants_state = above.cache, above.root(salt), _any_state
         sizes = (self._num_bytes, self.batch_bytes)
-        diff = Diff(self.memory.tree.rules, source, self.below.cache, *sizes, wants_state)
-        return diff.find(as_tokens(tokens), root, self.below.root(salt))
+        diff = Diff(self.memory.tree.rules, source, self.cache, *sizes, wants_state)
+        return diff.find(as_tokens(tokens), root, self.root(salt))
 
     def pieces(self, runs: Sequence[Run]) -> list[Piece]:
         """Of runs that the tier below lacks; none if the store has not all of them any more."""
         found = [piece_of(run.component, run.start, run.end, run.payloads) for run in runs]
-        return [] if self._lost(found) else found
-
-    def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run], salt: bytes = b"") -> list[Entry]:
-        places = [(run.component, run.start, run.end) for run in runs]
-        return self.below.entries(as_tokens(tokens), places, salt)
+        return [] if self._lose_pieces(found) else found
 
     def wrote(
         self,
@@ -571,13 +384,13 @@ class CacheTier:
         The store may have evicted some since, for what was written after them, and reported that
         before the tree had them. It does not report it again.
         """
-        ids, root = as_tokens(tokens), self.below.root(salt)
+        ids, root = as_tokens(tokens), self.root(salt)
         there = [
             entry
             for entry, was_kept in zip(entries, kept, strict=True)
             if was_kept and entry.key in self._store
         ]
-        self.below.add_all(ids, there, root)
+        self.add_all(ids, there, root)
         self._note_copies(ids, [(e.key.component, e.start, e.end) for e in there], salt)
         for entry, was_kept in zip(entries, kept, strict=True):
             if was_kept:
@@ -609,8 +422,8 @@ class CacheTier:
         if not num_held or not self.memory.tree.rules.has_attention:
             return []
         ids = as_tokens(tokens)[:num_held]
-        entry = self.below.entry(ids, Component.ATTENTION, 0, salt)
-        self.below.add(ids, entry, self.below.root(salt))
+        entry = self.entry(ids, Component.ATTENTION, 0, salt)
+        self.add(ids, entry, self.root(salt))
         return [entry.key]
 
     def arrived(self, tokens: npt.ArrayLike, entry: Entry, salt: bytes = b"") -> None:
@@ -618,11 +431,11 @@ class CacheTier:
         store has not evicted it since."""
         if entry.key not in self._store:
             return
-        self.below.add(as_tokens(tokens)[: entry.end], entry, self.below.root(salt))
+        self.add(as_tokens(tokens)[: entry.end], entry, self.root(salt))
 
     def keys_along(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Key]:
         """Of the entries along a path, the deepest first: those above them are evicted later."""
-        path, _ = self.below.cache.radix.walk(as_tokens(tokens), self.below.root(salt))
+        path, _ = self.cache.radix.walk(as_tokens(tokens), self.root(salt))
         found: dict[Key, None] = {}
         for node in reversed(path):
             for payload in reversed(node.payloads):
@@ -634,14 +447,14 @@ class CacheTier:
 
     def find(self, tokens: npt.ArrayLike, salt: bytes = b"") -> TierMatch | None:
         """What can be loaded for a prompt, if enough; the caller decides whether it pays."""
-        ids, root, below = as_tokens(tokens), self.below.root(salt), self.below.cache
+        ids, root = as_tokens(tokens), self.root(salt)
         length = self.memory.probe_prompt(ids, salt)
-        if below.probe_prompt(ids, root) < length + MIN_LOADED_TOKENS:
+        if self.cache.probe_prompt(ids, root) < length + MIN_LOADED_TOKENS:
             return None
-        match = below.match_prompt(ids, root)
+        match = self.cache.match_prompt(ids, root)
         for _ in range(MAX_LOOKS):
             if self._on_grid and match.length % GRID:
-                match = below.match(ids, root, limit=match.length - match.length % GRID)
+                match = self.cache.match(ids, root, limit=match.length - match.length % GRID)
             if match.length < length + MIN_LOADED_TOKENS:
                 return None
             held = min(self.memory.num_cached(ids[: match.length], salt), match.length)
@@ -649,43 +462,189 @@ class CacheTier:
             limit = self._sound_limit(found)
             if limit is None:
                 return found
-            match = below.match(ids, root, limit=limit)
+            match = self.cache.match(ids, root, limit=limit)
         return None
 
     def _sound_limit(self, found: TierMatch) -> int | None:
         """How long a match may be that needs only what the store has; None: as it is.
 
-        The tree may name lost entries for some steps: `TierTree.remove_lost` removes a few a step.
+        The tree may name lost entries for some steps: `remove_lost` removes a few a step.
         """
         last = found.match.length - 1
-        lost = self._lost(found.pieces)
+        lost = self._lose_pieces(found.pieces)
         return min((e.start if e.key.num_tokens else last for e in lost), default=None)
 
-    def remove_lost(self, limit: int | None = None) -> list[Key]:
-        """Have the tree forget some of what the store reports as lost; returns keys that the store
-        may forget. What was written again since is not lost."""
-        reported = self._store.take_lost(limit)
-        self.below.lose(key for key in reported if key not in self._store)
-        return self.below.remove_lost()
-
-    def _lost(self, needed: Iterable[Piece]) -> list[Entry]:
+    def _lose_pieces(self, needed: Iterable[Piece]) -> list[Entry]:
         """Entries of these pieces that the store does not have any more."""
         entries = [span.entry for piece in needed for span in piece.spans]
-        lost = [e for e in entries if e.key not in self._store or self.below.is_lost(e.key)]
-        self.below.lose(entry.key for entry in lost)
+        lost = [e for e in entries if e.key not in self._store or self.is_lost(e.key)]
+        self.lose(entry.key for entry in lost)
         return lost
+
+    # ---- its tree --------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Add what an earlier process wrote; what has no path from the root is not wanted."""
+        found = rebuild(self._store.entries(), self._store.fingerprint)
+        self._unused += found.orphans
+        plain = Chain(self._store.fingerprint).key
+        for placed in sorted(found.placed, key=lambda one: ORDER.index(one.entry.key.component)):
+            entry = placed.entry
+            if self._is_readable(entry):
+                ids = np.frombuffer(placed.path_tokens(), dtype=np.int32)
+                self.add(ids, entry, b"" if placed.root == plain else placed.root)
+            else:
+                self._unused.append(entry.key)  # of a backend with another layout
+        self._num_added = 0
+
+    def _is_readable(self, entry: Entry) -> bool:
+        component = entry.key.component
+        is_kept = component in self._components
+        return is_kept and entry.arrays == self.format(component, num_parts(entry))
+
+    def root(self, salt: bytes) -> bytes:
+        """What this tree has in place of a salt: an earlier process left a chain's root alone."""
+        return Chain(self._store.fingerprint, salt).key if salt else b""
+
+    def entry(self, ids: TokenArray, component: Component, start: int, salt: bytes = b"") -> Entry:
+        """The entry for a component of the path `ids`: KV of [start, end), or what is at its end.
+
+        For the latter, `start` is how much of the path this tree has already.
+        """
+        (entry,) = self.entries(ids, [Run(component, start, len(ids), ())], salt)
+        return entry
+
+    def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run], salt: bytes = b"") -> list[Entry]:
+        """The entries for runs of the path `tokens`."""
+        ids = as_tokens(tokens)
+        chains = self._chains(ids, {at for run in runs for at in (run.start, run.end)}, salt)
+        entries: list[Entry] = []
+        for run in runs:
+            component, start, end = run.component, run.start, run.end
+            num_tokens = end - start if component.divides else 0
+            key = Key(chains[end].key, component, num_tokens)
+            specs = self.format(component, num_tokens or 1)
+            entries.append(Entry(key, chains[start].key, start, ids[start:end].tobytes(), specs))
+        return entries
+
+    def _chains(self, ids: TokenArray, places: set[int], salt: bytes) -> dict[int, Chain]:
+        """At these places of a path: hashed once, and on from where the last path ended."""
+        root, tokens, chain = self._last_chain
+        first = min(places, default=0)
+        if root != salt or chain.length > first or ids[: chain.length].tobytes() != tokens:
+            chain = Chain(self._store.fingerprint, salt)
+        chains: dict[int, Chain] = {}
+        for place in sorted(places):
+            if place > chain.length:
+                chain = chain.extended(ids[chain.length : place])
+            chains[place] = chain
+        self._last_chain = salt, ids[: chain.length].tobytes(), chain
+        return chains
+
+    def add(self, ids: TokenArray, entry: Entry, root: bytes = b"") -> None:
+        """An entry has been written; it is not wanted where it does not connect."""
+        self.add_all(ids[: entry.end], [entry], root)
+
+    def add_all(self, ids: TokenArray, entries: Iterable[Entry], root: bytes = b"") -> None:
+        """Entries of one path. All its states are inserted in one walk along it."""
+        states: dict[int, Payload] = {}
+        for entry in entries:
+            part = self._part(entry)
+            if part is None:
+                continue
+            if entry.key.component is Component.STATE:
+                states[entry.end] = part
+                continue
+            self._insert(ids, states, root)  # what is kept behind a state needs it
+            path = ids[: entry.end]
+            self.cache.insert_component(path, entry.key.component, entry.start, part, root)
+        self._insert(ids, states, root)
+
+    def _insert(self, ids: TokenArray, states: dict[int, Payload], root: bytes) -> None:
+        if states:
+            self.cache.insert(ids[: max(states)], 0, {}, dict(states), salt=root)
+            states.clear()
+
+    def _part(self, entry: Entry) -> EntryPart | None:
+        """All of it, to be inserted; None if the tree names it already."""
+        owner = self._owned.get(entry.key)
+        if owner is None or self._is_flushed(owner):
+            self._lost.pop(entry.key, None)
+            owner = self._owned[entry.key] = Owned(entry, self._forget)
+        elif self._lost.pop(entry.key, None) is None:
+            return None
+        owner.unreadable = False
+        self._num_added += 1
+        # Of one that was lost, what had left the tree by now is missing; the rest is released.
+        return owner.part()
+
+    def lose(self, keys: Iterable[Key], *, unreadable: bool = False) -> None:
+        """The store does not have these any more, or they cannot be used."""
+        for key in keys:
+            owner = self._owned.get(key)
+            if owner is None:
+                continue
+            self._lost[key] = owner
+            if unreadable and not owner.unreadable:  # a store may have reported it before
+                owner.unreadable = True
+                self.num_unreadable += 1
+
+    def remove_lost(self, limit: int | None = None) -> list[Key]:
+        """Remove some of what was lost from the tree, a bounded number of nodes, of which the store
+        reports `limit` entries; returns keys that it may forget. What was written again since is
+        not lost."""
+        reported = self._store.take_lost(limit)
+        self.lose(key for key in reported if key not in self._store)
+        left, self._num_added = MAX_REMOVALS + self._num_added, 0
+        for owner in list(islice(self._lost.values(), left)):
+            if left <= 0:
+                break
+            left -= self._remove(owner, left)
+            if owner.parts and left > 0:  # locked: tried again after the others
+                self._lost[owner.key] = self._lost.pop(owner.key)
+        unused, self._unused = self._unused, []
+        return unused
+
+    def is_lost(self, key: Key) -> bool:
+        return key in self._lost
+
+    def _remove(self, owner: Owned, limit: int) -> int:
+        """Up to `limit` parts of an entry, or nodes below them; returns how many were looked at."""
+        tree, removed = self.cache.tree, 0
+        for part in list(islice(owner.parts, limit)):
+            node = part.node
+            assert node is not None
+            if part in owner.parts:  # or else it was below another one
+                removed += max(1, tree.discard(node, owner.key.component, limit - removed))
+            if removed >= limit:
+                break
+        return removed
+
+    def _is_flushed(self, owner: Owned) -> bool:
+        """Whether no match finds an entry by any of its parts, and these wait to be freed."""
+        if not self.cache.flushing:
+            return False
+        nodes = (part.node for part in owner.parts)
+        return all(node is not None and self.cache.radix.is_flushed(node) for node in nodes)
+
+    def _forget(self, owner: Owned) -> None:
+        if self._owned.get(owner.key) is not owner:
+            return  # flushed, and added again since: the store keeps it
+        del self._owned[owner.key]
+        self._lost.pop(owner.key, None)
+        self._unused.append(owner.key)
 
     # ---- both ------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, object]:
-        cache = self.below.cache
+        cache = self.cache
         return {
-            "entries": self.below.num_entries,
+            "entries": len(self._owned),
             "nodes": cache.radix.num_nodes,
             "tokens": cache.radix.num_tokens,
             "nbytes": cache.nbytes,
             "component_bytes": {c.value: n for c, n in cache.tree.component_bytes.items()},
-            "unreadable_entries": self.below.num_unreadable,
+            "unreadable_entries": self.num_unreadable,
             "load_bytes_per_second": round(self.rates.bytes_per_second),
             **asdict(self.stats),
         }
@@ -697,3 +656,17 @@ class CacheTier:
 def _any_state(node: Node) -> bool:
     """The tier above has those alone that were worth writing."""
     return True
+
+
+class _Places(TreeObserver):
+    """Keeps in each part the node that has it."""
+
+    def changed(self, node: Node) -> None:
+        for payload in node.payloads:
+            if payload is not None:
+                assert isinstance(payload, EntryPart)
+                payload.node = node
+
+    def split(self, upper: Node, lower: Node) -> None:
+        self.changed(upper)
+        self.changed(lower)
