@@ -1,4 +1,4 @@
-"""The files of a cache directory, and the lock of the process that writes. Knows no entries.
+"""The files of a cache directory, and the lock of the process that writes.
 
     DIR/lock                    held (flock) by the one process that writes
     DIR/<model>/00000001.data   segments, with an .index each

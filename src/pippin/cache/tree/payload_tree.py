@@ -1,11 +1,7 @@
-"""The radix tree with its payloads: every change to them, and the count of their bytes.
-
-Knows how to grow, attach, drop and prune; knows no requests, no matches and not when to evict.
-"""
+"""The radix tree with its payloads: every change to them, and the count of their bytes."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -198,6 +194,15 @@ class PayloadTree:
         while not node.is_root and not (node.children or node.locks or any_held(node)):
             node = self._cut_off(node)
         self.queue.update(node)
+
+    def drop_damaged(self, nodes: Iterable[Node]) -> None:
+        """Drop what is damaged of these nodes and not locked."""
+        if not self.num_damaged:
+            return
+        for node in list(nodes):
+            for component in self.rules.components:
+                if node.attached and node.damaged >> INDEX[component] & 1:
+                    self.discard(node, component)
 
     def notify_changed(self, node: Node) -> None:
         for observer in self.observers:
@@ -461,40 +466,3 @@ def _add_kv(tree: PayloadTree, tip: Node, index: int, start: int, payload: Paylo
     if rest is not None:
         tree.refuse(rest)
     return filled
-
-
-logger = logging.getLogger(__name__)
-
-
-def sound_reach(tree: PayloadTree, path: Sequence[Node], reach: int) -> int:
-    """How far along `path` damage begins, `reach` at the most."""
-    if tree.num_damaged:
-        reach = min([reach, *(node.start for node in path if node.damaged)])
-    return reach
-
-
-def condemn(
-    tree: PayloadTree, path: Sequence[Node], end: int, component: Component, start: int
-) -> None:
-    """KV of [start, end) along `path`, or what is kept after `end`."""
-    divides = component.divides
-    nodes = [node for node in path if (node.end > start if divides else node.end == end)]
-    for node in nodes:
-        tree.mark_damaged(node, INDEX[component])
-    drop_damaged(tree, nodes)
-    where = f"over tokens [{start}, {end})" if divides else f"after token {end}"
-    fault = f"cache entry {where} holds {component.value} bytes that have changed"
-    if tree.canary is None:
-        logger.error(fault)
-    else:
-        tree.canary.report(fault)
-
-
-def drop_damaged(tree: PayloadTree, nodes: Iterable[Node]) -> None:
-    """Drop what is damaged of these nodes and not locked."""
-    if not tree.num_damaged:
-        return
-    for node in list(nodes):
-        for component in tree.rules.components:
-            if node.attached and node.damaged >> INDEX[component] & 1:
-                tree.discard(node, component)

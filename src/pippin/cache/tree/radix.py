@@ -1,4 +1,4 @@
-"""A radix tree over tokens. Knows no component's rules, no eviction and no device.
+"""A radix tree over tokens.
 
     root ─ [5 9 2 7] ─┬─ [1 1 4]        a node holds the tokens between two forks (or checkpoints);
                       └─ [8 3] ─ [6]    children are found by their first token
