@@ -149,20 +149,15 @@ class DiskStore(EntryStore[Slot]):
         self._unnoted: list[Slot] = []  # dropped, but not noted in their indexes yet
         if self._folder.exists():
             self._open()
-        self._others = OtherModels(self._files, directory, self._folder)
-        self.count(foreign=self._others.num_segments)
+        self.others = OtherModels(self._files, directory, self._folder)
+        self.count(foreign=self.others.num_segments)
         self._readers = Workers("pippin-disk-read", NUM_THREADS)
 
     @property
     def nbytes(self) -> int:
         """Of all files, other models' too."""
         own = sum(segment.nbytes for segment in self._segments)
-        return own + self._recency_bytes + self._others.nbytes
-
-    @property
-    def num_other_segments(self) -> int:
-        """Of other models, when the store was opened."""
-        return self._others.num_segments
+        return own + self._recency_bytes + self.others.nbytes
 
     def _all_counts(self) -> dict[str, int]:
         return super()._all_counts() | {"bytes": self.nbytes}
@@ -332,7 +327,7 @@ class DiskStore(EntryStore[Slot]):
         if needed > ceiling:
             return False
         while self.nbytes + needed > ceiling:
-            if not self._others.remove_oldest() and not self._give_up_segment():
+            if not self.others.remove_oldest() and not self._give_up_segment():
                 return False
         return True
 
@@ -497,7 +492,8 @@ def look(directory: Path, *, verify: bool = False) -> Iterator[ModelReport]:
         paths = list(segment_paths(folder))
         if paths:
             nbytes = sum(map(segment_bytes, paths))
-            report = ModelReport(folder.name, len(paths), nbytes, _last_change(paths))
+            changed = max(path.lstat().st_mtime for path in paths)
+            report = ModelReport(folder.name, len(paths), nbytes, changed)
             _add_entries(report, directory, _model_of(paths), verify=verify)
             yield report
 
@@ -543,7 +539,7 @@ def _add_entries(
     finally:
         store.close()
     report.damaged += counts.damaged
-    report.foreign += counts.foreign - store.num_other_segments
+    report.foreign += counts.foreign - store.others.num_segments
     report.unreadable += counts.read_errors
 
 
@@ -558,7 +554,3 @@ def _model_of(paths: list[Path]) -> bytes | None:
         if header is not None and model_folder(path.parent.parent, header.model) == path.parent:
             return header.model
     return None
-
-
-def _last_change(paths: list[Path]) -> float:
-    return max(path.lstat().st_mtime for path in paths)

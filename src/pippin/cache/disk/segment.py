@@ -229,7 +229,7 @@ class Segment:
         self.live_bytes = 0
         self.use_bytes = 0  # sum of use x bytes over `slots`: the mean use is a division
         self.broken = False  # a write failed and could not be undone: nothing more is appended
-        self._data, self._index = handles
+        self.data, self._index = handles
         self._readers = 0
         self._gone = False
         self._lock = Lock()
@@ -283,7 +283,7 @@ class Segment:
         slot = Slot(entry, use, self, self.data_size, digest)
         record = put_of(entry, slot.offset, digest, use)
         try:
-            self.files.write(self._data, slot.offset, data)
+            self.files.write(self.data, slot.offset, data)
             written = self._append_record(record)
         except OSError:
             self._undo_append()
@@ -309,7 +309,7 @@ class Segment:
 
     def read_block(self, slot: Slot, block: Block) -> bytes:
         """Fetch a part of a payload; returns its digest, or none where the file ends before it."""
-        found = read_into(self._data, self.path, slot.offset + block.at, block.parts)
+        found = read_into(self.data, self.path, slot.offset + block.at, block.parts)
         return block.digest() if found == block.nbytes else b""
 
     def verifies(self, slot: Slot, digests: Sequence[bytes]) -> bool:
@@ -326,12 +326,8 @@ class Segment:
         self._index = self.files.open(index_path(self.path), read_only=False)
         self.index_size = len(content)
 
-    def cut_tail(self) -> None:
-        """Cut off what a crash left behind the last entry."""
-        self.files.truncate(self._data, self.data_size)
-
     def sync(self) -> None:
-        self.files.sync(self._data)
+        self.files.sync(self.data)
         self.files.sync(self._index)
 
     def pin(self) -> None:
@@ -363,16 +359,16 @@ class Segment:
     def _undo_append(self) -> None:
         try:
             self.files.truncate(self._index, self.index_size)
-            self.files.truncate(self._data, self.data_size)
+            self.files.truncate(self.data, self.data_size)
         except OSError:
             logger.exception("%s: a failed write could not be undone", self.path)
             self.broken = True
 
     def _close_if_idle(self) -> None:
-        if self._gone and not self._readers and self._data >= 0:
-            os.close(self._data)
+        if self._gone and not self._readers and self.data >= 0:
+            os.close(self.data)
             os.close(self._index)
-            self._data = self._index = -1
+            self.data = self._index = -1
 
 
 @dataclass
@@ -437,8 +433,8 @@ def _recover(segment: Segment, raw: bytes, data_size: int, *, read_only: bool) -
         try:
             if found.damaged:
                 segment.rewrite_index([puts[offset] for offset in sound])
-            if data_size != segment.data_size:
-                segment.cut_tail()
+            if data_size != segment.data_size:  # what a crash left behind the last entry
+                segment.files.truncate(segment.data, segment.data_size)
         except OSError:
             logger.warning("%s cannot be repaired", segment.path, exc_info=True)
             segment.broken = True

@@ -199,8 +199,7 @@ def _check_payloads(tree: PayloadTree, node: Node) -> None:
         assert node.payloads[ATTENTION] is not None, f"{_name(node)} lacks attention KV"
     if tree.rules.has_state and node.payloads[HIDDEN] is not None:
         assert node.payloads[STATE] is not None, f"{_name(node)} keeps a hidden vector alone"
-    held = any(payload is not None for payload in node.payloads)
-    assert node.children or node.locks or held, f"{_name(node)} is an empty leaf"
+    assert node.children or node.locks or node.carries_payload, f"{_name(node)} is an empty leaf"
 
 
 def _check_flushed(tree: PayloadTree, nodes: list[Node]) -> None:

@@ -51,7 +51,8 @@ class Rules:
             if self.has_window and node.payloads[WINDOW] is None:
                 best = None  # all between this hole and `best` looks back on it too
                 continue
-            if best is None and (not self.has_state or self._has_state_within(node, reach)):
+            is_end = node.end <= reach and node.payloads[STATE] is not None
+            if best is None and (is_end or not self.has_state):
                 best, length = node, min(node.end, reach)
             if best is not None and node.start <= max(0, length - self.window):
                 return best, length
@@ -143,9 +144,6 @@ class Rules:
             above = above.parent
         return node.end - above.end
 
-    def _has_state_within(self, node: Node, reach: int) -> bool:
-        return node.end <= reach and node.payloads[STATE] is not None
-
 
 def _held(nodes: Iterator[Node] | list[Node], index: int) -> tuple[Payload, ...]:
     payloads = [node.payloads[index] for node in nodes]
@@ -166,10 +164,6 @@ class Lookback:
             above.window_users += 1
             end.window_floor = above.start
 
-    def uncount(self, end: Node) -> list[Node]:
-        """No match can end there any more; returns the nodes that no end looks back on now."""
-        return self._uncount_from(end, end)
-
     def divide(self, upper: Node, lower: Node) -> list[Node]:
         """Share the users of a node that was split; returns what no end looks back on now.
 
@@ -180,12 +174,13 @@ class Lookback:
         free: list[Node] = []
         for end in self._ends_near(lower):
             if end.end - self._rules.window >= upper.end:
-                free += self._uncount_from(end, upper)
+                free += self.uncount(end, upper)
                 end.window_floor = lower.start
         return free
 
-    def _uncount_from(self, end: Node, first: Node) -> list[Node]:
-        """Take `end` off the users of `first` and of those above it."""
+    def uncount(self, end: Node, first: Node) -> list[Node]:
+        """Take `end` off the users of `first` and of those above it, where no match can end there
+        any more; returns the nodes that no end looks back on now."""
         free = []
         for above in first.back_to(end.window_floor):
             above.window_users -= 1

@@ -191,7 +191,7 @@ class PayloadTree:
 
     def prune(self, node: Node) -> None:
         """After a change: remove leaves that carry nothing, update the queue for the rest."""
-        while not node.is_root and not (node.children or node.locks or any_held(node)):
+        while not (node.is_root or node.children or node.locks) and not node.carries_payload:
             node = self._cut_off(node)
         self.queue.update(node)
 
@@ -327,7 +327,7 @@ class PayloadTree:
         return parent
 
     def _uncount(self, end: Node) -> None:
-        for free in self._lookback.uncount(end):
+        for free in self._lookback.uncount(end, end):
             self.queue.update(free)
 
     def _release(self, node: Node, index: int) -> None:
@@ -352,10 +352,6 @@ class PayloadTree:
     def _count_bytes(self, node: Node, index: int, change: int) -> None:
         self.component_bytes[COMPONENTS[index]] += change
         self.locks.count(node, index, change)
-
-
-def any_held(node: Node) -> bool:
-    return any(payload is not None for payload in node.payloads)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,10 @@ class Node:
         return sum(payload.nbytes for payload in self.payloads if payload is not None)
 
     @property
+    def carries_payload(self) -> bool:
+        return any(payload is not None for payload in self.payloads)
+
+    @property
     def token_ids(self) -> TokenArray:
         return np.frombuffer(self.tokens, dtype=np.int32)
 
