@@ -70,7 +70,8 @@ def read_mutants() -> tuple[Mutant, ...]:
 MUTANTS = read_mutants()
 HELPERS = (
     *("builders", "cases", "counted_lines", "damage", "evicted_segments"),
-    *("live_peers", "memory_store", "peer_world", "peers", "processes", "simulator", "timed"),
+    *("live_peers", "memory_store", "peer_world", "peers", "processes", "simulator", "tier_checks"),
+    "timed",
 )
 
 
