@@ -16,12 +16,11 @@ from pippin.backends.base import Backend
 from pippin.backends.fake import FakeBackend, mix, placed
 from pippin.backends.fake.toy import MASK
 from pippin.backends.masks import allowed_ids, num_words, pack
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.cache_tier import DISK, HOST, CacheTier
 from pippin.cache.tiers.tier_io import TierIO
-from pippin.cache.tiers.tier_tree import DISK, HOST
 from pippin.cache.tree.canary import Canary
 from pippin.decode.compile import Grammar
 from pippin.messages import Submit, TokenDelta, pack_tokens
@@ -32,6 +31,7 @@ from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.speculation import Speculation
 from pippin.scheduler.suffix import SuffixDrafter
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
+from tier_checks import check_tier
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)
 AMPLE_BYTES = 1 << 30
@@ -287,8 +287,8 @@ def check_idle(client: Client) -> None:
         assert not scheduler.cache._locks
         scheduler.cache.check_integrity()
     for tiers, _ in scheduler.tiers:
-        assert not tiers.below.cache._locks
-        tiers.check_integrity()
+        assert not tiers.cache._locks
+        check_tier(tiers)
     held = scheduler.cache.nbytes if scheduler.cache is not None else 0
     assert client.backend.ledger.nbytes == held, "a payload was lost"
     for reply in client.replies.values():

@@ -14,7 +14,7 @@ import numpy as np
 from builders import make_scheduler
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
-from pippin.cache.entries.entry import Entry, Key
+from pippin.cache.entries import Entry, Key
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.messages import Submit, pack_tokens
 from pippin.types import GRID, Component, SamplingParams
@@ -69,7 +69,7 @@ class EvictedSegments:
     def _fill(self, tiers: CacheTier) -> None:
         """Prefixes of one block, branches of three: states at all ends, hidden vectors at some."""
         rng = np.random.default_rng(0)
-        below = tiers.below
+        below = tiers
         while below.cache.radix.num_nodes < self.num_nodes:
             prefix = rng.integers(0, 50_000, GRID).astype(np.int32)
             for _ in range(BRANCHES):
@@ -84,14 +84,14 @@ class EvictedSegments:
 
     def run(self, num_segments: int, measure: Callable[[Callable[[], object]], None]) -> int:
         """Evicts so many segments, one after the other; returns the number of steps."""
-        below, num_steps = self.flow.tiers.below, 0
-        num_entries = below.num_entries // NUM_SEGMENTS
+        below, num_steps = self.flow.tiers, 0
+        num_entries = len(below._owned) // NUM_SEGMENTS
         for _ in range(num_segments):
             self.store.evict_segment(num_entries)
             while self.store._lost or below._lost:
                 self.step(measure)
                 num_steps += 1
-        assert below.num_entries <= len(self.store._names), "the tree names what was evicted"
+        assert len(below._owned) <= len(self.store._names), "the tree names what was evicted"
         return num_steps
 
     def step(self, measure: Callable[[Callable[[], object]], None]) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 from builders import ALL, Client, Reply, make_loop
 from pippin.backends.fake import FakeBackend
-from pippin.cache.entries.entry import Bytes, Entry
+from pippin.cache.entries import Bytes, Entry
 from pippin.cache.peer_store import Arrival, PeerStore, Wanted
-from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.cache_tier import PEER, CacheTier
 from pippin.cache.tiers.tier_io import TierIO, plain_memory
-from pippin.cache.tiers.tier_tree import PEER
 from pippin.cache.tree.canary import Canary
 from pippin.messages import Submit, pack_tokens
 from pippin.scheduler.scheduler import Scheduler

@@ -16,7 +16,7 @@ from typing import Any
 from builders import make_loop
 from pippin.engine.engine_client import Engine, EngineClient
 from pippin.engine.engine_pool import EnginePool, Replica
-from pippin.engine.kv_events.announcer import Announcer, PrefixReports
+from pippin.engine.kv_events import Announcer, prefix_reports
 from pippin.messages import Abort, Submit, ToEngine, TokenBatch, pack_tokens
 from pippin.types import SamplingParams
 
@@ -35,8 +35,8 @@ class LoopEngine:
         self._loop = make_loop(num_slots=16, capacity_bytes=capacity_bytes)
         cache = self._loop.scheduler.cache
         assert cache is not None
-        reports = PrefixReports(cache.tree.rules, client.deliver)
-        self._announcer = Announcer(reports, reports)
+        self._announcer = Announcer()
+        self._announcer.add(prefix_reports(cache.tree.rules, client.deliver))
         self._announcer.observe("memory", cache.tree)
 
     def send(self, message: ToEngine) -> None:
@@ -50,7 +50,7 @@ class LoopEngine:
     def step(self) -> None:
         if not self._loop.idle:
             self._client.deliver(TokenBatch(self._loop.step()))
-            self._announcer.turn()
+            self._announcer.collect()
 
 
 class RoundRobin(EnginePool):

@@ -23,7 +23,7 @@ from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.canary import Canary

@@ -35,8 +35,7 @@ from memory_store import MemoryStore
 from oracle_drafter import OracleDrafter
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
-from pippin.cache.entries.entry_store import Destination
+from pippin.cache.entries import Bytes, Destination, Entry, Key, Loaded
 from pippin.cache.host_store import HostStore, PinnedEntry
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
@@ -48,6 +47,7 @@ from pippin.scheduler.request import Limits, Request, RunningSlot, Stage
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from pippin.types import Component
+from tier_checks import check_tier
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 LAYOUTS = ((A, S), (A,), (A, W, S), (A, W), (S,), (W, S))
@@ -611,7 +611,7 @@ class World:
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
             scheduler.cache.check_integrity()
             for tiers, _ in scheduler.tiers:
-                tiers.check_integrity()
+                check_tier(tiers)
 
     def _check_queue(self) -> None:
         """No request waits for a prefill that has a lower priority than itself, or for what does
@@ -686,7 +686,7 @@ class World:
                 right = (reply.tokens, reply.finish) == ask.expected
                 assert right or self._may_fail(ask), f"{ask.reply.id}: other tokens after a restart"
             for tiers, _ in client.loop.scheduler.tiers:
-                tiers.check_integrity()
+                check_tier(tiers)
 
     def _check_end(self) -> None:
         failure = self.client.loop.failure

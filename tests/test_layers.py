@@ -109,9 +109,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "engine.engine_spec": {"config", "cache", "scheduler.request"},
     "engine.grammar_zygote": {"decode", "text", "types"},
-    "engine.message_pump": {"engine.events", "messages", "scheduler.loop"},
+    "engine.message_pump": {"engine.events", "engine.kv_events", "messages", "scheduler.loop"},
     "engine.engine_client": {"engine.events.schema", "messages"},
-    "engine.kv_events.block_index": {"cache.entries", "types", "cache"},
+    "engine.kv_events": {"cache", "messages", "types"},
     "engine.events": {"backends.base", "cache", "messages", "metrics", "scheduler", "types"},
     "engine.events.schema": {"types"},
     "api": {

@@ -66,10 +66,10 @@ def evict_segments(num_nodes: int) -> None:
         work()
         spent.append(time.thread_time() - began)
 
-    below = world.flow.tiers.below
-    before, entries = below.cache.radix.num_nodes, below.num_entries
+    tier = world.flow.tiers
+    before, entries = tier.cache.radix.num_nodes, len(tier._owned)
     steps = world.run(NUM_SEGMENTS, measure)
-    after = below.cache.radix.num_nodes
+    after = tier.cache.radix.num_nodes
     print(
         f"a tier of {before:,} nodes and {entries:,} entries loses {NUM_SEGMENTS} segments of 16: "
         f"{before - after:,} nodes removed in {steps:,} steps; a step's share: {percentiles(spent)}"

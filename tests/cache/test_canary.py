@@ -103,25 +103,6 @@ def test_off_costs_nothing_and_breaks_nothing(canary: Canary | None) -> None:
     assert cache.sweep(10) == 0
 
 
-@pytest.mark.parametrize("mode", ["log", "raise"])
-def test_self_test_passes(mode: Literal["log", "raise"]) -> None:
-    Canary(mode).self_test()
-
-
-def test_self_test_fails_for_a_blind_canary(monkeypatch: pytest.MonkeyPatch) -> None:
-    canary = Canary("raise")
-    monkeypatch.setattr(canary, "_fault", lambda node, expected: None)
-    with pytest.raises(CacheCorruption, match="not noticed"):
-        canary.self_test()
-
-
-def test_self_test_fails_for_a_canary_blind_to_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    canary = Canary("raise")
-    monkeypatch.setattr(canary, "seal", lambda node, index: None)
-    with pytest.raises(CacheCorruption, match="changed bytes: not noticed"):
-        canary.self_test()
-
-
 def test_idle_checks_count_everything_again(caplog: pytest.LogCaptureFixture) -> None:
     for canary in (Canary("log"), Canary("raise")):
         cache, _, _ = filled(canary)

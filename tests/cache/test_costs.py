@@ -14,13 +14,14 @@ from naive_cache import A, H, S, W
 
 from cases import cases
 from counted_lines import num_lines
+from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
-from pippin.cache.entries.entry import Key
+from pippin.cache.entries import Key
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.diff import Diff
-from pippin.cache.tiers.tier_tree import MAX_REMOVALS, TierTree
+from pippin.cache.tiers.cache_tier import MAX_REMOVALS, CacheTier, Diff
 from pippin.cache.tree.canary import MAX_COUNTED, NUM_SWEPT, Canary
 from pippin.types import Component, Payload
+from tier_checks import check_tier
 
 LAYOUTS = {"attention": [A], "state": [A, S], "window": [A, W], "all": [A, W, S]}
 over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -187,12 +188,19 @@ ORDERS: dict[str, tuple[Component, ...]] = {
 }
 
 
-def make_tier(layout: str, num_leaves: int) -> tuple[TierTree, list[list[Key]]]:
+def make_tier(layout: str, num_leaves: int) -> tuple[CacheTier, list[list[Key]]]:
     """Conversations in two entries of each component, which begin alike; with their keys."""
     components = (*LAYOUTS[layout], H)
     window = WINDOW if W in components else 0
     backend = FakeBackend(components=components, window=window or 16)
-    tree = TierTree(b"m", components, window, backend.payload_arrays, Canary("off"))
+    tree = CacheTier(
+        PrefixCache(components, window=window, capacity_bytes=None),
+        MemoryStore(b"m", 0),
+        backend.spec,
+        backend.payload_arrays,
+        canary=Canary("off"),
+        batch_bytes=0,
+    )
     found: list[list[Key]] = []
     for number in range(num_leaves):
         tokens, keys = conversation(number), []
@@ -208,7 +216,7 @@ def make_tier(layout: str, num_leaves: int) -> tuple[TierTree, list[list[Key]]]:
     return tree, found
 
 
-def remove_all_lost(tree: TierTree) -> int:
+def remove_all_lost(tree: CacheTier) -> int:
     """Removes all that was lost; the lines of the dearest of the calls that it takes."""
     worst = 0
     while tree._lost:
@@ -228,7 +236,7 @@ def test_what_a_store_evicts_costs_the_same_in_a_tree_of_any_size(layout: str, o
         while tree._lost:
             spent += num_lines(tree.remove_lost)
         assert not set(lost) & set(tree._owned)
-        tree.check_integrity()
+        check_tier(tree)
         lines.append(spent)
     assert lines[1] < 1.5 * lines[0] + 10, "more than deeper heaps explain"
 
@@ -246,7 +254,7 @@ def test_an_entry_that_was_split_is_removed_as_fast(layout: str) -> None:
         tree.lose([middle])
         lines.append(num_lines(tree.remove_lost))
         assert middle not in tree._owned
-        tree.check_integrity()
+        check_tier(tree)
     assert lines[1] < 1.5 * lines[0] + 10
 
 

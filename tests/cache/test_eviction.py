@@ -232,7 +232,8 @@ def test_what_goes_has_the_least_rank_of_all(
 
     def take(node: Node, unit: Unit) -> int:
         nodes = list(store.radix.nodes())
-        ranks = [h.rank(n) for h in heaps.values() for n in nodes if h.evictable(n)]
+        known = (heap.rank(node) for heap in heaps.values() for node in nodes)
+        ranks = [rank for rank in known if rank is not None]
         assert heaps[unit].rank(node) == min(ranks)
         taken.add(unit)
         return store.take(node, unit)

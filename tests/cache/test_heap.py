@@ -14,7 +14,7 @@ OPERATIONS = st.lists(st.tuples(st.integers(0, 7), st.none() | RANKS))
 
 @given(operations=OPERATIONS)
 def test_the_first_is_always_one_of_least_rank(operations: list[tuple[int, Rank | None]]) -> None:
-    nodes = [Node(b"", 0, None) for _ in range(8)]
+    nodes = [Node(b"", 0, None, id) for id in range(8)]
     heap, expected = NodeHeap(), dict[Node, Rank]()
     for number, rank in operations:
         node = nodes[number]

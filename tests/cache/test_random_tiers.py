@@ -15,16 +15,15 @@ import pytest
 from naive_cache import SALTS, SPACE, A, CheckedCache, H, Piece, Prefix, S, W, salted, with_salt
 
 from memory_store import MemoryStore
-from pippin.cache.entries.entry import ArraySpec, Bytes, Key
+from pippin.cache.entries import ArraySpec, Bytes, Key
 from pippin.cache.host_store import HostStore
-from pippin.cache.tiers import tier_tree
-from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.cache_tier import DISK, HOST, CacheTier, TierKind
+from pippin.cache.tiers.tier_io import Piece as DiskPiece
 from pippin.cache.tiers.tier_io import PieceSource, TierIO, plain_memory
-from pippin.cache.tiers.tier_tree import DISK, HOST, TierKind
-from pippin.cache.tiers.tier_tree import Piece as DiskPiece
 from pippin.cache.tree.canary import Canary
 from pippin.types import Component, LayerSpec, ModelSpec
 from simulator import Workers
+from tier_checks import check_tier
 
 LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S), (A, S, H), (A, H), (A, W, S, H)]
 WINDOW = 5
@@ -95,14 +94,14 @@ class LowerTier:
     def held(self) -> dict[Component, set[Prefix]]:
         """Of what the tree names, not of what the store has: that may be more for a moment."""
         found: dict[Component, set[Prefix]] = {c: set() for c in self.components}
-        numbers = {self.tiers.below.root(salt): number for number, salt in enumerate(SALTS)}
-        for node in self.tiers.below.cache.radix.nodes():
+        numbers = {self.tiers.root(salt): number for number, salt in enumerate(SALTS)}
+        for node in self.tiers.cache.radix.nodes():
             nodes = list(node.ancestors())[::-1]
             root = nodes[0].key[0] if isinstance(nodes[0].key, tuple) else b""
             plain = (token for above in nodes for token in above.token_ids.tolist())
             path = tuple(with_salt(plain, numbers[root]))
             for component, payload in zip((A, W, S, H), node.payloads, strict=True):
-                if payload is None or payload.owner.key in self.tiers.below._lost:
+                if payload is None or payload.owner.key in self.tiers._lost:
                     continue
                 first = node.start if component in (A, W) else node.end - 1
                 found[component] |= {path[: i + 1] for i in range(first, node.end)}
@@ -130,7 +129,7 @@ class LowerTier:
         runs = self.tiers.missing(ids, salt, above.tiers)
         entries = self.tiers.entries(ids, runs, salt)
         pieces = above.tiers.pieces(runs)
-        assert pieces or not runs or above.tiers.below._lost
+        assert pieces or not runs or above.tiers._lost
         sources = [
             PieceSource(above.tier_io, piece, format(piece.component, piece.num_tokens))
             for piece in pieces
@@ -166,7 +165,7 @@ class LowerTier:
         found = self.tiers.find(*salted(tokens))
         before = self.checked.cache.probe_prompt(*salted(tokens))
         expected = self.expected(tokens)
-        waits = bool(self.tiers.below._lost)  # to be removed: then less may be offered
+        waits = bool(self.tiers._lost)  # to be removed: then less may be offered
         if found is None:
             assert waits or expected < before + KEPT
             return
@@ -201,16 +200,16 @@ class LowerTier:
         if keys:
             lost = [self.rng.choice(keys)]
             self.store.forget(lost)
-            self.tiers.below.lose(lost, unreadable=self.rng.random() < 0.5)
+            self.tiers.lose(lost, unreadable=self.rng.random() < 0.5)
             self.tell_store()
 
     def tell_store(self) -> None:
         self.store.forget(self.tiers.remove_lost())
 
     def check(self) -> None:
-        self.tiers.check_integrity()
+        check_tier(self.tiers)
         kept: set[Key] = {entry.key for entry in self.store.entries()}
-        named = set(self.tiers.below._owned) - set(self.tiers.below._lost)
+        named = set(self.tiers._owned) - set(self.tiers._lost)
         assert named <= kept, "the tree names what the store does not have"
 
 
@@ -273,7 +272,7 @@ def test_tiers_agree_with_sets_of_prefixes(
 ) -> None:
     """With the first seed what a store evicted leaves the tree at once, with the other slowly."""
     for seed in range(2):
-        monkeypatch.setattr(tier_tree, "MAX_REMOVALS", (1 << 20, 1)[seed])
+        monkeypatch.setattr("pippin.cache.tiers.cache_tier.MAX_REMOVALS", (1 << 20, 1)[seed])
         rng = random.Random(seed)
         tiered = Tiered(components, rng, host_bytes)
         known: list[list[int]] = []
@@ -305,7 +304,7 @@ def test_tiers_agree_with_sets_of_prefixes(
             tiered.load(rng.choice(known))
             tiered.check()
         for tier in tiered.tiers:
-            while tier.tiers.below._lost:
+            while tier.tiers._lost:
                 tier.tell_store()
         tiered.check()
 
@@ -350,12 +349,12 @@ def test_what_is_lost_while_somebody_reads_it_is_offered_to_nobody_else() -> Non
     (disk,) = two.tiers
     found = disk.tiers.find(np.array(tokens))
     assert found is not None
-    lock = disk.tiers.below.cache.lock(found.match)
-    disk.tiers.below.lose([entry.key for entry in disk.store.entries()])
+    lock = disk.tiers.cache.lock(found.match)
+    disk.tiers.lose([entry.key for entry in disk.store.entries()])
     disk.tell_store()
-    assert disk.tiers.below.num_entries == 1
+    assert len(disk.tiers._owned) == 1
     assert disk.tiers.find(np.array(tokens)) is None
-    disk.tiers.below.cache.unlock(lock)
+    disk.tiers.cache.unlock(lock)
     disk.tell_store()
     assert not disk.store.entries()
     two.check()
@@ -371,11 +370,11 @@ def test_what_is_written_again_after_it_was_lost_stays(loads: bool) -> None:
     two.spill([*tokens[:50], 7])  # splits the node
     (disk,) = two.tiers
     ids = np.array(tokens)
-    below, (entry,) = disk.tiers.below, disk.store.entries()
+    below, (entry,) = disk.tiers, disk.store.entries()
     (loaded,) = disk.store.read([entry.key])
     assert loaded is not None
     lock = below.cache.lock_tokens(ids[:60])
-    disk.store._kept.pop(entry.key)
+    disk.store._drop(disk.store._places[entry.key])
     disk.store._lost.append(entry.key)
     if loads:
         disk.tell_store()  # tokens [60, 100) are removed, the others locked
@@ -397,13 +396,13 @@ def test_what_was_flushed_and_arrives_again_is_found() -> None:
     two.spill(tokens)
     two.spill([*tokens[:50], 7])  # splits the node
     (disk,) = two.tiers
-    below, (entry,), ids = disk.tiers.below, disk.store.entries(), np.array(tokens)
+    below, (entry,), ids = disk.tiers, disk.store.entries(), np.array(tokens)
     below.cache.flush()
-    below.check_integrity()
+    check_tier(below)
     assert below.cache.num_cached(ids) == 0
     disk.tiers.arrived(ids, entry)
     for _ in range(2):
-        below.check_integrity()
+        check_tier(below)
         assert below.cache.num_cached(ids) == 100
         disk.tell_store()
         assert entry.key in disk.store
@@ -433,7 +432,7 @@ def test_what_was_evicted_before_the_tree_knew_of_it_is_not_named() -> None:
     disk.tiers.wrote(np.array(tokens), entries, kept)
     disk.tell_store()
     disk.check()
-    assert disk.tiers.below.num_entries == 0, "a state that nothing connects to"
+    assert len(disk.tiers._owned) == 0, "a state that nothing connects to"
 
 
 def test_a_prefix_whose_end_was_evicted_is_offered_as_far_as_the_store_has_it() -> None:
@@ -458,5 +457,5 @@ def test_a_prefix_whose_end_was_evicted_is_offered_as_far_as_the_store_has_it() 
         assert found.match.length == expected
         assert not set(lost) & {key for piece in found.pieces for key in piece.keys}
         disk.tell_store()
-        assert not set(lost) & set(disk.tiers.below._owned)
+        assert not set(lost) & set(disk.tiers._owned)
         disk.check()

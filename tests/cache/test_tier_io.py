@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pippin.cache.entries.entry import Bytes
+from pippin.cache.entries import Bytes
 from pippin.cache.tiers.tier_io import PIECES_AHEAD, Buffers
 
 

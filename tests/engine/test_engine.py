@@ -17,9 +17,8 @@ import pytest
 from builders import make_loop
 from bundled import BUNDLED_PATH
 from pippin.backends.base import PendingStep, StepPlan
-from pippin.cache.tree.canary import CacheCorruption, Canary
-from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build_loop import build_loop
+from pippin.cache.tree.canary import Canary
+from pippin.config import Config
 from pippin.engine.engine_client import EngineClient
 from pippin.engine.engine_spec import EngineSpec
 from pippin.engine.message_pump import MessagePump
@@ -244,15 +243,6 @@ def test_signs_of_life_come_while_a_step_runs_and_say_how_long_it_has_taken(
             await asyncio.sleep(0.01)
 
     assert talk_to(loop, tmp_path, scenario, signs) == 0
-
-
-def test_an_engine_with_a_canary_starts_with_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Canary, "_fault", lambda canary, node, expected: None)
-    for mode in ("log", "raise"):
-        config = Config(ModelConfig(backend="fake"), EngineConfig(canary=mode))
-        with pytest.raises(CacheCorruption, match="self-test"):
-            build_loop(config, lambda stage: None)
-    build_loop(Config(ModelConfig(backend="fake")), lambda stage: None).close()
 
 
 def test_an_engine_tells_that_a_request_starts_before_it_computes_anything() -> None:

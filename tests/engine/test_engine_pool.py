@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pippin.engine.engine_pool import EnginePool, Replica
-from pippin.engine.kv_events.block_index import BLOCK_TOKENS, prompt_hashes
+from pippin.engine.kv_events import BLOCK_TOKENS, prompt_hashes
 from pippin.errors import EngineDead, NotReady, Overloaded, PoisonRequest, RequestError
 from pippin.messages import (
     Abort,

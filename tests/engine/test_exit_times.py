@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pippin.cache.disk.segment_log import MAX_SEGMENT_BYTES
+from pippin.cache.disk.disk_store import MAX_SEGMENT_BYTES
 from pippin.cli.service import STOP_MARGIN_S
 from pippin.engine import build_loop, run
 from pippin.engine.engine_spec import LAST_STEP_SECONDS, SLOWEST_DISK

@@ -10,8 +10,12 @@ import pytest
 from builders import Client, make_loop
 from pippin.backends.fake import FakeBackend
 from pippin.engine.engine_pool import EnginePool, PrefixIndex
-from pippin.engine.kv_events.announcer import Announcer, PrefixReports
-from pippin.engine.kv_events.block_index import BLOCK_TOKENS, prompt_hashes
+from pippin.engine.kv_events import (
+    BLOCK_TOKENS,
+    Announcer,
+    prefix_reports,
+    prompt_hashes,
+)
 from pippin.messages import RestorablePrefixes, pack_tokens
 from pippin.types import GRID, Component
 from replica_world import WORKLOADS, ReplicaWorld, mean_hit_rate
@@ -72,15 +76,15 @@ def test_what_is_predicted_is_what_the_engine_restores(components: tuple[Compone
     cache = client.loop.scheduler.cache
     assert cache is not None
     index = PrefixIndex()
-    reports = PrefixReports(cache.tree.rules, index.change)
-    announcer = Announcer(reports, reports)
+    announcer = Announcer()
+    announcer.add(prefix_reports(cache.tree.rules, index.change))
     announcer.observe("memory", cache.tree)
     past: list[list[int]] = [[]]
     num_hits = 0
     for _ in range(40):
         prompt = rng.choice(past)[:400] + [rng.randrange(97) for _ in range(rng.choice([5, 130]))]
         salt = rng.choice([b"", b"s" * 32])
-        announcer.turn()
+        announcer.collect()
         ends = range(len(prompt) // GRID * GRID, 0, -GRID)
         restorable = (end for end in ends if cache.probe(prompt, salt, limit=end) == end)
         predicted = index.restorable_tokens(prompt_hashes(pack_tokens(prompt), salt))

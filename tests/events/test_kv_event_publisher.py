@@ -10,9 +10,9 @@ import zmq
 from builders import Client, make_loop, make_prompt
 from events.kv_router import Router
 from pippin.config import ServerConfig
-from pippin.engine.kv_events import announcer as event_publisher
-from pippin.engine.kv_events.announcer import Announcer, EventForm, EventPublisher
-from pippin.engine.run import announce
+from pippin.engine import kv_events as event_publisher
+from pippin.engine.kv_events import Announcer, EventForm, EventPublisher, PublishingThread
+from pippin.engine.run import publish_events
 from pippin.errors import ConfigError
 from pippin.types import Component
 
@@ -157,7 +157,7 @@ def test_options_that_require_others_say_so() -> None:
         ServerConfig(kv_events_replay="tcp://*:5558")
     without_cache = make_loop(cache=False).scheduler
     with pytest.raises(ConfigError, match="kv_events requires the prefix cache"):
-        announce(ServerConfig(kv_events="tcp://127.0.0.1:5557"), without_cache)
+        publish_events(ServerConfig(kv_events="tcp://127.0.0.1:5557"), without_cache)
 
 
 def test_a_router_follows_an_engine(sockets: Sockets) -> None:
@@ -167,11 +167,14 @@ def test_a_router_follows_an_engine(sockets: Sockets) -> None:
     client = Client(make_loop(components=(Component.ATTENTION, Component.STATE)))
     cache = client.loop.scheduler.cache
     assert cache is not None
-    announcer = Announcer(EventForm("vllm", cache.tree.rules), publisher)
+    thread = PublishingThread(EventForm("vllm", cache.tree.rules), publisher)
+    announcer = Announcer()
+    announcer.add(thread)
     announcer.observe("memory", cache.tree)
-    announcer.start()
+    thread.start()
     prompt = make_prompt(500)
     client.ask(prompt)
+    announcer.collect()
     router = Router()
     dealer = sockets.connect(zmq.DEALER, replay_address)
     for _ in range(MANY):  # the first batches may have been too early for a replay
@@ -183,4 +186,4 @@ def test_a_router_follows_an_engine(sockets: Sockets) -> None:
             break
     assert router.predict(prompt) == 448
     assert client.ask(prompt[:480]).cached_tokens == 448
-    announcer.close()
+    thread.close()

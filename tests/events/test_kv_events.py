@@ -14,7 +14,14 @@ from pippin.backends.fake import FakeBackend
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.components import STATE, WINDOW
 from pippin.cache.tree.radix import as_tokens
-from pippin.engine.kv_events.announcer import Announcer, EventForm, EventPublisher, FormName
+from pippin.engine.kv_events import (
+    Announcer,
+    BlockIndex,
+    EventForm,
+    EventPublisher,
+    FormName,
+    PublishingThread,
+)
 from pippin.types import GRID, Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -37,16 +44,35 @@ class Batches(EventPublisher):
         pass
 
 
-def announce(client: Client, form: FormName = "vllm") -> tuple[Announcer, Router]:
-    scheduler = client.loop.scheduler
-    assert scheduler.cache is not None
-    router = Router(Batch if form == "vllm" else ArrayBatch)
-    tree = scheduler.cache.tree
-    announcer = Announcer(EventForm(form, tree.rules), Batches(router))
-    announcer.observe("memory", tree)
-    for tier, _ in scheduler.tiers:
-        announcer.observe(tier.kind.name, tier.below.cache.tree, salted=False)
-    return announcer, router
+class Announced:
+    """A client whose events reach routers in this process, when a test says so."""
+
+    def __init__(self, client: Client, *forms: FormName) -> None:
+        scheduler = client.loop.scheduler
+        assert scheduler.cache is not None
+        tree = scheduler.cache.tree
+        self.announcer = Announcer()
+        self.threads: list[PublishingThread] = []  # that are not started
+        self.routers: list[Router] = []
+        for form in forms or ("vllm",):
+            self.routers.append(Router(Batch if form == "vllm" else ArrayBatch))
+            publisher = Batches(self.routers[-1])
+            self.threads.append(PublishingThread(EventForm(form, tree.rules), publisher))
+            self.announcer.add(self.threads[-1])
+        self.announcer.observe("memory", tree)
+        for tier, _ in scheduler.tiers:
+            self.announcer.observe(tier.kind.name, tier.cache.tree, salted=False)
+
+    def turn(self) -> None:
+        self.announcer.collect()
+        for thread in self.threads:
+            thread.turn()
+
+
+def announce(client: Client) -> tuple[Announced, Router]:
+    announcer = Announced(client)
+    announcer.turn()
+    return announcer, announcer.routers[0]
 
 
 def random_prompt(rng: random.Random, past: list[list[int]]) -> list[int]:
@@ -107,14 +133,14 @@ def test_predicted_is_cached(layout: str, deterministic: bool) -> None:
 def test_arrays_name_the_blocks_of_the_maps() -> None:
     """SGLang's form has no groups: what can be restored further on is counted as well."""
     client = Client(make_loop(components=(A, S)))
-    maps, arrays = announce(client), announce(client, "sglang")
+    announcer = Announced(client, "vllm", "sglang")
+    maps, arrays = announcer.routers
     prompt = make_prompt(300)
     client.ask(prompt, salt=SALT)
-    for announcer, _ in (maps, arrays):
-        announcer.turn()
-    assert arrays[1].blocks["GPU", 0] == maps[1].blocks["GPU", 0]
-    assert maps[1].predict(prompt, SALT) == arrays[1].predict(prompt, SALT) == 256
-    _, *stored = arrays[1].events
+    announcer.turn()
+    assert arrays.blocks["GPU", 0] == maps.blocks["GPU", 0]
+    assert maps.predict(prompt, SALT) == arrays.predict(prompt, SALT) == 256
+    _, *stored = arrays.events
     assert [one for event in stored for one in event.block_hashes] == hashes_of(prompt, SALT)
     assert [token for event in stored for token in event.token_ids] == prompt[:256]
 
@@ -190,10 +216,13 @@ def test_a_flushed_cache_is_cleared_by_one_event() -> None:
 def test_what_is_evicted_and_cached_again_did_not_change() -> None:
     client = Client(make_loop(components=(A,)))
     announcer, router = announce(client)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
     client.ask(make_prompt(200))
     announcer.turn()
     num_events = len(router.events)
-    client.loop.flush_cache()
+    assert cache.evict(cache.nbytes)
+    assert not cache.radix.num_nodes
     client.ask(make_prompt(200))
     announcer.turn()
     assert len(router.events) == num_events
@@ -240,21 +269,26 @@ def test_tiers_are_media() -> None:
     assert router.predict(turn, medium="STORAGE") == router.predict(turn) == 320
     assert router.predict(turn, SALT) == 320
     assert router.predict(turn, SALT, medium="STORAGE") == 0, "a disk knows no salts"
-    announcer, later = announce(client)
-    announcer.turn()
-    assert later.blocks == router.blocks, "what was there before"
+    _, later = announce(Client(make_loop(components=(A, S), store=store)))
+    assert later.predict(turn, medium="STORAGE") == 320, "what was there before"
 
 
-def test_a_failure_ends_the_events_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("broken", [(BlockIndex, "take_changes"), (EventForm, "events")])
+def test_a_failure_ends_the_events_and_not_the_engine(
+    broken: tuple[type, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = Client(make_loop(components=(A,)))
     announcer, router = announce(client)
-    cache = client.loop.scheduler.cache
-    assert cache is not None
-    ((_, index),) = announcer._indexes
-    index.take_changes = None  # type: ignore[assignment,method-assign]
-    announcer.start()
-    announcer._thread.join()
+    (thread,) = announcer.threads
+    monkeypatch.setattr(*broken, None)
+    thread.start()
+    client.ask(make_prompt(200))
+    announcer.announcer.collect()
+    if broken[0] is EventForm:
+        thread._thread.join()
+    thread.close()
     assert "KV events failed" in caplog.text
     assert client.ask(make_prompt(200)).finish == "length"
-    assert announcer._changes.empty(), "and nothing is gathered any more"
+    announcer.announcer.collect()
+    assert thread._queue.empty(), "and nothing is gathered any more"
     assert router.num_cleared == 2

@@ -24,7 +24,7 @@ def check_ended(pair: Pair) -> None:
     for _ in range(20):  # what was loaded is forgotten, a little in each plan
         assert pair.decode.loop.scheduler.plan() is None
         pair.wire.workers.advance(99)
-    assert not pair.decode.loop.scheduler.tiers[-1][0].below.num_entries, "it is named still"
+    assert not pair.decode.loop.scheduler.tiers[-1][0]._owned, "it is named still"
     assert not store.entries(), "what was loaded is kept"
     assert not any(area.num_readers for area in store._areas)
 

@@ -10,7 +10,7 @@ import pytest
 from builders import Client, Reply, check_idle, make_loop, make_prompt, oracle
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
-from pippin.cache.entries.entry import Bytes, Entry
+from pippin.cache.entries import Bytes, Entry
 from pippin.cache.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.types import Component

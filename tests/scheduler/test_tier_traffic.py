@@ -14,11 +14,11 @@ from evicted_segments import EvictedSegments
 from memory_store import MemoryStore
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.entries.entry import Key, Loaded
-from pippin.cache.entries.entry_store import Destination
+from pippin.cache.entries import Destination, Key, Loaded
 from pippin.scheduler import spills
 from pippin.types import Component
 from simulator import Workers
+from tier_checks import check_tier
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S)]
@@ -331,7 +331,7 @@ def test_a_segment_that_is_evicted_costs_each_step_a_little() -> None:
         world, lines = EvictedSegments(num_nodes), [0]
         num_steps = world.run(4, lambda work: lines.append(num_lines(work)))  # noqa: B023
         assert num_steps > num_nodes // 64, "it was not spread over steps"
-        world.flow.tiers.below.check_integrity()
+        check_tier(world.flow.tiers)
         worst.append(max(lines))
     small, large = worst
     assert large < 1.5 * small, "more than deeper heaps explain"
@@ -367,18 +367,18 @@ def test_what_is_flushed_and_computed_again_meanwhile_is_written_again(
     for number in range(6):
         client.ask(make_prompt(300, 10 + number))
     (flow,) = client.loop.scheduler.traffic.tiers
-    below = flow.tiers.below
+    below = flow.tiers
     answers: list[dict[str, Any]] = []
     client.loop.flush_cache(answers.append)
     assert flow.tiers.find(prompt) is None
     reply = client.submit(prompt)
     while reply.finish is None:
         client.step()
-        below.check_integrity()
+        check_tier(below)
     assert reply.cached_tokens == 0
     while not answers:
         client.loop.step()
-        below.check_integrity()
+        check_tier(below)
     client.run()
     client.loop._write_behind()
     assert {entry.key for entry in store.entries()} == set(below._owned)

@@ -1,10 +1,9 @@
-"""A piece of memory that is filled from its beginning, and the entries that lie in it.
+"""Entries in the host's memory, in areas that are filled from their beginnings.
 
     [ entry | entry | gap | entry | gap | entry | room ]
                                                 end
 
-An entry lies in one piece. Gaps are where entries were; `moves` says how the others close them.
-Knows no threads: the caller has a lock.
+An entry lies in one piece. Gaps are where entries were; `HostStore._make_room` closes them.
 """
 
 from __future__ import annotations
@@ -17,19 +16,27 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from pippin.cache.entries import entry as blocks
-from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded, Workers, divided
-from pippin.cache.entries.entry_store import Destination, EntryIndex, StoreCounters, check_sizes
+from pippin.cache import entries as blocks
+from pippin.cache.entries import (
+    Bytes,
+    Destination,
+    Entry,
+    EntryStore,
+    Key,
+    Loaded,
+    Place,
+    Workers,
+    check_sizes,
+    divided,
+)
 
 ALIGNMENT = 256
 
 
-@dataclass(eq=False)
-class Kept:
-    entry: Entry
+@dataclass(slots=True, eq=False)
+class Kept(Place):
     area: Area
     at: int
-    use: int  # the store's clock at the last use
     digests: list[int] = field(default_factory=list)  # of each block
 
     @property
@@ -66,7 +73,7 @@ class Area:
         return self.kept_bytes + aligned(nbytes) <= self.size
 
     def blocks(self, kept: Kept) -> list[Bytes]:
-        """The bytes of an entry, in blocks as `entries.blocks.divided` makes them."""
+        """The bytes of an entry, in blocks as `divided` makes them."""
         end, size = kept.at + kept.entry.nbytes, blocks.BLOCK_BYTES
         return [self.memory[at : min(at + size, end)] for at in range(kept.at, end, size)]
 
@@ -75,36 +82,19 @@ class Area:
         ends = itertools.accumulate((spec.nbytes for spec in kept.entry.arrays), initial=kept.at)
         return tuple(self.memory[at:end] for at, end in itertools.pairwise(ends))
 
-    def add(self, kept: Kept) -> None:
-        assert kept.at == self.end
-        self.kept[kept.entry.key] = kept
-        self.end += kept.nbytes
-
     def unused_longest(self) -> list[Kept]:
         """Those used no later than the average: at least one, where there are any."""
         average = self.last_use
         return [kept for kept in self.kept.values() if kept.use <= average]
 
-    def moves(self) -> list[tuple[Kept, int]]:
-        """The new place of each entry, in an order in which none overwrites another."""
-        found: list[tuple[Kept, int]] = []
-        end = 0
-        for kept in self.kept.values():
-            found.append((kept, end))
-            end += kept.nbytes
-        return found
-
-    def move(self, kept: Kept, at: int) -> None:
-        """Bytes alone; its place is noted by `note_moves`."""
-        if at != kept.at:
-            nbytes = kept.entry.nbytes
-            self.memory[at : at + nbytes] = self.memory[kept.at : kept.at + nbytes]
-
-    def note_moves(self, moves: list[tuple[Kept, int]]) -> None:
-        self.end = 0
-        for kept, at in moves:
-            kept.at = at
-            self.end = at + kept.nbytes
+    def close_gaps(self, kept: Sequence[Kept]) -> list[int]:
+        """Move the bytes of its entries, each over what was moved before; returns their places."""
+        ends = list(itertools.accumulate((one.nbytes for one in kept), initial=0))
+        for one, at in zip(kept, ends, strict=False):
+            if at != one.at:
+                nbytes = one.entry.nbytes
+                self.memory[at : at + nbytes] = self.memory[one.at : one.at + nbytes]
+        return ends
 
 
 def aligned(nbytes: int) -> int:
@@ -123,14 +113,17 @@ class PinnedEntry(NamedTuple):
     unpin: Callable[[], None]
 
 
-class HostStore(EntryIndex[Kept]):
-    fingerprint = b"of this process"
-
-    def __init__(self, max_bytes: int, allocate: Callable[[int], Bytes], entry_bytes: int) -> None:
+class HostStore(EntryStore[Kept]):
+    def __init__(
+        self,
+        max_bytes: int,
+        allocate: Callable[[int], Bytes],
+        entry_bytes: int,
+        fingerprint: bytes = b"of this process",
+    ) -> None:
         """`entry_bytes`: of the largest entry. Raises what `allocate` raises."""
-        super().__init__()
+        super().__init__(fingerprint, max_bytes)
         size = area_bytes(max_bytes, entry_bytes)
-        self._max_bytes = max_bytes
         self._areas = [Area(allocate(size)) for _ in range(max_bytes // size)]
         self._workers = Workers("pippin-host-read", NUM_THREADS)
 
@@ -150,7 +143,7 @@ class HostStore(EntryIndex[Kept]):
         area = self._make_room(entry.nbytes)
         if area is None:
             return False
-        kept = Kept(entry, area, area.end, self.next_use())
+        kept = Kept(entry, self.next_use(), area, area.end)
         at = kept.at
         for block in divided(data):
             begin = at
@@ -159,8 +152,8 @@ class HostStore(EntryIndex[Kept]):
                 at += len(part)
             kept.digests.append(_digest(area.memory[begin:at]))
         with self._lock:
-            area.add(kept)
-            self._places[entry.key] = kept
+            area.kept[entry.key] = self._places[entry.key] = kept
+            area.end += kept.nbytes
         nbytes = entry.nbytes
         self.count(bytes=nbytes, written=1, written_bytes=nbytes, kept_bytes=nbytes)
         return True
@@ -179,11 +172,12 @@ class HostStore(EntryIndex[Kept]):
                     for kept in area.unused_longest():
                         self.lose(kept, "evicted")
                 area.moving = True
-                moves = area.moves()
-            for kept, at in moves:
-                area.move(kept, at)
+                left = list(area.kept.values())
+            ends = area.close_gaps(left)
             with self._lock:
-                area.note_moves(moves)
+                for kept, at in zip(left, ends, strict=False):
+                    kept.at = at
+                area.end = ends[-1]
                 area.moving = False
                 self._lock.notify_all()
 
@@ -238,14 +232,6 @@ class HostStore(EntryIndex[Kept]):
             return None
         self.count(hits=1, read_bytes=kept.entry.nbytes)
         return PinnedEntry(Loaded(kept.entry, area.arrays(kept)), unpin)
-
-    # ---- the rest --------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Nothing here outlives the process."""
-
-    def counters(self) -> StoreCounters:
-        return StoreCounters(entries=len(self), max_bytes=self._max_bytes, **self.counts())
 
     def close(self) -> None:
         self._workers.close()

@@ -1,4 +1,4 @@
-"""A prompt that a decode engine asks a prefill engine for. Knows tokens and entries, no sockets.
+"""A prompt that a decode engine asks a prefill engine for, and the stores of both.
 
 The decode engine names every entry itself, by its own tokens: what arrives says which component and
 which tokens it is, and its chain key has to be the one that follows from these.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +17,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from pippin.cache.entries import entry as blocks
-from pippin.cache.entries.entry import Bytes, Chain, Entry, Key, Loaded
-from pippin.cache.entries.entry_store import Destination, StoreCounters, check_sizes
+from pippin.cache.entries import (
+    Bytes,
+    Chain,
+    Destination,
+    Entry,
+    EntryStore,
+    Key,
+    Loaded,
+    Place,
+    check_sizes,
+    views,
+)
 from pippin.cache.host_store import HostStore
-from pippin.cache.tiers.tier_tree import Format
+from pippin.cache.tiers.cache_tier import Format
 from pippin.types import Component
 
 DIGEST_BYTES = 16
@@ -93,19 +102,18 @@ class DecodePeer(Protocol):
 def payload_digest(data: Sequence[Bytes]) -> bytes:
     """Of all arrays of an entry."""
     digest = xxhash.xxh3_128()
-    for view in blocks.views(data):
+    for view in views(data):
         digest.update(view)
     return digest.digest()
 
 
-class OutgoingStore:
+class OutgoingStore(EntryStore[Place]):
+    """Keeps nothing: what is written is sent."""
+
     def __init__(self, id: str, peer: DecodePeer, fingerprint: bytes) -> None:
-        self.fingerprint = fingerprint
+        super().__init__(fingerprint, max_bytes=0)
         self._id = id
         self._peer = peer
-
-    def entries(self) -> Sequence[Entry]:
-        return ()
 
     def __contains__(self, key: Key) -> bool:
         return True
@@ -118,24 +126,6 @@ class OutgoingStore:
         self, keys: Sequence[Key], into: Sequence[Destination] | None = None
     ) -> list[Loaded | None]:
         return [None for _ in keys]
-
-    def touch(self, keys: Iterable[Key]) -> None:
-        pass
-
-    def forget(self, keys: Iterable[Key]) -> None:
-        pass
-
-    def take_lost(self, limit: int | None = None) -> list[Key]:
-        return []
-
-    def flush(self) -> None:
-        pass
-
-    def counters(self) -> StoreCounters:
-        return StoreCounters()
-
-    def close(self) -> None:
-        pass
 
 
 class Arrival(enum.Enum):
@@ -163,26 +153,16 @@ class PeerStore(HostStore):
         fingerprint: bytes,
         peers: PrefillPeers,
     ) -> None:
-        super().__init__(max_bytes, allocate, entry_bytes)
-        self.fingerprint = fingerprint  # that both engines agreed on
-        self._peers = peers
+        """`fingerprint`: that both engines agreed on."""
+        super().__init__(max_bytes, allocate, entry_bytes, fingerprint)
+        self.peers = peers
         self._arrived: deque[Arrived] = deque()
         self._next: Future[None] = Future()  # of the next arrival
 
     # ---- the engine's thread ---------------------------------------------------------------
 
-    def ask(self, wanted: Wanted) -> bool:
-        return self._peers.ask(wanted)
-
-    def cancel(self, id: str) -> None:
-        self._peers.cancel(id)
-
-    def report(self) -> list[dict[str, Any]]:
-        """On each prefill engine."""
-        return self._peers.report()
-
     def close(self) -> None:
-        self._peers.close()
+        self.peers.close()
         super().close()
 
     @property

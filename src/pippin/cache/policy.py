@@ -1,4 +1,4 @@
-"""Where recurrent checkpoints are placed and what they are worth. Knows no tree and no payloads.
+"""Where recurrent checkpoints are placed and what they are worth.
 
 A state is large (as much as 1,500 tokens of KV) and serves only at its own position, so both
 questions weigh bytes against the tokens that would otherwise be computed again.

@@ -1,4 +1,4 @@
-"""What the scheduler sees of the cache: match, lock, insert, evict. Knows tokens, not arrays.
+"""What the scheduler sees of the cache: match, lock, insert, evict.
 
     match    how much of a prompt need not be computed, and the payloads that replace it
     lock     keep those while the request runs
@@ -11,6 +11,7 @@ that takes tokens takes a salt: sequences of different salts never share anythin
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,10 +19,9 @@ from dataclasses import asdict, dataclass, field
 import numpy.typing as npt
 
 from pippin.cache.policy import CheckpointPolicy, Placement
-from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.canary import Canary, check_integrity
 from pippin.cache.tree.components import INDEX, STATE, Rules
-from pippin.cache.tree.integrity import check_integrity
-from pippin.cache.tree.payload_tree import Incoming, PayloadTree, condemn, drop_damaged, sound_reach
+from pippin.cache.tree.payload_tree import Incoming, PayloadTree
 from pippin.cache.tree.radix import Node, TokenArray, as_tokens
 from pippin.types import Component, Payload
 
@@ -63,40 +63,7 @@ class InsertResult:
 
 NUM_SHOWN_TOKENS = 8
 
-
-def counters(tree: PayloadTree) -> dict[str, object]:
-    """Sizes, and what `CacheStats` counts."""
-    stats = asdict(tree.stats)
-    evictions, placements = stats.pop("evictions"), stats.pop("placements")
-    return {
-        "nodes": tree.radix.num_nodes,
-        "tokens": tree.radix.num_tokens,
-        "nbytes": tree.nbytes,
-        "evictable_bytes": tree.evictable_bytes,
-        "component_bytes": {kind.value: n for kind, n in tree.component_bytes.items()},
-        **stats,
-        "hit_rate": tree.stats.hit_rate,
-        "evictions": {kind.value: n for kind, n in evictions.items()},
-        "checkpoints": {kind.value: made for kind, made in placements.items()},
-    }
-
-
-def recent_paths(tree: PayloadTree) -> list[dict[str, object]]:
-    """The most recently used ones."""
-    return [_describe(end) for end in tree.recent if end.attached]
-
-
-def _describe(end: Node) -> dict[str, object]:
-    path = list(end.ancestors())
-    return {
-        "tokens": end.end,
-        "nodes": len(path),
-        "nbytes": sum(node.nbytes for node in path),
-        "checkpoints": sum(node.payloads[STATE] is not None for node in path),
-        "first_tokens": path[-1].token_ids[:NUM_SHOWN_TOKENS].tolist(),
-        "last_tokens": end.token_ids[-NUM_SHOWN_TOKENS:].tolist(),
-        "locked": end.path_locks > 0,
-    }
+logger = logging.getLogger(__name__)
 
 
 class PrefixCache:
@@ -204,7 +171,7 @@ class PrefixCache:
         assert lock in self._locks, f"{lock} is not locked"
         self._locks.remove(lock)
         self.tree.unlock(lock.node, lock.floor)
-        drop_damaged(self.tree, lock.node.ancestors())
+        self.tree.drop_damaged(lock.node.ancestors())
 
     # --- grow ---------------------------------------------------------------------------------
 
@@ -276,9 +243,18 @@ class PrefixCache:
 
         No match reaches beyond that any more, and it is dropped when it is not locked.
         """
-        ids = as_tokens(tokens)
-        path, _ = self.radix.walk(ids, salt)
-        condemn(self.tree, path, len(ids), component, start)
+        ids, divides = as_tokens(tokens), component.divides
+        path, end = self.radix.walk(ids, salt)[0], len(ids)
+        nodes = [node for node in path if (node.end > start if divides else node.end == end)]
+        for node in nodes:
+            self.tree.mark_damaged(node, INDEX[component])
+        self.tree.drop_damaged(nodes)
+        where = f"over tokens [{start}, {end})" if divides else f"after token {end}"
+        fault = f"cache entry {where} holds {component.value} bytes that have changed"
+        if self._canary is None:
+            logger.error(fault)
+        else:
+            self._canary.report(fault)
 
     def mark_copied(
         self,
@@ -330,19 +306,35 @@ class PrefixCache:
 
     def counters(self) -> dict[str, object]:
         """The numbers of a report; does not walk the tree."""
-        sizes = {"capacity_bytes": self.capacity_bytes, "locks": len(self._locks)}
-        return sizes | counters(self.tree)
+        stats = asdict(self.tree.stats)
+        evictions, placements = stats.pop("evictions"), stats.pop("placements")
+        return {
+            "capacity_bytes": self.capacity_bytes,
+            "locks": len(self._locks),
+            "nodes": self.radix.num_nodes,
+            "tokens": self.radix.num_tokens,
+            "nbytes": self.nbytes,
+            "evictable_bytes": self.evictable_bytes,
+            "component_bytes": {kind.value: n for kind, n in self.tree.component_bytes.items()},
+            **stats,
+            "hit_rate": self.tree.stats.hit_rate,
+            "evictions": {kind.value: n for kind, n in evictions.items()},
+            "checkpoints": {kind.value: made for kind, made in placements.items()},
+        }
 
     def report(self) -> dict[str, object]:
-        """What is cached and how it was used, as plain JSON values."""
-        return self.counters() | {"recent_paths": recent_paths(self.tree)}
+        """What is cached and how it was used, as plain JSON values; the paths used last, too."""
+        paths = [_describe(end) for end in self.tree.recent if end.attached]
+        return self.counters() | {"recent_paths": paths}
 
     # --- inside -------------------------------------------------------------------------------
 
     def _walk_sound(self, ids: TokenArray, salt: bytes) -> tuple[list[Node], int]:
         """The nodes that share tokens with these, up to where damage begins."""
         path, reach = self.radix.walk(ids, salt)
-        return path, sound_reach(self.tree, path, reach)
+        if self.tree.num_damaged:
+            reach = min([reach, *(node.start for node in path if node.damaged)])
+        return path, reach
 
     def _match_at(self, ids: TokenArray, branch: int, node: Node | None, length: int) -> Match:
         end = self.radix.root if node is None else self.tree.end_node(node, length)
@@ -362,3 +354,16 @@ class PrefixCache:
             placement = self.tree.stats.placements[match.node.placement]
             placement.used += 1
             placement.tokens_saved += self._rules.num_saved(match.node)
+
+
+def _describe(end: Node) -> dict[str, object]:
+    path = list(end.ancestors())
+    return {
+        "tokens": end.end,
+        "nodes": len(path),
+        "nbytes": sum(node.nbytes for node in path),
+        "checkpoints": sum(node.payloads[STATE] is not None for node in path),
+        "first_tokens": path[-1].token_ids[:NUM_SHOWN_TOKENS].tolist(),
+        "last_tokens": end.token_ids[-NUM_SHOWN_TOKENS:].tolist(),
+        "locked": end.path_locks > 0,
+    }

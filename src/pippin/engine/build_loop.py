@@ -15,14 +15,13 @@ from pippin.backends.base import Backend, DeviceInfo
 from pippin.backends.host import host_memory_bytes
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.fingerprint import model_fingerprint
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import EntryStore
 from pippin.cache.host_store import HostStore
 from pippin.cache.peer_store import PeerStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.cache_tier import DISK, HOST, PEER, CacheTier, TierKind
 from pippin.cache.tiers.tier_io import TierIO, plain_memory
-from pippin.cache.tiers.tier_tree import DISK, HOST, PEER, TierKind
 from pippin.cache.tree.canary import Canary
 from pippin.config import Config, EngineConfig
 from pippin.decode.compile import GrammarCompiler
@@ -226,12 +225,11 @@ def build_tiers(
     for level, kind in enumerate(kinds):
         if kind is HOST:
             progress("pinning memory")
-            store: EntryStore = _open_host(config, backend, batch_bytes)
+            store: EntryStore[Any] = _open_host(config, backend, batch_bytes)
         else:
             progress("the cache on disk")
             store = _open_disk(config, backend)
         canary = Canary("log" if engine.canary == "off" else engine.canary)
-        canary.self_test()
         tiers = CacheTier(
             cache,
             store,
@@ -382,14 +380,11 @@ def build_loop(
 def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> PrefixCache | None:
     if not config.prefix_cache:
         return None
-    canary = Canary(config.canary)
-    if canary.mode != "off":
-        canary.self_test()
     return PrefixCache(
         spec.components,
         window=spec.window,
         capacity_bytes=capacity_bytes,
-        canary=canary,
+        canary=Canary(config.canary),
         policy=CheckpointPolicy(
             spec.state_bytes,
             spec.kv_bytes_per_token,

@@ -18,7 +18,7 @@ from pippin.engine.engine_client import (
     WatchEvent,
     check_replica,
 )
-from pippin.engine.kv_events.block_index import BLOCK_TOKENS, prompt_hashes
+from pippin.engine.kv_events import BLOCK_TOKENS, prompt_hashes
 from pippin.errors import EngineDead, NotReady, Overloaded
 from pippin.messages import Delivered, RestorablePrefixes, Shutdown, Submit, TokenDelta
 

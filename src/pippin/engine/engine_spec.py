@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pippin.cache.disk.segment_log import MAX_SEGMENT_BYTES
+from pippin.cache.disk.disk_store import MAX_SEGMENT_BYTES
 from pippin.config import Config
 from pippin.scheduler.request import FLUSH_SECONDS
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
+from pippin.engine.kv_events import Announcer
 from pippin.messages import (
     Abort,
     Answer,
@@ -46,9 +47,16 @@ class Messages(Protocol):
 class MessagePump:
     """Moves messages between channel and loop until a Shutdown arrives, or the loop fails."""
 
-    def __init__(self, loop: Loop, channel: Messages, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        channel: Messages,
+        recorder: Recorder | None = None,
+        announcer: Announcer | None = None,
+    ) -> None:
         self._loop = loop
         self._channel = channel
+        self._announcer = announcer
         self._events = EventSender(loop, recorder or Recorder(loop.scheduler), channel.send)
         loop.on_start = lambda ids: channel.send(Started(ids))
         loop.scheduler.compiling.on_compiled = lambda ids: channel.send(Compiled(ids))
@@ -61,12 +69,14 @@ class MessagePump:
             if self._loop.idle:
                 if not self._loop.warm_up.done:
                     self._loop.warm_up.run_next()
-                continue
-            deltas = self._loop.step()
-            if deltas:
-                self._channel.send(TokenBatch(deltas))
-            if self._loop.failure is not None:
-                raise self._loop.failure
+            else:
+                deltas = self._loop.step()
+                if deltas:
+                    self._channel.send(TokenBatch(deltas))
+                if self._loop.failure is not None:
+                    raise self._loop.failure
+            if self._announcer is not None:
+                self._announcer.collect()
 
     @property
     def _wait_seconds(self) -> float:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,14 @@ from pippin.engine.build_loop import build_loop, listen
 from pippin.engine.engine_spec import EXIT_GRACE_SECONDS, EngineSpec
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.trace import TraceFile, TraceWriter
-from pippin.engine.kv_events.announcer import Announcer, EventForm, EventPublisher, PrefixReports
+from pippin.engine.kv_events import (
+    Announcer,
+    EventForm,
+    EventPublisher,
+    Listener,
+    PublishingThread,
+    prefix_reports,
+)
 from pippin.engine.message_pump import MessagePump
 from pippin.errors import ConfigError, PippinError
 from pippin.logs import configure_logging
@@ -36,7 +43,6 @@ from pippin.messages import (
     FromEngine,
     Loading,
     Ready,
-    RestorablePrefixes,
     Shutdown,
     ToEngine,
 )
@@ -45,8 +51,10 @@ from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 
 
-def announce(config: ServerConfig, scheduler: Scheduler, replica: int = 0) -> Announcer | None:
-    """To subscribers from now on, in a thread; None where it is off. Raises ConfigError."""
+def publish_events(
+    config: ServerConfig, scheduler: Scheduler, replica: int = 0
+) -> PublishingThread | None:
+    """For subscribers; None where it is off. Raises ConfigError."""
     if config.kv_events is None:
         return None
     if scheduler.cache is None:
@@ -56,26 +64,20 @@ def announce(config: ServerConfig, scheduler: Scheduler, replica: int = 0) -> An
         )
     publisher = EventPublisher(config.kv_events, config.kv_events_replay)
     form = EventForm(config.kv_events_form, scheduler.cache.tree.rules, replica)
-    return _start(Announcer(form, publisher), scheduler)
+    return PublishingThread(form, publisher)
 
 
-def report_prefixes(
-    scheduler: Scheduler, send: Callable[[RestorablePrefixes], None]
-) -> Announcer | None:
-    """To the server, which routes requests by it; None without a prefix cache."""
-    if scheduler.cache is None:
+def announce(scheduler: Scheduler, listeners: Sequence[Listener]) -> Announcer | None:
+    """What is cached, from now on; None where no one listens."""
+    if scheduler.cache is None or not listeners:
         return None
-    reports = PrefixReports(scheduler.cache.tree.rules, send)
-    return _start(Announcer(reports, reports), scheduler)
-
-
-def _start(announcer: Announcer, scheduler: Scheduler) -> Announcer:
-    assert scheduler.cache is not None
+    announcer = Announcer()
+    for listener in listeners:
+        announcer.add(listener)
     announcer.observe("memory", scheduler.cache.tree)
     for tier, _ in scheduler.tiers:
         if tier.kind.name != "peer":  # what prefill engines sent is on its way into memory
-            announcer.observe(tier.kind.name, tier.below.cache.tree, salted=False)
-    announcer.start()
+            announcer.observe(tier.kind.name, tier.cache.tree, salted=False)
     return announcer
 
 
@@ -157,9 +159,14 @@ def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Eve
     os._exit(1)
 
 
-def run_engine(loop: Loop, channel: Channel, recorder: Recorder | None = None) -> int:
+def run_engine(
+    loop: Loop,
+    channel: Channel,
+    recorder: Recorder | None = None,
+    announcer: Announcer | None = None,
+) -> int:
     """Run until a Shutdown; report any other end to the server. Returns the exit status."""
-    pump = MessagePump(loop, channel, recorder)
+    pump = MessagePump(loop, channel, recorder, announcer)
     try:
         with signs_of_life(pump, channel):
             pump.run()
@@ -195,9 +202,12 @@ def main() -> int:
         if compiler is not None:
             compiler.start_loading()
         listener = listen(spec.config, loop, channel.deliver)
-        announcers = [announce(server, loop.scheduler, spec.replica or 0)]
-        if spec.replica is not None:
-            announcers.append(report_prefixes(loop.scheduler, channel.send))
+        events = publish_events(server, loop.scheduler, spec.replica or 0)
+        listeners: list[Listener] = [] if events is None else [events]
+        if spec.replica is not None and loop.scheduler.cache is not None:
+            rules = loop.scheduler.cache.tree.rules
+            listeners.append(prefix_reports(rules, channel.send))
+        announcer = announce(loop.scheduler, listeners)
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()
@@ -225,12 +235,13 @@ def main() -> int:
     trace = None
     if trace_file is not None:
         trace = TraceWriter(trace_file, recorder, num_slots=num_slots)
-    status = run_engine(loop, channel, recorder)
+    if events is not None:
+        events.start()
+    status = run_engine(loop, channel, recorder, announcer)
     if listener is not None:
         listener.close()
-    for announcer in announcers:
-        if announcer is not None:
-            announcer.close()
+    if events is not None:
+        events.close()
     if trace is not None and status == 0:  # else another engine will add to it
         trace.close()
     if log is not None:

@@ -17,12 +17,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from pippin.backends.base import Costs, Load, StepPlan
-from pippin.cache.entries.entry import Bytes, Key
+from pippin.cache.entries import Bytes, Key
 from pippin.cache.peer_store import Arrived, PeerStore, Wanted
 from pippin.cache.prefix_cache import Lock
 from pippin.cache.tiers.cache_tier import CacheTier, TierMatch
-from pippin.cache.tiers.tier_io import PIECES_AHEAD, ReadPiece, TierIO
-from pippin.cache.tiers.tier_tree import Piece
+from pippin.cache.tiers.tier_io import PIECES_AHEAD, Piece, ReadPiece, TierIO
 from pippin.scheduler.request import ByteBudget, Request
 from pippin.types import Payload
 
@@ -182,7 +181,7 @@ class Loads(Waits[LoadJob]):
             tokens=tokens.copy(),
             salt=salt,
             pieces=deque(found.pieces),
-            tier_lock=tiers.below.cache.lock(found.match),
+            tier_lock=tiers.cache.lock(found.match),
             memory_lock=tiers.memory.lock_tokens(tokens, salt),
             began=now,
             deadline=now + _patience(LEAST_PATIENCE, computing),
@@ -213,7 +212,7 @@ class Loads(Waits[LoadJob]):
             self._cancel(job)
             return
         if found.lost:
-            self._tiers.below.lose(found.lost, unreadable=True)
+            self._tiers.lose(found.lost, unreadable=True)
             self._cancel(job)
             return
         job.readings.popleft()
@@ -303,7 +302,7 @@ class Loads(Waits[LoadJob]):
 
     def _end(self, job: LoadJob) -> None:
         """No request waits for it any more, and only pieces in a step keep their bytes."""
-        self._tiers.below.cache.unlock(job.tier_lock)
+        self._tiers.cache.unlock(job.tier_lock)
         for reading in job.readings:
             reading.future.cancel()
             self._budget.release(reading.nbytes)
@@ -370,7 +369,7 @@ class Handovers(Waits[Handover]):
         return [self._store.next_arrival] if self._jobs else []
 
     def counters(self) -> dict[str, Any]:
-        peers = self._store.report()
+        peers = self._store.peers.report()
         num_connected = sum(peer["connected"] for peer in peers)
         return {"handovers": asdict(self.stats), "peers": peers, "num_connected": num_connected}
 
@@ -401,7 +400,7 @@ class Handovers(Waits[Handover]):
             boundaries=request.boundaries,
             priority=request.priority,
         )
-        if not self._store.ask(wanted):
+        if not self._store.peers.ask(wanted):
             return None
         keys = self._tiers.expect(tokens, wanted.held, salt)
         self._num_named.update(keys)
@@ -449,7 +448,7 @@ class Handovers(Waits[Handover]):
         for job in list(self._jobs):
             if now > min(job.deadline, job.began + MAX_PATIENCES * job.patience):
                 self.stats.late += 1
-                self._store.cancel(job.wanted.id)
+                self._store.peers.cancel(job.wanted.id)
                 self.stats.waited_seconds += now - job.began
                 self._end(job)
         self._forget_loaded()
@@ -475,7 +474,7 @@ class Handovers(Waits[Handover]):
 
     def _cancel(self, job: Handover) -> None:
         self.stats.cancelled += 1
-        self._store.cancel(job.wanted.id)
+        self._store.peers.cancel(job.wanted.id)
         self._end(job)
 
     def _end(self, job: Handover) -> None:
@@ -493,8 +492,8 @@ class Handovers(Waits[Handover]):
             unused = [key for key in job.keys if self._num_named[key] <= 0]
             for key in unused:
                 self._num_named.pop(key, None)
-            self._tiers.below.lose(unused)
-            self._store.forget([key for key in unused if not self._tiers.below.is_lost(key)])
+            self._tiers.lose(unused)
+            self._store.forget([key for key in unused if not self._tiers.is_lost(key)])
 
     def _looks(self, request: Request) -> bool:
         return request.phase in ("waiting", "loading") and request.tiers_tried <= self._tiers.level

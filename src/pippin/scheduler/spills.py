@@ -19,13 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pippin.backends.base import Costs, Spill, Spilled
-from pippin.cache.entries.entry import Entry, Key
+from pippin.cache.entries import Entry, Key
 from pippin.cache.peer_store import DecodePeer, OutgoingStore, Wanted
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.cache_tier import CacheTier
-from pippin.cache.tiers.diff import STATE_STRIDE, Run
+from pippin.cache.tiers.cache_tier import OUTGOING, STATE_STRIDE, CacheTier, Format, Run
 from pippin.cache.tiers.tier_io import PieceSource, TierIO
-from pippin.cache.tiers.tier_tree import OUTGOING, Format
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.radix import Node
 from pippin.scheduler.request import Request
@@ -133,7 +131,7 @@ class Spills:
         self.poll(now)
         if self._batch is not None or now < self._not_before:
             return ()
-        if self._tiers.below.cache.flushing:  # the store may yet be asked to forget these keys
+        if self._tiers.cache.flushing:  # the store may yet be asked to forget these keys
             return ()
         for _ in range(LOOKS):
             if not self._waiting:

@@ -190,7 +190,7 @@ class Traffic:
         self._handovers = [tier.handovers for tier in self.tiers if tier.handovers is not None]
         self.moves = bool(self.tiers) or pushes is not None
         self._trees = [] if cache is None else [cache]
-        self._trees += [tier.tiers.below.cache for tier in self.tiers]
+        self._trees += [tier.tiers.cache for tier in self.tiers]
         self.flushing = False  # something that was flushed has not been freed yet
 
     def warm_ups(self, backend: Backend) -> list[More]:
@@ -351,7 +351,7 @@ class Traffic:
         for tree in self._trees:
             tree.flush()
         self.flushing = any(tree.flushing for tree in self._trees)
-        return {t.tiers.kind.name: t.tiers.below.cache.evictable_bytes for t in self.tiers}
+        return {t.tiers.kind.name: t.tiers.cache.evictable_bytes for t in self.tiers}
 
     def free_flushed(self) -> None:
         """Some of it, in all tiers together: every stream waits."""

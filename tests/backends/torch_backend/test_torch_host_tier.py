@@ -41,6 +41,7 @@ from serving import (
     make_client,
     make_prompt,
 )
+from tier_checks import check_tier
 from torch_serving import make_torch_backend
 
 LENS = (100, 129, 330)
@@ -89,7 +90,7 @@ def test_a_tree_that_is_too_small_gives_up_to_the_host_and_the_host_to_the_disk(
     assert any(reply.disk_tokens for reply in replies)
     assert host.counters().evicted > 0
     for flow in client.loop.scheduler.traffic.tiers:
-        flow.tiers.check_integrity()
+        check_tier(flow.tiers)
     check_idle(client)
     client.loop.close()
 

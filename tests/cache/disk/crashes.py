@@ -9,7 +9,7 @@ from pathlib import Path
 
 from disk_builders import Unsynced
 
-from pippin.cache.entries.entry import Bytes
+from pippin.cache.entries import Bytes
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pippin.cache.disk.directory import Files
-from pippin.cache.entries.entry import ArraySpec, Bytes, Chain, Entry, Key, Loaded
+from pippin.cache.entries import ArraySpec, Bytes, Chain, Entry, Key, Loaded
 from pippin.types import Component
 
 FINGERPRINT = b"a model"

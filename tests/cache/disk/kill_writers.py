@@ -17,7 +17,7 @@ from pathlib import Path
 from disk_builders import FINGERPRINT, ROOT, payload, same_bytes, state_entry
 
 from pippin.cache.disk.disk_store import open_store
-from pippin.cache.entries.entry import Entry
+from pippin.cache.entries import Entry
 
 CEILING = 2_000_000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, state_entry
 
 from cases import cases
+from pippin.cache import entries as blocks
 from pippin.cache.disk.disk_store import open_store
 from pippin.cache.disk.segment import HEADER, Segment, Slot
-from pippin.cache.entries import entry as blocks
-from pippin.cache.entries.entry import Entry
+from pippin.cache.entries import Entry
 
 MB = 1 << 20
 BLOCK = 64
@@ -54,53 +55,40 @@ def test_what_several_threads_read_is_what_was_written(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("block", range(5))
-def test_a_wrong_byte_in_any_block_is_damage_and_counted_once(tmp_path: Path, block: int) -> None:
-    first, second, _ = large_entries()
+def flip(at: int) -> Callable[[bytearray], None]:
+    def damage(content: bytearray) -> None:
+        content[HEADER.size + at] ^= 16
+
+    return damage
+
+
+def swap_blocks(content: bytearray) -> None:
+    one, two = (slice(HEADER.size + n * BLOCK, HEADER.size + (n + 1) * BLOCK) for n in (1, 4))
+    content[one], content[two] = content[two], content[one]
+
+
+def cut(content: bytearray) -> None:
+    del content[HEADER.size + 3 * BLOCK :]
+
+
+@pytest.mark.parametrize("damage", [*(flip(n * BLOCK + 7) for n in range(5)), swap_blocks, cut])
+def test_a_damaged_block_costs_its_entry_and_is_counted_once(
+    tmp_path: Path, damage: Callable[[bytearray], None]
+) -> None:
+    second, first, _ = large_entries()
     store = open_store(tmp_path, FINGERPRINT, MB)
     for entry in (first, second):
         assert store.write(entry, payload(entry))
     (path,) = tmp_path.rglob("*.data")
-    with path.open("r+b") as file:
-        at = HEADER.size + block * BLOCK + 7
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 16]))
+    content = bytearray(path.read_bytes())
+    damage(content)
+    path.write_bytes(content)
     for _ in range(2):
         damaged, sound = store.read([first.key, second.key])
         assert damaged is None
-        assert same_bytes([sound], [second])
-    assert store.counters().damaged == 1
-    store.close()
-
-
-def test_blocks_that_changed_places_are_damage(tmp_path: Path) -> None:
-    entry = large_entries()[1]
-    store = open_store(tmp_path, FINGERPRINT, MB)
-    assert store.write(entry, payload(entry))
-    (path,) = tmp_path.rglob("*.data")
-    content = bytearray(path.read_bytes())
-    one, two = (slice(HEADER.size + n * BLOCK, HEADER.size + (n + 1) * BLOCK) for n in (1, 4))
-    content[one], content[two] = content[two], content[one]
-    path.write_bytes(content)
-    assert store.read([entry.key]) == [None]
-    assert store.counters().damaged == 1
-    store.close()
-
-
-def test_a_file_that_ends_inside_of_an_entry_is_damage(tmp_path: Path) -> None:
-    first, second, _ = large_entries()
-    store = open_store(tmp_path, FINGERPRINT, MB)
-    for entry in (first, second):
-        assert store.write(entry, payload(entry))
-    (path,) = tmp_path.rglob("*.data")
-    with path.open("r+b") as file:
-        file.truncate(HEADER.size + first.nbytes + 3 * BLOCK)
-    sound, damaged = store.read([first.key, second.key])
-    assert same_bytes([sound], [first])
-    assert damaged is None
-    assert store.counters().damaged == 1
+        if damage is not cut:
+            assert same_bytes([sound], [second])
+    assert store.counters().damaged == 1 + (damage is cut)
     store.close()
 
 

@@ -13,7 +13,7 @@ from crashes import RecordingDisk, Replay
 from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_bytes, state_entry
 
 from pippin.cache.disk.disk_store import open_store
-from pippin.cache.entries.entry import Key
+from pippin.cache.entries import Key
 
 CEILING = 8_000  # so low that segments make room all the time
 

@@ -13,7 +13,7 @@ from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_b
 
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.segment import HEADER, payload_digest
-from pippin.cache.entries.entry import Chain, Entry, divided
+from pippin.cache.entries import Chain, Entry, divided
 from pippin.types import Component
 
 CEILING = 100_000

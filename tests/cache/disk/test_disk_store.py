@@ -24,7 +24,7 @@ from disk_builders import (
 
 from pippin.cache.disk.directory import Files
 from pippin.cache.disk.disk_store import PAUSE_S, RECENCY_S, DiskStore, open_store
-from pippin.cache.entries.entry import Bytes, Chain, Entry
+from pippin.cache.entries import Bytes, Chain, Entry
 from pippin.errors import DiskCacheError
 
 MB = 1 << 20

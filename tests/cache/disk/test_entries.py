@@ -1,4 +1,4 @@
-"""Entries divide along their tokens; a store of them in memory keeps its verbs."""
+"""Entries divide along their tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, state_entry
 
 from memory_store import MemoryStore
-from pippin.cache.entries.entry import ArraySpec, Entry
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import ArraySpec, Entry
 
 
 def test_a_part_of_an_array_is_that_of_its_tokens() -> None:
@@ -29,26 +28,6 @@ def test_an_entry_that_does_not_divide_as_it_says_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="does not divide"):
             Entry(entry.key, entry.parent, entry.start, entry.tokens, (wrong,))
-
-
-def test_the_store_in_memory_gives_up_the_longest_unused() -> None:
-    first, _ = state_entry(ROOT, [1])
-    second, _ = state_entry(ROOT, [2])
-    third, _ = state_entry(ROOT, [3])
-    store: EntryStore = MemoryStore(FINGERPRINT, max_bytes=2 * first.nbytes)
-    for entry in (first, second):
-        assert store.write(entry, payload(entry))
-    store.touch([first.key])
-    assert store.write(third, payload(third))
-    assert store.take_lost() == [second.key]
-    assert [entry.key for entry in store.entries()] == [first.key, third.key]
-    into = [[np.zeros(spec.nbytes, np.uint8) for spec in first.arrays] for _ in range(2)]
-    found, missing = store.read([first.key, second.key], into)
-    assert found is not None
-    assert missing is None
-    np.testing.assert_array_equal(into[0][0], payload(first)[0])
-    counters = store.counters()
-    assert (counters.entries, counters.hits, counters.misses, counters.evicted) == (2, 1, 1, 1)
 
 
 def test_bytes_of_another_size_are_the_callers_mistake() -> None:

@@ -50,6 +50,8 @@ def test_any_byte_and_any_fact_counts(tmp_path: Path) -> None:
     found.append(model_fingerprint(model, {"dtype": "float32"}))
     (model / "model-1.safetensors").rename(model / "model-3.safetensors")
     found.append(model_fingerprint(model, {"dtype": "float32"}))
+    (model / "zz_patch.safetensors").write_bytes(b"c" * 1000)  # torch loads it, mlx-lm does not
+    found.append(model_fingerprint(model, {"dtype": "float32"}))
     assert len(set(found)) == len(found)
 
 
@@ -93,13 +95,6 @@ def replace_in_place(weights: Path, content: bytes) -> None:
     )
 
 
-def test_weights_replaced_in_place_are_another_model_whatever_their_time(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    first = model_fingerprint(model, {})
-    replace_in_place(model / "model-1.safetensors", b"c" * 5_000_000)
-    assert model_fingerprint(model, {}) != first
-
-
 @pytest.mark.parametrize("field", ["st_ctime_ns", "sample"])
 def test_a_changed_file_is_noticed_by_its_ctime_and_by_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
@@ -117,14 +112,6 @@ def test_a_changed_file_is_noticed_by_its_ctime_and_by_its_bytes(
         content = bytes(changed)
     first = model_fingerprint(model, {})
     replace_in_place(weights, content)
-    assert model_fingerprint(model, {}) != first
-
-
-def test_every_file_that_a_backend_loads_counts(tmp_path: Path) -> None:
-    """torch loads *.safetensors, mlx-lm model*.safetensors."""
-    model = make_model(tmp_path / "model")
-    first = model_fingerprint(model, {})
-    (model / "zz_patch.safetensors").write_bytes(b"c" * 1000)
     assert model_fingerprint(model, {}) != first
 
 

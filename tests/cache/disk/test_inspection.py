@@ -9,7 +9,7 @@ from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, stat
 
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.segment import HEADER
-from pippin.cache.entries.entry import Chain
+from pippin.cache.entries import Chain
 from pippin.cli import main
 
 

@@ -10,8 +10,9 @@ from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_b
 
 from memory_store import MemoryStore
 from pippin.cache.disk.disk_store import open_store
-from pippin.cache.entries.entry import Entry, Key
-from pippin.cache.entries.entry_store import EntryStore, rebuild
+from pippin.cache.entries import Entry, EntryStore, Key, rebuild
+from pippin.cache.host_store import HostStore
+from pippin.cache.tiers.tier_io import plain_memory
 
 
 class NaiveStore:
@@ -83,6 +84,12 @@ def test_a_directory_does_what_a_dictionary_does(tmp_path: Path, seed: int) -> N
         again.close()
 
 
-def test_the_store_in_memory_does_what_a_dictionary_does() -> None:
-    store = MemoryStore(FINGERPRINT, 30_000)
-    use_at_random(store, NaiveStore(), random.Random(9), times=400)
+@pytest.mark.parametrize("kind", ["host", "memory"])
+def test_stores_in_memory_do_what_a_dictionary_does(kind: str) -> None:
+    for seed in range(3):
+        store: EntryStore = MemoryStore(FINGERPRINT, 1 << 14)
+        if kind == "host":
+            store = HostStore(1 << 14, plain_memory, 1_800)
+        use_at_random(store, NaiveStore(), random.Random(seed), times=600)
+        assert store.counters().evicted > 20
+        store.close()

@@ -7,8 +7,7 @@ import random
 import numpy as np
 from disk_builders import FINGERPRINT, ROOT, kv_entry, state_entry, tokens
 
-from pippin.cache.entries.entry import Chain, Entry
-from pippin.cache.entries.entry_store import rebuild
+from pippin.cache.entries import Chain, Entry, rebuild
 
 
 def paths(entries: list[Entry]) -> dict[bytes, tuple[int, ...]]:

@@ -11,7 +11,7 @@ import numpy as np
 from pippin.backends.base.plan import StepPlan
 from pippin.backends.base.result import StepResult
 from pippin.backends.fallbacks import Fallback
-from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, ModelSpec
 
 

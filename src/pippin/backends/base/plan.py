@@ -9,7 +9,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from pippin.cache.entries.entry import Bytes
+from pippin.cache.entries import Bytes
 from pippin.types import Component, Payload, SamplingParams
 
 MAX_STOP_IDS = 8  # of a row with drafts: a device stops accepting behind one of so many

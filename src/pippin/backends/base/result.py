@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pippin.cache.entries.entry import Bytes
+from pippin.cache.entries import Bytes
 from pippin.types import Component, DeviceReading, Payload, StepForwards, TokenLogprobs
 
 

@@ -34,7 +34,7 @@ from pippin.backends.fake.payloads import (
 from pippin.backends.fake.pending import FakePending
 from pippin.backends.fake.sampler import ToySampler
 from pippin.backends.fake.toy import ARITHMETIC_VERSION, ToyRow
-from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, LayerSpec, ModelSpec, Payload
 
 BYTES_PER_TOKEN = 64

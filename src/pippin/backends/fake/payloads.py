@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from pippin.backends.base import Load, Spill, loaded_bytes
-from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, ModelSpec, Payload
 
 

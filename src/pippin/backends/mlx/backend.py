@@ -53,7 +53,7 @@ from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import MLXSampler
 from pippin.backends.mlx.step.sampling import Sampling
-from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.cache.entries import ArraySpec, Bytes
 from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
 

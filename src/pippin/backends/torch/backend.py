@@ -35,7 +35,7 @@ from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import make_streams
-from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.cache.entries import ArraySpec, Bytes
 from pippin.errors import OutOfMemory
 from pippin.types import Component
 

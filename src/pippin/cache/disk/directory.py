@@ -1,4 +1,4 @@
-"""The files of a cache directory, and the lock of the process that writes. Knows no entries.
+"""The files of a cache directory, and the lock of the process that writes.
 
     DIR/lock                    held (flock) by the one process that writes
     DIR/<model>/00000001.data   segments, with an .index each
@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pippin.cache.entries.entry import Bytes, views
+from pippin.cache.entries import Bytes, views
 from pippin.errors import DiskCacheError
 
 MAX_PARTS = 512  # of one writev or preadv; systems allow 1,024

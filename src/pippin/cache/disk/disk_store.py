@@ -1,4 +1,4 @@
-"""The store of entries in a directory: all its verbs, over segments. Knows no tree and no device.
+"""The store of entries in a directory: a log of segments, of which the oldest are given up first.
 
 threads   one writes at a time; any may read, touch, forget and count, and none of these waits
           for a write
@@ -14,8 +14,8 @@ import errno
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,18 +25,41 @@ from pippin.cache.disk.directory import (
     RECENCY,
     DirectoryLock,
     Files,
+    OtherModels,
     model_folder,
     model_folders,
     open_regular,
+    read_whole,
     refuse_shared,
     remove_segment,
     segment_bytes,
+    segment_path,
     segment_paths,
+    sort_out,
 )
-from pippin.cache.disk.segment import HEADER, Slot, decode_header, model_digest
-from pippin.cache.disk.segment_log import Catalog, SegmentLog
-from pippin.cache.entries.entry import Block, Bytes, Entry, Key, Loaded, Workers, divided
-from pippin.cache.entries.entry_store import Destination, StoreCounters, check_sizes
+from pippin.cache.disk.segment import (
+    HEADER,
+    Segment,
+    Slot,
+    decode_header,
+    decode_recency,
+    encode_arrays,
+    encode_recency,
+    model_digest,
+    open_segment,
+)
+from pippin.cache.entries import (
+    Block,
+    Bytes,
+    Destination,
+    Entry,
+    EntryStore,
+    Key,
+    Loaded,
+    Workers,
+    check_sizes,
+    divided,
+)
 from pippin.errors import DiskCacheError
 
 logger = logging.getLogger(__name__)
@@ -45,6 +68,10 @@ PAUSE_S = 10.0  # after a write that failed
 RECENCY_S = 60.0
 NUM_THREADS = 8  # that read: a few copy from the page cache and hash as fast as memory allows
 FULL = (errno.ENOSPC, errno.EDQUOT)
+MAX_SEGMENT_BYTES = 256 << 20
+MIN_SEGMENTS = 16  # of a full log: room is made in steps of a sixteenth
+MOVED_SHARE = 0.05  # of the bytes that callers wrote
+RECORD_BYTES = 512  # more than a record takes beside tokens and arrays
 
 
 def open_store(
@@ -86,43 +113,65 @@ def _lock(directory: Path, patience_s: float) -> DirectoryLock | None:
         return None
 
 
-class DiskStore(Catalog):
+class DiskStore(EntryStore[Slot]):
     def __init__(
         self,
         directory: Path,
         fingerprint: bytes,
         max_bytes: int,
         *,
-        lock: DirectoryLock | None,
-        files: Files,
-        clock: Callable[[], float],
+        lock: DirectoryLock | None = None,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        model: bytes | None = None,
     ) -> None:
-        """Reads all indexes. Without a lock nothing is ever written."""
-        super().__init__()
-        self.fingerprint = fingerprint
+        """Reads all indexes. Without a lock nothing is ever written. `model`: the digest of the
+        fingerprint, where that alone is known."""
+        super().__init__(fingerprint, max_bytes)
         self.read_only = lock is None
+        self.segment_bytes = min(MAX_SEGMENT_BYTES, max_bytes // MIN_SEGMENTS)
         self._directory = directory
         self._directory_lock = lock
+        self._files = files or Files()
         self._clock = clock
+        self._model = model or model_digest(fingerprint)
+        self._folder = model_folder(directory, self._model)
         self._writing = Lock()
         self._paused_until = -1.0
         self._recency_due = clock() + RECENCY_S
-        model = model_digest(fingerprint)
-        self._log = SegmentLog(files, directory, model, max_bytes, self, read_only=self.read_only)
+        self._recency_path = self._folder / RECENCY
+        self._recency_bytes = 0
+        self._recency_use = 0  # the clock when it was saved
+        self._kept_bytes = self._moved_bytes = 0
+        self._segments: list[Segment] = []  # in the order in which they were started
+        self._active: Segment | None = None
+        self._number = 0  # of the newest segment
+        self._unnoted: list[Slot] = []  # dropped, but not noted in their indexes yet
+        if self._folder.exists():
+            self._open()
+        self.others = OtherModels(self._files, directory, self._folder)
+        self.count(foreign=self.others.num_segments)
         self._readers = Workers("pippin-disk-read", NUM_THREADS)
 
-    def counters(self) -> StoreCounters:
-        return StoreCounters(
-            entries=len(self),
-            bytes=self._log.nbytes,
-            max_bytes=self._log.max_bytes,
-            **self.counts(),
-        )
+    @property
+    def nbytes(self) -> int:
+        """Of all files, other models' too."""
+        own = sum(segment.nbytes for segment in self._segments)
+        return own + self._recency_bytes + self.others.nbytes
+
+    def _all_counts(self) -> dict[str, int]:
+        return super()._all_counts() | {"bytes": self.nbytes}
+
+    # ---- reading ---------------------------------------------------------------------------
 
     def read(
         self, keys: Sequence[Key], into: Sequence[Destination] | None = None
     ) -> list[Loaded | None]:
-        slots = self.pin(keys)
+        with self._lock:
+            slots = [self._places.get(key) for key in keys]
+            for slot in slots:
+                if slot is not None:
+                    slot.segment.pin()
         there = [(index, slot) for index, slot in enumerate(slots) if slot is not None]
         if into is None:
             own = {slot: slot.entry.new_buffers() for _, slot in there}
@@ -144,12 +193,21 @@ class DiskStore(Catalog):
                 self.lose(slot, "read_errors")
             elif slot.segment.verifies(slot, parts):
                 found[index] = Loaded(slot.entry, tuple(into[index]))
-            else:
-                self.lose_damaged(slot)
+            elif self.lose(slot, "damaged"):
+                with self._lock:  # the index notes it too, or it would be found again
+                    self._unnoted.append(slot)
         hits = [each.entry.nbytes for each in found if each is not None]
         misses = len(found) - len(hits)
         self.count(hits=len(hits), read_bytes=sum(hits), misses=misses)
         return found
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        with self._lock:
+            known = list(keys)
+            self._unnoted += [self._places[key] for key in known if key in self._places]
+            super().forget(known)
+
+    # ---- writing ---------------------------------------------------------------------------
 
     def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
         check_sizes(entry, data)
@@ -175,21 +233,24 @@ class DiskStore(Catalog):
     def close(self) -> None:
         self._flush(closes=True)
         self._readers.close()
-        self._log.close()
+        for segment in self._segments:
+            segment.close()
         if self._directory_lock is not None:
             self._directory_lock.release()
 
     def _write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
         """Within the ceiling, and once more where the disk itself has no room for it."""
-        self._log.note_drops()
-        if not self._log.make_room(entry):
+        self._note_drops()
+        needed = entry.nbytes + len(entry.tokens) + len(encode_arrays(entry.arrays)) + RECORD_BYTES
+        if not self._make_room(needed + 2 * HEADER.size):
             return False
         try:
-            self._log.append(entry, data)
+            self._append(entry, data, self.next_use())
         except OSError as error:
-            if error.errno not in FULL or not self._log.give_up_segment(move=False):
+            if error.errno not in FULL or not self._give_up_segment(move=False):
                 raise
-            self._log.append(entry, data)
+            self._append(entry, data, self.next_use())
+        self._kept_bytes += entry.nbytes
         self._save_recency_if_due()
         return True
 
@@ -198,19 +259,205 @@ class DiskStore(Catalog):
             if self.read_only:
                 return
             try:
-                self._log.note_drops()
+                self._note_drops()
                 self._save_recency_if_due(now=closes)
-                self._log.sync()
+                if self._active is not None:
+                    self._active.sync()
             except OSError as error:
                 logger.warning("%s cannot be flushed: %s", self._directory, error)
 
-    def _save_recency_if_due(self, *, now: bool = False) -> None:
-        if now or self._clock() >= self._recency_due:
-            self._recency_due = self._clock() + RECENCY_S
+    def _append(self, entry: Entry, data: Sequence[Bytes], use: int) -> None:
+        """Keep an entry at the end of the log. Raises OSError, and is then as it was."""
+        segment = self._segment_for(entry.nbytes)
+        before = segment.nbytes
+        slot = segment.append(entry, data, use)
+        self.count(written_bytes=segment.nbytes - before)
+        self._add(slot)
+
+    def _add(self, slot: Slot) -> None:
+        """An entry that is complete on disk; it replaces one of the same key."""
+        with self._lock:
+            before = self._places.get(slot.entry.key)
+            if before is not None:
+                self._drop(before)
+            self._places[slot.entry.key] = slot
+            slot.segment.add_entry(slot)
+
+    def _drop(self, place: Slot) -> None:
+        super()._drop(place)
+        place.segment.remove_entry(place)
+
+    def _set_use(self, place: Slot, use: int) -> None:
+        place.segment.used(place, use)
+
+    def _note_drops(self) -> None:
+        """Note dropped entries in their indexes, and delete segments that have no others."""
+        with self._lock:
+            unnoted, self._unnoted = self._unnoted, []
+        offsets: dict[Segment, list[int]] = defaultdict(list)
+        for slot in unnoted:
+            offsets[slot.segment].append(slot.offset)
+        for segment, dropped in offsets.items():
+            if segment in self._segments:
+                self.count(written_bytes=segment.note_drops(dropped))
+        for segment in list(self._segments):
+            if not segment.slots and segment is not self._active:
+                self._remove(segment)
+
+    # ---- segments --------------------------------------------------------------------------
+
+    def _segment_for(self, nbytes: int) -> Segment:
+        active = self._active
+        if active is not None and not active.broken:
+            if not active.slots or active.data_size + nbytes <= self.segment_bytes:
+                return active
+            self._active = None
+            active.sync()
+        self._files.make_folder(self._folder)
+        path = segment_path(self._folder, self._number + 1)
+        self._active = Segment.create(self._files, path, self._model)
+        self._number += 1
+        self._segments.append(self._active)
+        self.count(written_bytes=self._active.nbytes)
+        return self._active
+
+    def _make_room(self, needed: int) -> bool:
+        """Evict what was used longest ago until so much fits; False if it never can."""
+        ceiling = self.max_bytes - self._reserve
+        if needed > ceiling:
+            return False
+        while self.nbytes + needed > ceiling:
+            if not self.others.remove_oldest() and not self._give_up_segment():
+                return False
+        return True
+
+    @property
+    def _reserve(self) -> int:
+        """Room to move entries before their segment is deleted."""
+        return self.segment_bytes // 4
+
+    def _give_up_segment(self, *, move: bool = True) -> bool:
+        """Delete a segment, but move its entries of later use; False if there is none."""
+        sealed = [segment for segment in self._segments if segment is not self._active]
+        victim = min(sealed, key=lambda segment: segment.mean_use, default=self._active)
+        if victim is None:
+            return False
+        if victim is self._active:
+            self._active = None
+        if move:
+            budget = int(MOVED_SHARE * self._kept_bytes) - self._moved_bytes
+            self._move(self._worth_moving(victim, min(budget, self._reserve)))
+        for slot in list(victim.slots.values()):
+            self.lose(slot, "evicted")
+        self._remove(victim)
+        return True
+
+    def _worth_moving(self, victim: Segment, max_bytes: int) -> list[Slot]:
+        """The entries of a victim that are written again, within `max_bytes`."""
+        total = sum(segment.live_bytes for segment in self._segments)
+        average = sum(segment.use_bytes for segment in self._segments) / total if total else 0.0
+        moved: list[Slot] = []
+        for slot in sorted(victim.slots.values(), key=lambda slot: -slot.use):
+            if slot.use <= average:
+                break
+            if slot.entry.nbytes <= max_bytes:
+                moved.append(slot)
+                max_bytes -= slot.entry.nbytes
+        return moved
+
+    def _move(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            data = slot.entry.new_buffers()
             try:
-                self._log.save_recency()
-            except OSError as error:
-                logger.warning("%s: the order of use cannot be saved: %s", self._directory, error)
+                if not slot.segment.read(slot, data):
+                    self.lose(slot, "damaged")
+                    continue
+                self._append(slot.entry, data, slot.use)
+            except OSError:
+                logger.warning("%s: entries could not be moved", slot.segment.path, exc_info=True)
+                return
+            self._moved_bytes += slot.entry.nbytes
+
+    def _remove(self, segment: Segment) -> None:
+        self._segments.remove(segment)
+        if segment is self._active:
+            self._active = None
+        segment.remove()
+
+    # ---- opening ---------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        foreign, lost = sort_out(self._files, self._folder, read_only=self.read_only)
+        self.count(foreign=foreign, damaged=lost)
+        for path in segment_paths(self._folder):
+            self._number = max(self._number, int(path.stem))
+            try:
+                self._open_segment(path)
+            except OSError:
+                logger.warning("%s cannot be opened", path, exc_info=True)
+                self.count(read_errors=1)
+        self._load_recency()
+        if self._segments and not self.read_only:
+            newest = self._segments[-1]
+            self._active = newest if newest.data_size < self.segment_bytes else None
+
+    def _open_segment(self, path: Path) -> None:
+        nbytes = segment_bytes(path)
+        if nbytes > self.max_bytes and not self.read_only:
+            logger.warning("%s is removed: %d bytes are more than --disk", path, nbytes)
+            remove_segment(self._files, path)
+            return
+        found = open_segment(self._files, path, self._model, read_only=self.read_only)
+        self.count(damaged=found.damaged, foreign=found.foreign)
+        if found.segment is not None:
+            self.clock = max([self.clock, *(slot.use for slot in found.slots)])
+            self._segments.append(found.segment)
+            for slot in found.slots:
+                self._add(slot)
+        elif not found.foreign and not self.read_only:
+            remove_segment(self._files, path)
+
+    def _load_recency(self) -> None:
+        try:
+            raw = read_whole(self._recency_path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            logger.warning("%s cannot be read", self._recency_path, exc_info=True)
+            self.count(read_errors=1)
+            return
+        uses = decode_recency(raw, self._model)
+        if uses is None:
+            self.count(damaged=1)
+            if not self.read_only:
+                self._files.remove(self._recency_path)
+            return
+        self._recency_bytes = len(raw)
+        for segment in self._segments:
+            known = uses.get(segment.name, {})
+            for slot in segment.slots.values():
+                self._set_use(slot, max(slot.use, known.get(slot.offset, 0)))
+                self.clock = max(self.clock, slot.use)
+        self._recency_use = self.clock
+
+    def _save_recency_if_due(self, *, now: bool = False) -> None:
+        if not now and self._clock() < self._recency_due:
+            return
+        self._recency_due = self._clock() + RECENCY_S
+        if self.clock == self._recency_use:
+            return
+        self._recency_use = self.clock
+        with self._lock:
+            slots = {one.name: list(one.slots.values()) for one in self._segments}
+            uses = {name: {slot.offset: slot.use for slot in of} for name, of in slots.items()}
+        content = encode_recency(uses, self._model)
+        try:
+            if self._make_room(len(content)):
+                self._files.replace(self._recency_path, content)
+                self._recency_bytes = len(content)
+                self.count(written_bytes=len(content))
+        except OSError as error:
+            logger.warning("%s: the order of use cannot be saved: %s", self._directory, error)
 
 
 def _read_block(job: tuple[Slot, Block]) -> bytes | None:
@@ -245,7 +492,8 @@ def look(directory: Path, *, verify: bool = False) -> Iterator[ModelReport]:
         paths = list(segment_paths(folder))
         if paths:
             nbytes = sum(map(segment_bytes, paths))
-            report = ModelReport(folder.name, len(paths), nbytes, _last_change(paths))
+            changed = max(path.lstat().st_mtime for path in paths)
+            report = ModelReport(folder.name, len(paths), nbytes, changed)
             _add_entries(report, directory, _model_of(paths), verify=verify)
             yield report
 
@@ -280,31 +528,19 @@ def _add_entries(
     if model is None or model_folder(directory, model).name != report.name:
         report.damaged += report.segments  # not one header says whose they are
         return
-    catalog = Catalog()
-    log = SegmentLog(Files(), directory, model, 0, catalog, read_only=True)
+    store = DiskStore(directory, b"", 0, model=model)
     try:
-        for entry in catalog.entries():
+        for entry in store.entries():
             report.entries[entry.key.component.value] += 1
             report.payload_bytes[entry.key.component.value] += entry.nbytes
             if verify:
-                _verify(catalog, report, entry.key)
+                store.read([entry.key])  # counts what it finds
+        counts = store.counters()
     finally:
-        log.close()
-    counts = catalog.counts()
-    report.damaged += counts.get("damaged", 0)
-    report.foreign += counts["foreign"] - log.num_other_segments
-    report.unreadable += counts.get("read_errors", 0)
-
-
-def _verify(catalog: Catalog, report: ModelReport, key: Key) -> None:
-    (slot,) = catalog.pin([key])
-    assert slot is not None
-    try:
-        report.damaged += not slot.segment.read(slot, slot.entry.new_buffers())
-    except OSError:
-        report.unreadable += 1
-    finally:
-        slot.segment.unpin()
+        store.close()
+    report.damaged += counts.damaged
+    report.foreign += counts.foreign - store.others.num_segments
+    report.unreadable += counts.read_errors
 
 
 def _model_of(paths: list[Path]) -> bytes | None:
@@ -318,7 +554,3 @@ def _model_of(paths: list[Path]) -> bytes | None:
         if header is not None and model_folder(path.parent.parent, header.model) == path.parent:
             return header.model
     return None
-
-
-def _last_change(paths: list[Path]) -> float:
-    return max(path.lstat().st_mtime for path in paths)

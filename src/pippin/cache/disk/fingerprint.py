@@ -1,4 +1,4 @@
-"""What a model is, as a few bytes: entries of another model are never found. Knows no model.
+"""What a model is, as a few bytes: entries of another model are never found.
 
 All bytes of all weights count, and of the file beside them that says how they are used: a model
 that was trained on, or whose rope was changed, is another one. Weights are hashed once (XXH3, as

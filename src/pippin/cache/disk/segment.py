@@ -1,4 +1,4 @@
-"""The bytes of segments and their indexes. Knows no files; any byte that is wrong is noticed.
+"""Segments and their indexes: their bytes, of which any that is wrong is noticed, and their files.
 
     data     header | payload | payload | ...     a payload is its arrays, one after the other
     index    header | record | record | ...       a record: mark, length, digest, msgpack
@@ -6,10 +6,10 @@
     recency  digest | msgpack: when each entry was used last. Written whole, at most once a minute
              and when the store closes; losing it costs nothing but that order
 
-Digests are XXH3 of 128 bits. A payload's covers those of its blocks (`entries/blocks.py`), its
+Digests are XXH3 of 128 bits. A payload's covers those of its blocks (`entries.divided`), its
 name, its model, and the name, dtype and shape of each array. A record's covers its place and its
 segment. Bytes under another name and records that were moved or copied do not verify. Digests are
-against accidents; `chain.py` is against prompts made to collide.
+against accidents; `entries.Chain` is against prompts made to collide.
 """
 
 from __future__ import annotations
@@ -19,16 +19,27 @@ import logging
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-from pippin.cache.disk.directory import Files, index_path, read_into, remove_segment
-from pippin.cache.entries.entry import ArraySpec, Block, Bytes, Entry, Key, divided, little_endian
+from pippin.cache.disk.directory import Files, index_path, read_into, read_whole, remove_segment
+from pippin.cache.entries import (
+    ArraySpec,
+    Block,
+    Bytes,
+    Entry,
+    Key,
+    Place,
+    divided,
+    little_endian,
+)
 from pippin.types import Component
 
 VERSION = 2
@@ -131,8 +142,7 @@ def encode_record(record: Put | Drop, segment: bytes, at: int) -> bytes:
     return FRAME.pack(RECORD_MARK, len(body), _record_digest(body, segment, at)) + body
 
 
-@dataclass(frozen=True)
-class BadRecords:
+class BadRecords(NamedTuple):
     """Bytes [start, end) of an index that are no record."""
 
     start: int
@@ -193,14 +203,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """Where an entry lies."""
+class Slot(Place):
+    """The segment keeps the sum of `use` (`Segment.use_bytes`)."""
 
-    entry: Entry
     segment: Segment
     offset: int
     digest: bytes
-    use: int  # on the store's clock; the segment keeps the sum (`Segment.use_bytes`)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.entry.nbytes
 
 
 class Segment:
@@ -217,7 +229,7 @@ class Segment:
         self.live_bytes = 0
         self.use_bytes = 0  # sum of use x bytes over `slots`: the mean use is a division
         self.broken = False  # a write failed and could not be undone: nothing more is appended
-        self._data, self._index = handles
+        self.data, self._index = handles
         self._readers = 0
         self._gone = False
         self._lock = Lock()
@@ -268,10 +280,10 @@ class Segment:
     def append(self, entry: Entry, data: Sequence[Bytes], use: int) -> Slot:
         """Write an entry at the end; an error leaves the segment as it was."""
         digest = payload_digest(self.model, entry, [block.digest() for block in divided(data)])
-        slot = Slot(entry, self, self.data_size, digest, use)
+        slot = Slot(entry, use, self, self.data_size, digest)
         record = put_of(entry, slot.offset, digest, use)
         try:
-            self.files.write(self._data, slot.offset, data)
+            self.files.write(self.data, slot.offset, data)
             written = self._append_record(record)
         except OSError:
             self._undo_append()
@@ -297,7 +309,7 @@ class Segment:
 
     def read_block(self, slot: Slot, block: Block) -> bytes:
         """Fetch a part of a payload; returns its digest, or none where the file ends before it."""
-        found = read_into(self._data, self.path, slot.offset + block.at, block.parts)
+        found = read_into(self.data, self.path, slot.offset + block.at, block.parts)
         return block.digest() if found == block.nbytes else b""
 
     def verifies(self, slot: Slot, digests: Sequence[bytes]) -> bool:
@@ -314,12 +326,8 @@ class Segment:
         self._index = self.files.open(index_path(self.path), read_only=False)
         self.index_size = len(content)
 
-    def cut_tail(self) -> None:
-        """Cut off what a crash left behind the last entry."""
-        self.files.truncate(self._data, self.data_size)
-
     def sync(self) -> None:
-        self.files.sync(self._data)
+        self.files.sync(self.data)
         self.files.sync(self._index)
 
     def pin(self) -> None:
@@ -351,13 +359,100 @@ class Segment:
     def _undo_append(self) -> None:
         try:
             self.files.truncate(self._index, self.index_size)
-            self.files.truncate(self._data, self.data_size)
+            self.files.truncate(self.data, self.data_size)
         except OSError:
             logger.exception("%s: a failed write could not be undone", self.path)
             self.broken = True
 
     def _close_if_idle(self) -> None:
-        if self._gone and not self._readers and self._data >= 0:
-            os.close(self._data)
+        if self._gone and not self._readers and self.data >= 0:
+            os.close(self.data)
             os.close(self._index)
-            self._data = self._index = -1
+            self.data = self._index = -1
+
+
+@dataclass
+class OpenedSegment:
+    """What opening a segment has shown."""
+
+    segment: Segment | None = None
+    slots: Sequence[Slot] = ()  # of its entries
+    damaged: int = 0  # pieces of its files that do not verify
+    foreign: int = 0
+
+
+def open_segment(files: Files, path: Path, model: bytes, *, read_only: bool) -> OpenedSegment:
+    """Open the segment whose data file is `path`. Raises OSError where the system does."""
+    try:
+        raw = read_whole(index_path(path))
+    except FileNotFoundError:
+        return OpenedSegment()
+    with ExitStack() as opened:
+        data = files.open(path, read_only=read_only)
+        opened.callback(os.close, data)
+        header = decode_header(os.pread(data, HEADER.size, 0))
+        data_size = os.fstat(data).st_size
+        index_header = decode_header(raw)
+        if _is_foreign(header, DATA_MARK, model) or _is_foreign(index_header, INDEX_MARK, model):
+            return OpenedSegment(foreign=1)
+        if header is not None and data_size == HEADER.size and len(raw) < HEADER.size:
+            return OpenedSegment()
+        if not _belong_together(header, index_header):
+            return OpenedSegment(damaged=1)
+        assert header is not None
+        index = files.open(index_path(path), read_only=read_only)
+        segment = Segment(files, path, header.segment, model, (data, index))
+        opened.pop_all()  # the segment closes them
+    return _recover(segment, raw, data_size, read_only=read_only)
+
+
+def _recover(segment: Segment, raw: bytes, data_size: int, *, read_only: bool) -> OpenedSegment:
+    found = OpenedSegment(segment)
+    puts: dict[int, Put] = {}  # by offset
+    dropped: list[Slot] = []  # their bytes stay: a damaged record might name them again
+    for record in decode_records(raw, segment.name):
+        match record:
+            case BadRecords(_, end):
+                being_written = read_only and end == len(raw)  # by a server that runs
+                found.damaged += not being_written
+            case Drop(offset) if offset in puts:
+                dropped.append(_slot(segment, puts.pop(offset)))
+            case Put():
+                puts[record.offset] = record
+            case Drop():
+                pass  # of an entry whose own record was damaged
+    segment.index_size = len(raw)
+    slots = {offset: _slot(segment, put) for offset, put in puts.items()}
+    sound = {offset: slot for offset, slot in slots.items() if slot.end <= data_size}
+    if len(sound) < len(slots):
+        found.damaged += 1  # the data file is shorter than it was
+    found.slots = list(sound.values())
+    ends = [slot.end for slot in (*sound.values(), *dropped)]
+    segment.data_size = min(data_size, max(ends, default=HEADER.size))
+    if not read_only:
+        try:
+            if found.damaged:
+                segment.rewrite_index([puts[offset] for offset in sound])
+            if data_size != segment.data_size:  # what a crash left behind the last entry
+                segment.files.truncate(segment.data, segment.data_size)
+        except OSError:
+            logger.warning("%s cannot be repaired", segment.path, exc_info=True)
+            segment.broken = True
+    return found
+
+
+def _slot(segment: Segment, put: Put) -> Slot:
+    return Slot(entry_of(put), put.use, segment, put.offset, put.digest)
+
+
+def _is_foreign(header: Header | None, mark: bytes, model: bytes) -> bool:
+    if header is None or header.mark != mark:
+        return False
+    return header.version != VERSION or header.model != model
+
+
+def _belong_together(data: Header | None, index: Header | None) -> bool:
+    if data is None or index is None:
+        return False
+    marks = (data.mark, index.mark) == (DATA_MARK, INDEX_MARK)
+    return marks and data.segment == index.segment

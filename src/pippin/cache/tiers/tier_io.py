@@ -1,4 +1,4 @@
-"""Reads from and writes to a tier's store, in threads of its own. Knows no tree and no steps.
+"""Parts of entries, which a tier's tree has as payloads, and how threads read and write them.
 
 One thread writes, another one reads: a load does not wait for writes. A piece is read into a
 buffer, or, where it is one entry in host memory, pinned and used where it lies.
@@ -8,17 +8,232 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
-from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries import ArraySpec, Bytes, Entry, EntryStore, Key, Loaded
 from pippin.cache.host_store import HostStore, PinnedEntry
-from pippin.cache.tiers.tier_tree import Piece, num_bytes, read, views_of
+from pippin.cache.prefix_cache import Match
+from pippin.cache.tree.radix import Node
+from pippin.types import Component, Payload
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) of an entry's own; of a state or a hidden vector [0, 1)."""
+
+    entry: Entry
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_tokens == num_parts(self.entry)
+
+
+def num_parts(entry: Entry) -> int:
+    """How many tokens its payload divides into."""
+    return entry.key.num_tokens or 1
+
+
+@dataclass(eq=False)
+class Owned:
+    """An entry that the tree names, and the parts by which it does: each knows its node."""
+
+    entry: Entry
+    on_unused: Callable[[Owned], None]
+    parts: dict[EntryPart, None] = field(default_factory=dict)  # a set, in a fixed order
+    unreadable: bool = False  # it did not read back as it was written
+
+    @property
+    def key(self) -> Key:
+        return self.entry.key
+
+    def part(self) -> EntryPart:
+        """All of it, for an insert."""
+        return EntryPart(self, 0, num_parts(self.entry))
+
+
+class EntryPart:
+    """A payload of the disk's tree."""
+
+    __slots__ = ("node", "owner", "start", "stop")
+
+    def __init__(self, owner: Owned, start: int, stop: int) -> None:
+        self.owner = owner
+        self.start = start
+        self.stop = stop
+        self.node: Node | None = None  # that has it; None: an insert has yet to place it
+        owner.parts[self] = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def span(self) -> Span:
+        return Span(self.owner.entry, self.start, self.stop)
+
+    @property
+    def nbytes(self) -> int:
+        """Such that those of all parts add up."""
+        nbytes, total = self.owner.entry.nbytes, num_parts(self.owner.entry)
+        return nbytes * self.stop // total - nbytes * self.start // total
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        cut = self.start + at
+        del self.owner.parts[self]
+        return EntryPart(self.owner, self.start, cut), EntryPart(self.owner, cut, self.stop)
+
+    def release(self) -> None:
+        owner = self.owner
+        assert self in owner.parts, "a part was released twice"
+        del owner.parts[self]
+        if not owner.parts:
+            owner.on_unused(owner)
+
+    def fingerprint(self) -> int:
+        """Its bytes are verified when they are read; this is what they are read by."""
+        return hash((self.owner.key, self.start, self.stop))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, end) of one component, or what is kept after `end`."""
+
+    component: Component
+    start: int
+    end: int
+    spans: tuple[Span, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the payload that it becomes."""
+        return self.end - self.start if self.component.divides else 1
+
+    @property
+    def nbytes(self) -> int:
+        """To read: entries are read whole."""
+        return sum(span.entry.nbytes for span in self.spans)
+
+    @property
+    def keys(self) -> list[Key]:
+        return [span.entry.key for span in self.spans]
+
+
+def pieces(match: Match, held: int, max_bytes: int) -> list[Piece]:
+    """What restores a match on disk where memory holds the KV of the first `held` tokens.
+
+    In the order in which a tree can take them.
+    """
+    found: list[Piece] = []
+    for component in Component:
+        spans = _spans(match.payloads.get(component, ()))
+        if not spans or (component is Component.HIDDEN and match.length < match.prompt_len):
+            continue
+        if component.divides:
+            first = held if component is Component.ATTENTION else 0
+            found += _grouped(component, _from(first, match.length, spans), max_bytes)
+        else:
+            found.append(Piece(component, match.length, match.length, tuple(spans)))
+    return found
+
+
+def piece_of(component: Component, start: int, end: int, parts: Sequence[Payload]) -> Piece:
+    """Of parts that follow each other along a path: KV of [start, end), or what is kept there."""
+    return Piece(component, start if component.divides else end, end, tuple(_spans(parts)))
+
+
+def _spans(parts: Sequence[Payload]) -> list[Span]:
+    """Parts of one entry that follow each other as one: an entry is read whole, and once."""
+    found: list[Span] = []
+    for part in parts:
+        assert isinstance(part, EntryPart)
+        span = part.span
+        if found and found[-1].entry is span.entry and found[-1].stop == span.start:
+            span = Span(span.entry, found.pop().start, span.stop)
+        found.append(span)
+    return found
+
+
+def _from(first: int, end: int, spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Spans that end at `end`, with their positions, less what lies before `first`."""
+    start = end - sum(span.num_tokens for span in spans)
+    for span in spans:
+        stop = start + span.num_tokens
+        if stop > first:
+            skipped = max(0, first - start)
+            yield start + skipped, Span(span.entry, span.start + skipped, span.stop)
+        start = stop
+
+
+def _grouped(
+    component: Component, placed: Iterator[tuple[int, Span]], max_bytes: int
+) -> Iterator[Piece]:
+    """As many spans together as make a piece of `max_bytes`."""
+    groups: list[tuple[int, list[Span]]] = []
+    nbytes = 0
+    for start, span in placed:
+        if not groups or nbytes + span.entry.nbytes > max_bytes:
+            groups.append((start, []))
+            nbytes = 0
+        groups[-1][1].append(span)
+        nbytes += span.entry.nbytes
+    for start, spans in groups:
+        end = start + sum(span.num_tokens for span in spans)
+        yield Piece(component, start, end, tuple(spans))
+
+
+def read(
+    store: EntryStore[Any], piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes
+) -> tuple[Bytes, ...] | list[Key]:
+    """The piece's arrays, in `buffer`; or the keys that could not be read. From any thread.
+
+    An entry of which only a part is wanted is read to memory of its own first.
+    """
+    arrays = _divided(buffer, specs)
+    targets: list[list[Bytes]] = []
+    at = 0
+    for span in piece.spans:
+        end = at + span.num_tokens
+        targets.append([s.tokens(a, at, end) for a, s in zip(arrays, specs, strict=True)])
+        at = end
+    spans = list(zip(piece.spans, targets, strict=True))
+    into = [to if span.is_whole else span.entry.new_buffers() for span, to in spans]
+    loaded = store.read(piece.keys, into)
+    lost = [key for key, found in zip(piece.keys, loaded, strict=True) if found is None]
+    if lost:
+        return lost
+    for (span, to), found in zip(spans, loaded, strict=True):
+        if found is not None and not span.is_whole:
+            for target, part in zip(to, views_of(found, span), strict=True):
+                target[:] = part
+    return arrays
+
+
+def views_of(loaded: Loaded, span: Span) -> tuple[Bytes, ...]:
+    """The arrays of a part of an entry."""
+    arrays = zip(loaded.entry.arrays, loaded.arrays, strict=True)
+    return tuple(spec.tokens(data, span.start, span.stop) for spec, data in arrays)
+
+
+def num_bytes(specs: Sequence[ArraySpec]) -> int:
+    return sum(spec.nbytes for spec in specs)
+
+
+def _divided(buffer: Bytes, specs: Sequence[ArraySpec]) -> tuple[Bytes, ...]:
+    ends = accumulate((spec.nbytes for spec in specs), initial=0)
+    return tuple(buffer[at:end] for at, end in pairwise(ends))
+
 
 PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
 MAX_IDLE_BUFFERS = 4
@@ -106,7 +321,7 @@ def plain_memory(nbytes: int) -> Bytes:
 class TierIO:
     def __init__(
         self,
-        store: EntryStore,
+        store: EntryStore[Any],
         *,
         allocate: Callable[[int], Bytes] = plain_memory,
         piece_bytes: int = 0,

@@ -1,4 +1,4 @@
-"""The rules of what a model keeps, on tree nodes. Knows no eviction order.
+"""The rules of what a model keeps, on tree nodes: matches, locks, and ends that look back.
 
             valid for a match      lock              split                      evict
 attention   everywhere             path to the root  divides                    with its leaf
@@ -51,7 +51,8 @@ class Rules:
             if self.has_window and node.payloads[WINDOW] is None:
                 best = None  # all between this hole and `best` looks back on it too
                 continue
-            if best is None and (not self.has_state or self._has_state_within(node, reach)):
+            is_end = node.end <= reach and node.payloads[STATE] is not None
+            if best is None and (is_end or not self.has_state):
                 best, length = node, min(node.end, reach)
             if best is not None and node.start <= max(0, length - self.window):
                 return best, length
@@ -143,9 +144,6 @@ class Rules:
             above = above.parent
         return node.end - above.end
 
-    def _has_state_within(self, node: Node, reach: int) -> bool:
-        return node.end <= reach and node.payloads[STATE] is not None
-
 
 def _held(nodes: Iterator[Node] | list[Node], index: int) -> tuple[Payload, ...]:
     payloads = [node.payloads[index] for node in nodes]
@@ -166,10 +164,6 @@ class Lookback:
             above.window_users += 1
             end.window_floor = above.start
 
-    def uncount(self, end: Node) -> list[Node]:
-        """No match can end there any more; returns the nodes that no end looks back on now."""
-        return self._uncount_from(end, end)
-
     def divide(self, upper: Node, lower: Node) -> list[Node]:
         """Share the users of a node that was split; returns what no end looks back on now.
 
@@ -180,12 +174,13 @@ class Lookback:
         free: list[Node] = []
         for end in self._ends_near(lower):
             if end.end - self._rules.window >= upper.end:
-                free += self._uncount_from(end, upper)
+                free += self.uncount(end, upper)
                 end.window_floor = lower.start
         return free
 
-    def _uncount_from(self, end: Node, first: Node) -> list[Node]:
-        """Take `end` off the users of `first` and of those above it."""
+    def uncount(self, end: Node, first: Node) -> list[Node]:
+        """Take `end` off the users of `first` and of those above it, where no match can end there
+        any more; returns the nodes that no end looks back on now."""
         free = []
         for above in first.back_to(end.window_floor):
             above.window_users -= 1
@@ -204,3 +199,95 @@ class Lookback:
                 stack.extend(islice(below.children.values(), MAX_VISITS))
                 if self._rules.is_end(below):
                     yield below
+
+
+class Locks:
+    """What is locked, node by node, and how many bytes that is. A lock ends at a node. It keeps:
+
+    attention   node.path_locks > 0    locks that end here, and locked children
+    window      node.window_locks > 0  locks whose window segment includes the node
+    state       node.locks > 0         locks that end here
+    hidden      like the state of its node, or like attention where there are no states
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.nbytes = 0  # of every locked payload
+        self._rules = rules
+        # What locks that end at a node keep there, and what those keep that end there or below.
+        self._at_end = (STATE, HIDDEN) if rules.has_state else (STATE,)
+        self._on_path = (ATTENTION,) if rules.has_state else (ATTENTION, HIDDEN)
+
+    def lock(self, node: Node) -> int:
+        """Lock what `Rules.gather` returns; the result is the window segment's start, for `unlock`.
+
+        A path that is locked already is not climbed again, so moving a lock to the end of what was
+        added below it costs no more than what was added.
+        """
+        if node.is_root:
+            return node.end
+        node.locks += 1
+        if node.locks == 1:
+            self.nbytes += _nbytes(node, self._at_end)
+        for above in node.ancestors():
+            above.path_locks += 1
+            if above.path_locks > 1:
+                break
+            self.nbytes += _nbytes(above, self._on_path)
+        return self._lock_window(node)
+
+    def unlock(self, node: Node, floor: int) -> list[Node]:
+        """Undo `lock`; returns the nodes of which something may be evicted again.
+
+        `floor` was a node's start when locked, and nodes never merge, so splits in between are met.
+        """
+        if node.is_root:
+            return []
+        assert node.locks > 0, f"unlocked a node at {node.end} that is not locked"
+        node.locks -= 1
+        if node.locks == 0:
+            self.nbytes -= _nbytes(node, self._at_end)
+        for above in node.ancestors():
+            above.path_locks -= 1
+            if above.path_locks > 0:
+                break
+            self.nbytes -= _nbytes(above, self._on_path)
+        return [node, *self._unlock_window(node, floor)]
+
+    def divide(self, upper: Node, lower: Node) -> None:
+        """What locks `lower` locks the node just split off it as well."""
+        upper.path_locks = 1 if lower.path_locks else 0
+        upper.window_locks = lower.window_locks
+
+    def is_locked(self, node: Node, index: int) -> bool:
+        """Whether the component of this index must stay on `node`."""
+        if index == WINDOW:
+            return node.window_locks > 0
+        return (node.locks if index in self._at_end else node.path_locks) > 0
+
+    def count(self, node: Node, index: int, change: int) -> None:
+        """A payload of `node` was attached, released or resized."""
+        if self.is_locked(node, index):
+            self.nbytes += change
+
+    def _lock_window(self, node: Node) -> int:
+        floor = node.end
+        for above in self._rules.window_segment(node):
+            above.window_locks += 1
+            if above.window_locks == 1:
+                self.nbytes += _nbytes(above, (WINDOW,))
+            floor = above.start
+        return floor
+
+    def _unlock_window(self, node: Node, floor: int) -> list[Node]:
+        free = []
+        for above in node.back_to(floor):
+            above.window_locks -= 1
+            if above.window_locks == 0:
+                self.nbytes -= _nbytes(above, (WINDOW,))
+                free.append(above)
+        return free
+
+
+def _nbytes(node: Node, indices: tuple[int, ...]) -> int:
+    payloads = (node.payloads[index] for index in indices)
+    return sum(payload.nbytes for payload in payloads if payload is not None)

@@ -1,20 +1,24 @@
-"""The radix tree with its payloads: every change to them, and the count of their bytes.
-
-Knows how to grow, attach, drop and prune; knows no requests, no matches and not when to evict.
-"""
+"""The radix tree with its payloads: every change to them, and the count of their bytes."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from pippin.cache.policy import CacheStats, Placement
 from pippin.cache.tree.canary import Canary
-from pippin.cache.tree.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Lookback, Rules
+from pippin.cache.tree.components import (
+    COMPONENTS,
+    HIDDEN,
+    INDEX,
+    STATE,
+    WINDOW,
+    Locks,
+    Lookback,
+    Rules,
+)
 from pippin.cache.tree.eviction import NEVER, EvictionQueue, Unit
-from pippin.cache.tree.locks import Locks
 from pippin.cache.tree.radix import Node, RadixTree, TokenArray
 from pippin.types import GRID, Component, Payload
 
@@ -36,8 +40,8 @@ class TreeObserver:
     def removed(self, leaf: Node, parent: Node) -> None:
         """`parent` is the one that it had."""
 
-    def flushed(self, nodes: Sequence[Node]) -> None:
-        """No match reaches these and all below them any more; `removed` names each in time."""
+    def flushed(self, kept: Sequence[Node]) -> None:
+        """No match reaches any other node now, parents first; `removed` names those in time."""
 
     def used(self, node: Node) -> None:
         """The path that ends there."""
@@ -187,9 +191,18 @@ class PayloadTree:
 
     def prune(self, node: Node) -> None:
         """After a change: remove leaves that carry nothing, update the queue for the rest."""
-        while not node.is_root and not (node.children or node.locks or any_held(node)):
+        while not (node.is_root or node.children or node.locks) and not node.carries_payload:
             node = self._cut_off(node)
         self.queue.update(node)
+
+    def drop_damaged(self, nodes: Iterable[Node]) -> None:
+        """Drop what is damaged of these nodes and not locked."""
+        if not self.num_damaged:
+            return
+        for node in list(nodes):
+            for component in self.rules.components:
+                if node.attached and node.damaged >> INDEX[component] & 1:
+                    self.discard(node, component)
 
     def notify_changed(self, node: Node) -> None:
         for observer in self.observers:
@@ -249,7 +262,7 @@ class PayloadTree:
                     flushed.append(child)
         self._flushed += flushed
         for observer in self.observers:
-            observer.flushed(flushed)
+            observer.flushed(kept)
         for node in kept:
             for index in range(len(COMPONENTS)):
                 if not self.locks.is_locked(node, index):
@@ -314,7 +327,7 @@ class PayloadTree:
         return parent
 
     def _uncount(self, end: Node) -> None:
-        for free in self._lookback.uncount(end):
+        for free in self._lookback.uncount(end, end):
             self.queue.update(free)
 
     def _release(self, node: Node, index: int) -> None:
@@ -339,10 +352,6 @@ class PayloadTree:
     def _count_bytes(self, node: Node, index: int, change: int) -> None:
         self.component_bytes[COMPONENTS[index]] += change
         self.locks.count(node, index, change)
-
-
-def any_held(node: Node) -> bool:
-    return any(payload is not None for payload in node.payloads)
 
 
 @dataclass(frozen=True)
@@ -453,40 +462,3 @@ def _add_kv(tree: PayloadTree, tip: Node, index: int, start: int, payload: Paylo
     if rest is not None:
         tree.refuse(rest)
     return filled
-
-
-logger = logging.getLogger(__name__)
-
-
-def sound_reach(tree: PayloadTree, path: Sequence[Node], reach: int) -> int:
-    """How far along `path` damage begins, `reach` at the most."""
-    if tree.num_damaged:
-        reach = min([reach, *(node.start for node in path if node.damaged)])
-    return reach
-
-
-def condemn(
-    tree: PayloadTree, path: Sequence[Node], end: int, component: Component, start: int
-) -> None:
-    """KV of [start, end) along `path`, or what is kept after `end`."""
-    divides = component.divides
-    nodes = [node for node in path if (node.end > start if divides else node.end == end)]
-    for node in nodes:
-        tree.mark_damaged(node, INDEX[component])
-    drop_damaged(tree, nodes)
-    where = f"over tokens [{start}, {end})" if divides else f"after token {end}"
-    fault = f"cache entry {where} holds {component.value} bytes that have changed"
-    if tree.canary is None:
-        logger.error(fault)
-    else:
-        tree.canary.report(fault)
-
-
-def drop_damaged(tree: PayloadTree, nodes: Iterable[Node]) -> None:
-    """Drop what is damaged of these nodes and not locked."""
-    if not tree.num_damaged:
-        return
-    for node in list(nodes):
-        for component in tree.rules.components:
-            if node.attached and node.damaged >> INDEX[component] & 1:
-                tree.discard(node, component)

@@ -1,4 +1,4 @@
-"""A radix tree over tokens. Knows no component's rules, no eviction and no device.
+"""A radix tree over tokens.
 
     root ─ [5 9 2 7] ─┬─ [1 1 4]        a node holds the tokens between two forks (or checkpoints);
                       └─ [8 3] ─ [6]    children are found by their first token
@@ -27,6 +27,26 @@ TOKEN_BYTES = 4
 
 # By what a child is found: its first token; at the root, of a sequence with a salt, both.
 ChildKey = int | tuple[bytes, int]
+
+
+@dataclass(slots=True)
+class Blocks:
+    """The whole blocks of tokens that end in a node, as KV events last reported them."""
+
+    digests: bytes  # 32 bytes each; they cover all tokens before the block too
+    salt: bytes  # of the sequence
+    first_end: int  # a prompt can be restored at the end of this block, and of those that follow
+    has_window: bool
+    is_live: bool = False  # at or before a point where a prompt can be restored
+    num_live: int = 0  # children
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.digests) // 32
+
+    def forget(self) -> None:
+        """Nothing of them was reported."""
+        self.first_end, self.is_live, self.num_live = self.num_blocks, False, 0
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +80,7 @@ class Node:
     placement: Placement = Placement.GRID  # why the state was placed here
     path_hash: int | None = None  # the canary's, of all tokens up to `end`
     prints: list[int | None] = field(default_factory=lambda: [None] * 4)  # of each payload's bytes
+    blocks: Blocks | None = None  # None: no events, or none of this node yet
 
     def __post_init__(self) -> None:
         self.end = self.start + len(self.tokens) // TOKEN_BYTES
@@ -79,6 +100,10 @@ class Node:
     @property
     def nbytes(self) -> int:
         return sum(payload.nbytes for payload in self.payloads if payload is not None)
+
+    @property
+    def carries_payload(self) -> bool:
+        return any(payload is not None for payload in self.payloads)
 
     @property
     def token_ids(self) -> TokenArray:

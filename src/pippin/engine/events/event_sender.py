@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from pippin.cache.tiers.tier_tree import HOST
+from pippin.cache.tiers.cache_tier import HOST
 from pippin.engine.events.recorder import Recorder, TreeMirror, never_raises
 from pippin.engine.events.schema import (
     EngineLoad,

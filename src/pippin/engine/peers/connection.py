@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from pippin.backends.base import Backend
+from pippin.cache import entries
 from pippin.cache.disk.fingerprint import model_fingerprint
-from pippin.cache.entries import entry
-from pippin.cache.entries.entry import Bytes
+from pippin.cache.entries import Bytes
 from pippin.config import Config
 from pippin.engine.peers.shared_memory import IncomingMemory, OutgoingMemory
 from pippin.engine.peers.wire_frames import (
@@ -208,7 +208,7 @@ class Connection:
             raise PeerRefused(f"a frame is not a message: {error}") from error
 
     async def read_payload(self, arrays: Sequence[Bytes]) -> None:
-        for view in entry.views(arrays):
+        for view in entries.views(arrays):
             at = 0
             while at < len(view):
                 data = await self._reader.read(min(READ_BYTES, len(view) - at))
@@ -228,7 +228,7 @@ class Connection:
         body = msgspec.msgpack.encode(frame)
         async with self._sending:
             self._writer.write(len(body).to_bytes(LENGTH_BYTES, "little") + body)
-            for view in entry.views(payload):
+            for view in entries.views(payload):
                 for at in range(0, len(view), WRITE_BYTES):
                     self._writer.write(view[at : at + WRITE_BYTES])
                     await self._writer.drain()

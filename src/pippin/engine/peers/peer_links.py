@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pippin.cache.peer_store import Arrival, PeerStore, Wanted
-from pippin.cache.tiers.tier_tree import Format
+from pippin.cache.tiers.cache_tier import Format
 from pippin.config.peers import PeerAddress
 from pippin.engine.peers.connection import (
     BUFFER_BYTES,

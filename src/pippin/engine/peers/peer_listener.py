@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 import numpy as np
 
-from pippin.cache.entries.entry import Bytes, Entry
+from pippin.cache.entries import Bytes, Entry
 from pippin.cache.peer_store import Wanted
 from pippin.config.peers import PeerAddress
 from pippin.engine.peers.connection import (

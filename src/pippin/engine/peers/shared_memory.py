@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pippin.cache.entries import entry
-from pippin.cache.entries.entry import Bytes
+from pippin.cache import entries
+from pippin.cache.entries import Bytes
 
 RING_BYTES = 32 << 20
 MAX_RING_BYTES = 1 << 30  # that is mapped, whatever the other end says
@@ -75,7 +75,7 @@ class OutgoingMemory:
 
     def write(self, at: int, payload: Sequence[Bytes]) -> None:
         at %= self.nbytes
-        for view in entry.views(payload):
+        for view in entries.views(payload):
             self._memory[at : at + len(view)] = np.frombuffer(view, np.uint8)
             at += len(view)
 
@@ -110,7 +110,7 @@ class IncomingMemory:
     def read(self, at: int, arrays: Sequence[Bytes]) -> bool:
         """False: no payload of this size can lie there."""
         at %= self.nbytes
-        views = entry.views(arrays)
+        views = entries.views(arrays)
         if at + sum(len(view) for view in views) > self.nbytes:
             return False
         for view in views:

@@ -21,7 +21,7 @@ from pippin.backends.base import Load, Spill
 from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import Packer
 from pippin.backends.mlx.payloads.payload import StatePayload, spans_of
-from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, Payload
 
 

@@ -19,7 +19,7 @@ from pippin.backends.torch.pools.layout import KV_KINDS, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.streams import Arrival, Streams
-from pippin.cache.entries.entry import ArraySpec, Bytes
+from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, Payload
 
 

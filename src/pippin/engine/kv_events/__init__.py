@@ -1,1 +1,0 @@
-"""Which blocks of tokens are cached, published for routers; knows no requests and no steps."""
