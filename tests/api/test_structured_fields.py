@@ -137,7 +137,7 @@ def test_keywords_that_cannot_be_enforced_are_left_out_and_reported(strict: bool
     assert header == "response_format.not, response_format.uniqueItems"
     spec, header = chat_leniency(rules, guided_json=json.dumps(UNIQUE))
     assert spec is not None
-    assert (json.loads(spec.text), header) == (LOOSER, "json_schema.not, json_schema.uniqueItems")
+    assert (json.loads(spec.text), header) == (LOOSER, "guided_json.not, guided_json.uniqueItems")
 
 
 def test_strict_schemas_strict_servers_and_python_keep_them_to_be_refused() -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from pippin.api.dialects.dialect import data_event
 from pippin.api.fields import openai, table
@@ -25,25 +28,11 @@ from pippin.sequences import SequencePiece
 
 MAX_INDENT = 1_024
 _NO_DEADLINE = "timeout ends a reply, in seconds"
-_NAMES = {"type": "string", "maxLength": MAX_LABEL_CHARS}
 
 
-def _are_files(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_MESSAGES and all(map(_is_file, value))
-
-
-def _is_file(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        return False
-    return isinstance(value.get("filename", ""), str)
-
-
-def _are_names(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_LABELS
-        and all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARS for name in value)
-    )
+class File(msgspec.Struct):
+    text: str
+    filename: str = "tmp"
 
 
 INFILL = FieldTable(
@@ -53,34 +42,26 @@ INFILL = FieldTable(
         "input_suffix": table.STRING,
         "input_extra": ValueKind(
             f"a list of at most {MAX_MESSAGES:,} objects with a text, and perhaps a filename",
-            {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "properties": {"text": {"type": "string"}, "filename": {"type": "string"}},
-                    "required": ["text"],
-                },
-                "maxItems": MAX_MESSAGES,
-            },
-            _are_files,
+            Annotated[list[File], Meta(max_length=MAX_MESSAGES)],
         ),
         "prompt": table.STRING,
-        "n_predict": table.integer_from(-1),
+        "n_predict": table.integer_from(-1, ours="max_tokens", unset=-1),
         "n_indent": table.integer_from(0, MAX_INDENT),
-        "n_cmpl": table.integer_from(1, table.MAX_CHOICES),
+        "n_cmpl": openai.SAME["n_cmpl"],
         "return_tokens": table.BOOLEAN,
         "response_fields": ValueKind(
             f"a list of at most {MAX_LABELS} strings of at most {MAX_LABEL_CHARS:,} characters",
-            {"type": "array", "items": _NAMES, "maxItems": MAX_LABELS},
-            _are_names,
+            Annotated[
+                list[Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]], Meta(max_length=MAX_LABELS)
+            ],
         ),
         **table.pick(
             table.SAMPLING,
             *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-            *("logit_bias", "seed", "stop", "ignore_eos", "speculate", "json_schema"),
+            *("logit_bias", "stop", "ignore_eos", "speculate", "json_schema"),
         ),
-        "repeat_penalty": table.SAMPLING["repetition_penalty"],
-        "grammar": table.SAMPLING["ebnf"],
+        **table.pick(openai.SAME, "repeat_penalty", "grammar"),
+        "seed": replace(table.SAMPLING["seed"], unset=-1),
         **table.STREAM,
         **table.SERVING,
         **openai.HINTS,
@@ -95,9 +76,6 @@ INFILL = FieldTable(
 )
 
 
-DEFAULT_NAME = "tmp"  # of a file
-_RENAMED = {"n_cmpl": "n", "repeat_penalty": "repetition_penalty", "grammar": "ebnf"}
-_UNSET = {"n_predict": -1, "seed": -1}
 _LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
 _UNKNOWN_INDENT = re.compile(r"\n[ \t]*\Z")
 
@@ -112,26 +90,17 @@ class InfillRequest:
 
 
 def parse_infill(fields: Any, rules: RequestRules) -> InfillRequest:
-    sent = rules.body(fields)
-    INFILL.check(sent, rules)
-    body = sent.renamed(
-        {
-            _RENAMED.get(name, name): sent.get(name)
-            for name in sent.fields()
-            if sent.get(name) != _UNSET.get(name)
-        }
-    )
-    options = read_options(body, rules, max_tokens_field="n_predict")
+    body = INFILL.read(fields, rules)
+    options = read_options(body, rules)
     check_choices(1, options, rules.limits)
-    extra = sent.get("input_extra", [])
-    files = tuple((each.get("filename", DEFAULT_NAME), each["text"]) for each in extra)
-    gap = Gap(sent.get("input_suffix"), files, "input_prefix", "input_suffix", "input_extra")
-    prefix = sent.get("input_prefix") + sent.get("prompt", "")
+    files = tuple((file.filename, file.text) for file in body.get("input_extra", ()))
+    gap = Gap(body.get("input_suffix"), files, "input_prefix", "input_suffix", "input_extra")
+    prefix = body.get("input_prefix") + body.get("prompt", "")
     return InfillRequest(
-        CompletionRequest(options, [prefix], echo=False, leniency=sent.leniency, gap=gap),
-        least_indent=sent.get("n_indent", 0),
-        returns_tokens=sent.get("return_tokens", False),
-        response_fields=sent.get("response_fields", []),
+        CompletionRequest(options, [prefix], echo=False, leniency=body.leniency, gap=gap),
+        least_indent=body.get("n_indent", 0),
+        returns_tokens=body.get("return_tokens", False),
+        response_fields=body.get("response_fields", []),
     )
 
 

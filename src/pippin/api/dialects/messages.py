@@ -20,6 +20,7 @@ from pippin.api.fields.table import (
     TEMPLATE,
     TOOLS,
     FieldTable,
+    Members,
     ValueKind,
     conversation,
     ignored_field,
@@ -60,12 +61,9 @@ MESSAGES = FieldTable(
     {
         **MODEL,
         "messages": conversation(ROLES, {"type": ["string", "array"]}, "role", "content"),
-        "system": ValueKind(
-            "a string or a list of text blocks",
-            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
-        ),
+        "system": ValueKind("a string or a list of text blocks", str | list[dict[str, Any]]),
         "max_tokens": table.integer_from(1),
-        "stop_sequences": table.StopStrings(),
+        "stop_sequences": replace(SAMPLING["stop"], ours="stop"),
         **STREAM,
         **TOOLS,
         "tool_choice": table.OBJECT,
@@ -74,7 +72,16 @@ MESSAGES = FieldTable(
             budget_tokens=table.integer_from(1),
             display=table.one_of("summarized", "omitted"),
         ),
-        "output_config": members(effort=table.one_of(*EFFORTS), format=table.OBJECT),
+        "output_config": Members(
+            "an object with effort, format",
+            table=FieldTable(
+                {
+                    "effort": table.one_of(*EFFORTS),
+                    "format": replace(table.OBJECT, ours="response_format"),
+                }
+            ),
+            lifted=True,
+        ),
         "cache_control": table.OBJECT,
         "metadata": members(user_id=table.LABEL_VALUE),
         "user_profile_id": table.LABEL,
@@ -234,11 +241,6 @@ _SHARED_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "defer_loading
 _TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"description", "input_schema"}
 _CLIENT_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"max_characters"}
 _HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
-_SAME_FIELDS = (
-    *("max_tokens", "temperature", "top_p", "top_k", "speculate", "stream", "priority", "timeout"),
-    *("min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "stop_token_ids", "min_tokens", "ignore_eos"),
-)
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
@@ -246,10 +248,9 @@ def parse_message_request(
     fields: Any, rules: RequestRules, *, counts_only: bool = False
 ) -> ChatRequest:
     """A request for a reply; or, if it is only to be counted, for the length of its prompt."""
-    body = rules.body(fields)
-    (COUNT_TOKENS if counts_only else MESSAGES).check(body, rules)
+    body = (COUNT_TOKENS if counts_only else MESSAGES).read(fields, rules)
     _check_edits(body)
-    options = read_options(_openai_body(body), rules)
+    options = read_options(body, rules)
     if options.max_tokens is not None:
         # Clients ask for Claude's longest reply: a shorter one that fits is as good.
         options = replace(options, max_tokens=None, most_tokens=options.max_tokens)
@@ -266,26 +267,6 @@ def parse_message_request(
         template_variables=template_variables(body),
         leniency=body.leniency,
     )
-
-
-def _openai_body(body: Body) -> Body:
-    """The fields that are OpenAI's too, by their names there."""
-    fields = {field: body.get(field) for field in (*_SAME_FIELDS, "cache_salt")}
-    schema = _schema(body)
-    stop = body.get("stop_sequences")
-    return body.renamed({**fields, "stop": stop, "json_schema": schema})
-
-
-def _schema(body: Body) -> dict[str, Any] | None:
-    config = body.object("output_config")
-    format = None if config is None else config.object("format")
-    if format is None:
-        return None
-    if format.get("type") != "json_schema":
-        raise format.wrong("type", '"json_schema"')
-    format.check_known({"type", "schema"})
-    format.required_object("schema")
-    return dict(format.get("schema"))
 
 
 def _check_edits(body: Body) -> None:

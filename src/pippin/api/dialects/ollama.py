@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,10 +32,10 @@ from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency, are_token_ids, token_ids_in_words
+from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency
 from pippin.api.requests.messages import Message, function_call, message_bodies, text_in_place_of
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
-from pippin.api.requests.sampling_fields import read_options
+from pippin.api.requests.sampling_fields import num_logprobs, read_options
 from pippin.api.requests.tools import read_chat_tools
 from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import PippinError, cut
@@ -59,7 +59,7 @@ class OllamaModelName(kinds.ModelName):
         names = (*rules.model.accepted_names, *rules.model.other_names)
         return {"type": "string", "enum": [*names, *(f"{name}{LATEST}" for name in names)]}
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
         given = body.required_string(field)
         try:
             rules.model.check_name(given.removesuffix(LATEST))
@@ -68,20 +68,6 @@ class OllamaModelName(kinds.ModelName):
             raise ModelNotFound(
                 f"model '{cut(given)}' not found; this server serves {serves}", param=field
             ) from error
-
-
-class TokenIds(ValueKind):
-    """One list of them."""
-
-    def words(self, rules: RequestRules) -> str:
-        return f"a list of {token_ids_in_words(rules.vocab_size)}"
-
-    def schema(self, rules: RequestRules) -> Schema:
-        ids = kinds.integer_from(0, rules.vocab_size - 1).json_schema
-        return {"type": "array", "items": ids}
-
-    def accepts(self, value: Any, rules: RequestRules) -> bool:
-        return are_token_ids(value, rules.vocab_size)
 
 
 MODEL: Fields = {"model": OllamaModelName("a name in `/api/tags`, with or without `:latest`")}
@@ -95,11 +81,12 @@ class KeepAlive(ValueKind):
             return {"description": "ignored: the model stays loaded"}
         return {"type": ["string", "number"], "description": IN_WORDS}
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
         if not rules.model.on_demand:
             body.ignore(field, "the model stays loaded")
         elif parse_duration(body.get(field)) is None:
             raise body.wrong(field, IN_WORDS)
+        return body.get(field)
 
 
 _KEEP_ALIVE: Fields = {"keep_alive": KeepAlive(IN_WORDS)}
@@ -115,28 +102,32 @@ _OPTIONS: Fields = {
     "num_predict": kinds.integer_from(-2),
     **pick(
         SAMPLING,
-        *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+        *("temperature", "top_k", "top_p", "min_p", "stop"),
         *("presence_penalty", "frequency_penalty", "speculate", "ignore_eos"),
     ),
-    "repeat_penalty": SAMPLING["repetition_penalty"],
+    "seed": replace(SAMPLING["seed"], unset=-1),  # Ollama's word for "any"
+    "repeat_penalty": replace(SAMPLING["repetition_penalty"], ours="repetition_penalty"),
     **dict.fromkeys(_LOADING, ignored_field("the model is loaded already")),
     **dict.fromkeys(_OTHER_SAMPLERS, ignored_field("it is not computed here")),
 }
 # Ollama has more of them with every version, and ignores those that it does not know.
-OPTIONS = Members("an object of options", table=FieldTable(_OPTIONS, ignores_unknown=True))
+OPTIONS = Members(
+    "an object of options", table=FieldTable(_OPTIONS, ignores_unknown=True), lifted=True
+)
 _EVERY: Fields = {**MODEL, "options": OPTIONS, **_KEEP_ALIVE, **SERVING}
 _REPLY: Fields = {
     **_EVERY,
     **STREAM,
     "format": ValueKind(
         '"json", or a JSON Schema',
-        {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]},
-        lambda value: value in ("", "json") or isinstance(value, dict),
+        Literal["", "json"] | dict[str, Any],
+        ours="json_schema",
+        unset="",
+        convert=lambda format: {"type": "object"} if format == "json" else format,
     ),
     "think": ValueKind(
         f"true, false, or one of {', '.join(THINK_LEVELS)}",
-        {"enum": [True, False, *THINK_LEVELS]},
-        lambda value: isinstance(value, bool) or value in tuple(THINK_LEVELS),
+        bool | Literal[tuple(THINK_LEVELS)],
     ),
     "logprobs": kinds.BOOLEAN,
     "top_logprobs": kinds.integer_from(0, MAX_LOGPROBS),
@@ -147,16 +138,8 @@ CHAT = FieldTable(
         **_REPLY,
         "messages": ValueKind(
             f"a list of at most {MAX_MESSAGES:,} messages",
-            {
-                "type": "array",
-                "maxItems": MAX_MESSAGES,
-                "items": {
-                    "type": "object",
-                    "properties": {"role": {"enum": list(ROLES)}},
-                    "required": ["role"],
-                },
-            },
-            lambda value: isinstance(value, list),
+            list[Any],
+            {"type": "array", "maxItems": MAX_MESSAGES},
         ),
         **TOOLS,
     },
@@ -169,12 +152,8 @@ GENERATE = FieldTable(
         "suffix": kinds.STRING,
         "system": kinds.STRING,
         "raw": kinds.BOOLEAN,
-        "context": TokenIds(),
-        "images": ValueKind(
-            "a list of base64",
-            {"type": "array", "items": kinds.STRING.json_schema},
-            lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value),
-        ),
+        "context": kinds.ByRules(kind=kinds.token_ids),
+        "images": ValueKind("a list of base64", list[str]),
         "template": refused_field("the model's own template is used", ""),
         **dict.fromkeys(("width", "height", "steps"), refused_field(_TEXT_ONLY, 0)),
     },
@@ -191,7 +170,9 @@ EMBED = FieldTable(
     ignores_unknown=True,
 )
 EMBEDDINGS = FieldTable(
-    {**_EVERY, "prompt": kinds.STRING}, required=("prompt",), ignores_unknown=True
+    {**_EVERY, "prompt": replace(kinds.STRING, ours="input")},
+    required=("prompt",),
+    ignores_unknown=True,
 )
 _SHOWN_OTHERWISE = ("verbose", "system", "template", "options")
 SHOW = FieldTable(
@@ -219,12 +200,9 @@ PULL = FieldTable(
 DELETE = FieldTable(_HUB_MODEL)
 
 
-_SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop", "speculate", "ignore_eos")
-_SAME_PENALTIES = ("presence_penalty", "frequency_penalty")
 _MESSAGE_FIELDS = frozenset(
     {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}
 )
-_SERVING = ("timeout", "priority", "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -243,8 +221,7 @@ class LoadRequest:
 
 
 def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadRequest:
-    body = rules.body(fields)
-    CHAT.check(body, rules)
+    body = CHAT.read(fields, rules)
     options, tool_use = _options(body, rules), read_chat_tools(body)
     if not body.get("messages"):
         return _load(body)
@@ -265,8 +242,7 @@ def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadReq
 def parse_generate(
     fields: Any, rules: RequestRules
 ) -> ChatRequest | CompletionRequest | LoadRequest:
-    body = rules.body(fields)
-    GENERATE.check(body, rules)
+    body = GENERATE.read(fields, rules)
     options = _options(body, rules)
     suffix = body.get("suffix")
     if not body.get("prompt") and not suffix:
@@ -293,47 +269,18 @@ def parse_generate(
     )
 
 
-def parse_embed(fields: Any, rules: RequestRules, table: FieldTable) -> tuple[Body, bool]:
-    """A request for embeddings with OpenAI's names, and whether to cut long texts."""
-    body = rules.body(fields)
-    table.check(body, rules)
-    texts = body.get("input" if "input" in table.fields else "prompt")
-    same = {field: body.get(field) for field in (*_SERVING, "dimensions")}
-    renamed = body.renamed({**same, "model": rules.model.name, "input": texts})
-    return renamed, body.get("truncate", True)
-
-
 def _load(body: Body) -> LoadRequest:
     is_unload = parse_duration(body.get("keep_alive")) == 0
     return LoadRequest("unload" if is_unload else "load", body.leniency)
 
 
 def _options(body: Body, rules: RequestRules) -> Options:
-    given = body.object("options") or body.renamed({})
-    if body.has("top_logprobs") and not body.get("logprobs"):
-        raise body.error("top_logprobs", "needs logprobs to be true")
-    same = {name: given.get(name) for name in (*_SAME_OPTIONS, *_SAME_PENALTIES)}
-    seed, num_predict = given.get("seed"), given.get("num_predict", -1)
-    renamed = {
-        **same,
-        "seed": None if seed == -1 else seed,  # Ollama's word for "any"
-        "repetition_penalty": given.get("repeat_penalty"),
-        "stream": body.get("stream", True),
-        **_format(body),
-        **{name: body.get(name) for name in _SERVING},
-    }
-    num_logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
-    options = read_options(body.renamed(renamed), rules, num_logprobs)
+    options = read_options(body, rules, num_logprobs(body))
     # 0 and less mean "as many as fit", and more than fits is cut down to it, as in Ollama.
-    most = [n for n in (num_predict, options.most_tokens) if n is not None and n > 0]
-    return replace(options, most_tokens=min(most, default=None), max_tokens_field="num_predict")
-
-
-def _format(body: Body) -> dict[str, Any]:
-    format = body.get("format")
-    if format == "json":
-        return {"response_format": {"type": "json_object"}}
-    return {"json_schema": format} if isinstance(format, dict) else {}
+    given = (body.get("num_predict"), options.most_tokens)
+    most = min((n for n in given if n is not None and n > 0), default=None)
+    stream = body.get("stream", True)
+    return replace(options, stream=stream, most_tokens=most, max_tokens_field="num_predict")
 
 
 def _effort(body: Body) -> str | None:

@@ -24,7 +24,6 @@ from pippin.api.dialects.dialect import (
 )
 from pippin.api.dialects.response_store import ResponseStore, StoredTurn
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
-from pippin.api.fields.table import SAMPLING
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
@@ -35,7 +34,6 @@ from pippin.api.requests.sampling_fields import (
     effort_of,
     read_options,
     template_variables,
-    with_our_names,
 )
 from pippin.api.requests.tools import (
     CALLS,
@@ -341,12 +339,6 @@ def _shell_output(item: Body) -> Message:
     return {"role": "tool", "tool_call_id": call_id, "content": output_text(item)}
 
 
-_SAME_FIELDS = (
-    *("stream", "stream_options", "max_output_tokens", "priority", "timeout", "cache_salt"),
-    *(name for name in SAMPLING if name != "n"),
-)
-
-
 @dataclass(frozen=True)
 class ResponsesRequest:
     chat: ChatRequest
@@ -360,26 +352,21 @@ class ResponsesRequest:
 def parse_responses_request(
     fields: Any, rules: RequestRules, stored: ResponseStore
 ) -> ResponsesRequest:
-    body = rules.body(fields)
-    RESPONSES.check(body, rules)
-    return _read_request(body, rules, stored)
+    return _read_request(RESPONSES.read(fields, rules), rules, stored)
 
 
 def parse_counted_request(fields: Any, rules: RequestRules, stored: ResponseStore) -> ChatRequest:
     """A request whose prompt is only to be counted."""
-    body = rules.body(fields)
-    INPUT_TOKENS.check(body, rules)
-    return _read_request(body, rules, stored).chat
+    return _read_request(INPUT_TOKENS.read(fields, rules), rules, stored).chat
 
 
 def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> ResponsesRequest:
     effort, effort_field = effort_of(body)
-    body = with_our_names(body)
     store = body.get("store", stored.enabled)
     if store and not stored.enabled:
         body.ignore("store", "this server stores no responses (--stored-responses)")
         store = False
-    options = read_options(_openai_body(body), rules, max_tokens_field="max_output_tokens")
+    options = read_options(body, rules)
     previous_id = body.get("previous_response_id")
     previous = None if previous_id is None else stored.previous(previous_id)
     items = read_items(body, stored.items, rules.limits.max_body_bytes)
@@ -420,23 +407,6 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
 def _summary(body: Body) -> str | None:
     reasoning = body.object("reasoning") or Body({})
     return reasoning.string("summary", None) or reasoning.string("generate_summary", None)
-
-
-def _openai_body(body: Body) -> Body:
-    """The fields that chat completions have too, by their names there."""
-    fields = {field: body.get(field) for field in _SAME_FIELDS}
-    text = body.object("text") or Body({})
-    if (format := text.object("format")) is not None:
-        fields["response_format"] = _response_format(format)
-    return body.renamed(fields)
-
-
-def _response_format(format: Body) -> dict[str, Any]:
-    if format.get("type") != "json_schema":
-        return {"type": format.get("type")}
-    format.check_known({"type", "name", "description", "schema", "strict"})
-    inner = {field: format.get(field) for field in format.fields() if field != "type"}
-    return {"type": "json_schema", "json_schema": inner}
 
 
 Keep = Callable[[dict[str, Any]], bool]  # stores a response; whether it did

@@ -24,6 +24,7 @@ from pippin.api.endpoints.embeddings import parse_embeddings, whole_embeddings
 from pippin.api.endpoints.scoring import parse_rerank, parse_score, whole_rerank, whole_score
 from pippin.api.endpoints.stored_responses import StoredResponses
 from pippin.api.endpoints.tokenize import detokenize, tokenize
+from pippin.api.fields.openai import EMBEDDINGS
 from pippin.api.http.access_control import owner_of
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
@@ -137,7 +138,7 @@ class Generation:
         found = await self._state.prepare(
             request,
             lambda fields, served: parse_embeddings(
-                served.rules.body(fields), served.text, served.rules
+                EMBEDDINGS.read(fields, served.rules), served.text, served.rules
             ),
         )
         return _whole(found, whole_embeddings)

@@ -33,7 +33,6 @@ from pippin.api.dialects.ollama import (
     line,
     nanoseconds,
     ollama_error,
-    parse_embed,
     parse_generate,
     parse_ollama_chat,
     rfc3339,
@@ -394,8 +393,9 @@ class OllamaReplies:
         self, request: Request, table: FieldTable
     ) -> Prepared[EmbeddingJob]:
         def prepare(fields: Any, served: ServedText) -> EmbeddingJob:
-            renamed, truncate = parse_embed(fields, served.rules, table)
-            return parse_embeddings(renamed, served.text, served.rules, truncate=truncate)
+            body = table.read(fields, served.rules)
+            truncate = body.get("truncate", True)
+            return parse_embeddings(body, served.text, served.rules, truncate=truncate)
 
         return await self._prepare(request, prepare)
 

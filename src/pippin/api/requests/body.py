@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import msgspec
@@ -240,8 +240,16 @@ _IS_NEAR = 0.75  # of two names, by difflib's ratio
 class Body:
     """One JSON object, where it is in the request, and how lenient it is read."""
 
-    def __init__(self, fields: Any, path: str = "", leniency: Leniency | None = None) -> None:
+    def __init__(
+        self,
+        fields: Any,
+        path: str = "",
+        leniency: Leniency | None = None,
+        sent: Mapping[str, str] | None = None,
+    ) -> None:
+        """`sent`: what the client calls fields that have our names."""
         self.path = path
+        self._sent = sent or {}
         self.leniency = leniency or Leniency()
         if not isinstance(fields, dict):
             raise RequestError(
@@ -254,7 +262,7 @@ class Body:
         return len(self._fields)
 
     def name(self, field: str) -> str:
-        field = cut(field)
+        field = cut(self._sent.get(field, field))
         return f"{self.path}.{field}" if self.path else field
 
     def fields(self) -> Iterable[str]:
@@ -346,9 +354,9 @@ class Body:
             raise self.wrong(field, expected)
         return [self._inner(item, f"{self.name(field)}[{i}]") for i, item in enumerate(value)]
 
-    def renamed(self, fields: dict[str, Any]) -> Body:
+    def renamed(self, fields: dict[str, Any], sent: Mapping[str, str] | None = None) -> Body:
         """The same request, by other names of its fields."""
-        return self._inner(fields, self.path)
+        return Body(fields, self.path, self.leniency, sent)
 
     def _inner(self, fields: Any, path: str) -> Body:
         return Body(fields, path, self.leniency)
@@ -364,13 +372,8 @@ def shown(value: Any) -> str:
 MAX_SALT_CHARS = 1_024
 
 
-def read_salt(body: Body) -> bytes:
-    """The digest of a request's `cache_salt`; empty: it has none."""
-    return check_salt(body.get("cache_salt"), body.name("cache_salt"))
-
-
 def check_salt(given: Any, param: str = "cache_salt") -> bytes:
-    """The same of a Python caller's. An error does not echo it: it is a secret."""
+    """The digest of a `cache_salt`; empty: there is none. No error echoes it: it is a secret."""
     if given is None:
         return b""
     if not isinstance(given, str):
