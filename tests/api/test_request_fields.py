@@ -16,7 +16,8 @@ from pippin.api.dialects.completions import parse_completion
 from pippin.api.fields.openai import CHAT, COMPLETION
 from pippin.api.fields.table import FieldTable
 from pippin.api.http.http_errors import ModelNotFound
-from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
+from pippin.api.jobs.prepare import prepare_chat, prepare_completion
+from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig
 from pippin.errors import ContextOverflow, PippinError, RequestError, UnsupportedField

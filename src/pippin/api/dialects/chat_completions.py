@@ -7,8 +7,7 @@ from typing import Any
 
 from pippin.api.dialects.dialect import HOLE, CompletionStream, EventTemplate, logprobs_entry
 from pippin.api.fields.openai import CHAT
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.messages import normalise, parse_messages, read_prediction
 from pippin.api.requests.neutral_request import ChatRequest

@@ -8,8 +8,7 @@ from typing import Any
 from pippin.api.dialects.dialect import HOLE, LEAST_LOGPROB, CompletionStream, EventTemplate
 from pippin.api.fields.openai import COMPLETION
 from pippin.api.fields.table import rows_of
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
 from pippin.api.requests.sampling_fields import check_choices, read_options

@@ -17,8 +17,7 @@ from pippin.api.dialects.dialect import data_event
 from pippin.api.fields import openai, table
 from pippin.api.fields.table import FieldTable, ValueKind, ignored_field, refused_field
 from pippin.api.http.http_errors import error_body
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_LABEL_CHARS, MAX_LABELS, MAX_MESSAGES
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
@@ -130,7 +129,7 @@ class InfillDialect:
                 "stop": False,
                 "id_slot": -1,
                 "tokens_predicted": self._job.sequences[piece.index].num_tokens,
-                "tokens_evaluated": self._job.prompt_tokens,
+                "tokens_evaluated": self._job.num_prompt_tokens,
             }
         )
 
@@ -163,7 +162,7 @@ class InfillDialect:
             "stop": True,
             "model": self._job.model,
             "tokens_predicted": sequence.num_tokens,
-            "tokens_evaluated": self._job.prompt_tokens,
+            "tokens_evaluated": self._job.num_prompt_tokens,
             "generation_settings": {"n_ctx": self._max_len},
             "has_new_line": "\n" in content,
             "truncated": False,
@@ -180,12 +179,12 @@ class InfillDialect:
         prompt_s = predicted_s = 0.0
         if times.submitted is not None and times.first is not None and times.last is not None:
             prompt_s, predicted_s = times.first - times.submitted, times.last - times.first
-        num_drafts = job.accepted_drafts + job.rejected_drafts
-        drafts = {"draft_n": num_drafts, "draft_n_accepted": job.accepted_drafts}
+        num_drafts = job.num_drafts("accepted") + job.num_drafts("rejected")
+        drafts = {"draft_n": num_drafts, "draft_n_accepted": job.num_drafts("accepted")}
         return {
-            "cache_n": job.cached_tokens,
-            **_pace("prompt", job.prompt_tokens - job.cached_tokens, prompt_s),
-            **_pace("predicted", job.completion_tokens, predicted_s),
+            "cache_n": job.num_cached(),
+            **_pace("prompt", job.num_prompt_tokens - job.num_cached(), prompt_s),
+            **_pace("predicted", job.num_tokens, predicted_s),
             **(drafts if num_drafts else {}),
         }
 

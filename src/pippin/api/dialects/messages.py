@@ -28,8 +28,7 @@ from pippin.api.fields.table import (
     pick,
     refused_field,
 )
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.messages import (
@@ -379,7 +378,7 @@ class MessagesDialect(BlockStream):
             "stop_reason": self._stop_reason(self._finish, called=self._called),
             "stop_sequence": self._stop_sequence,
         }
-        usage = self._usage(self._job.completion_tokens)
+        usage = self._usage(self._job.num_tokens)
         ended = self._end()
         ended += named_event({"type": "message_delta", "delta": delta, "usage": usage})
         return ended + named_event({"type": "message_stop"})
@@ -398,7 +397,7 @@ class MessagesDialect(BlockStream):
         stop_reason = self._stop_reason(choice.finish, called=bool(text.calls))
         return self._message(blocks, stop_reason) | {
             "stop_sequence": self._stop_sequence,
-            "usage": self._usage(self._job.completion_tokens),
+            "usage": self._usage(self._job.num_tokens),
         }
 
     def error(self, error: PippinError) -> bytes:
@@ -459,9 +458,9 @@ class MessagesDialect(BlockStream):
         return "tool_use" if called else "end_turn"
 
     def _usage(self, output_tokens: int) -> dict[str, Any]:
-        cached = self._job.cached_tokens
+        cached = self._job.num_cached()
         return {
-            "input_tokens": self._job.prompt_tokens - cached,  # Anthropic counts them apart
+            "input_tokens": self._job.num_prompt_tokens - cached,  # Anthropic counts them apart
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": output_tokens,

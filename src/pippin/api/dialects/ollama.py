@@ -29,8 +29,7 @@ from pippin.api.fields.table import (
     refused_field,
 )
 from pippin.api.http.http_errors import ModelNotFound
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency
 from pippin.api.requests.messages import Message, function_call, message_bodies, text_in_place_of
@@ -430,9 +429,9 @@ class OllamaStream:
             "done_reason": finish,
             "total_duration": nanoseconds(self._load_s + now - submitted),
             "load_duration": nanoseconds(self._load_s),
-            "prompt_eval_count": self._job.prompt_tokens,
+            "prompt_eval_count": self._job.num_prompt_tokens,
             "prompt_eval_duration": nanoseconds(first - submitted),
-            "eval_count": self._job.completion_tokens,
+            "eval_count": self._job.num_tokens,
             "eval_duration": nanoseconds(last - first),
             **self._job.omitted,
         }

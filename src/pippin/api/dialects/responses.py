@@ -21,11 +21,11 @@ from pippin.api.dialects.dialect import (
     EventTemplate,
     cached_details,
     named_event,
+    num_reasoning_tokens,
 )
 from pippin.api.dialects.response_store import ResponseStore, StoredTurn
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
 from pippin.api.requests.messages import Message, function_call, read_arguments, texts_of
@@ -615,9 +615,9 @@ class ResponsesDialect(BlockStream):
     def _usage(self) -> dict[str, Any]:
         job = self._job
         return {
-            "input_tokens": job.prompt_tokens,
+            "input_tokens": job.num_prompt_tokens,
             "input_tokens_details": cached_details(job),
-            "output_tokens": job.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
-            "total_tokens": job.prompt_tokens + job.completion_tokens,
+            "output_tokens": job.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens(job)},
+            "total_tokens": job.num_prompt_tokens + job.num_tokens,
         }

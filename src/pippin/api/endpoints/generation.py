@@ -29,7 +29,8 @@ from pippin.api.http.access_control import owner_of
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import EVENTS, HEARTBEAT, StreamResponse, WholeResponse
-from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
+from pippin.api.jobs.prepare import prepare_chat, prepare_completion, render_prompt
+from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.api.served_models import ServedText

@@ -45,7 +45,8 @@ from pippin.api.http.access_control import check_downloads
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import JSON_LINES, StreamResponse, WholeResponse
-from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
+from pippin.api.jobs.prepare import prepare_chat, prepare_completion
+from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import ModelInfo, RequestRules, spread
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
