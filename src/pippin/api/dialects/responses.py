@@ -44,12 +44,10 @@ from pippin.api.requests.tools import (
     arguments_of_call,
     call_fields,
     full_name,
-    input_of,
     output_text,
     read_responses_tools,
 )
 from pippin.errors import PippinError, RequestError, cut
-from pippin.text.pieces import FoldedCall
 
 Item = dict[str, Any]
 
@@ -443,17 +441,12 @@ class ResponsesDialect(BlockStream):
         return ended + self._event(f"response.{whole['status']}", response=whole) + DONE
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
+        """As the end of a stream has it."""
         (choice,) = choices
-        items: list[Item] = []
-        if text := choice.text.reasoning:
-            form = self._reasoning.item
-            items.append(form.filled(form.new(), text) | self._reasoning.extra(text))
-        if choice.text.content:
-            items.append(MESSAGE.filled(MESSAGE.new(), choice.text.content))
-        items += [self._whole_call(call) for call in choice.text.calls.values()]
-        if items and choice.finish == "length":
-            items[-1]["status"] = "incomplete"
-        return self._finished(choice.finish, items)
+        for part in choice.pieces:
+            self._part(part)
+        self._end(complete=choice.finish != "length")
+        return self._finished(choice.finish, self._done)
 
     def error(self, error: PippinError) -> bytes:
         failed = self._response("failed", self._done) | {
@@ -545,14 +538,6 @@ class ResponsesDialect(BlockStream):
         self._done.append(item)
         number = len(self._done) - 1
         return self._event("response.output_item.done", output_index=number, item=item)
-
-    def _whole_call(self, call: FoldedCall) -> Item:
-        if call.name in self._job.tool_use.shells:
-            found = shell_call(call.id, call.name, call.arguments)
-            if found is not None:
-                return found
-        form, item = self._new_call(call.id, call.name)
-        return form.filled(item, input_of(call.arguments) if form is CUSTOM else call.arguments)
 
     def _new_call(self, call_id: str, name: str) -> tuple[ItemForm, Item]:
         form = CUSTOM if name in self._job.tool_use.custom else FUNCTION

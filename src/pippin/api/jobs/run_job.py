@@ -14,7 +14,15 @@ from pippin.api.requests.neutral_request import ToolUse
 from pippin.engine.engine_client import Engine
 from pippin.messages import Submit, TokenDelta
 from pippin.sequences import GeneratedSequence, SequencePiece, ShownToken
-from pippin.text.pieces import CallEnd, FoldedText
+from pippin.text.pieces import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    FoldedText,
+    Reasoning,
+    TextPiece,
+)
 from pippin.text.prompt import Prompt
 from pippin.text.tokenizer import Tokenizer
 
@@ -117,6 +125,20 @@ class FoldedChoice:
         self.shown += piece.shown
         self.tokens += piece.tokens
         self.finish = piece.finish
+
+    @property
+    def pieces(self) -> list[TextPiece]:
+        """All of it in few. A call that was cut does not end."""
+        pieces: list[TextPiece] = []
+        if self.text.reasoning:
+            pieces.append(Reasoning(self.text.reasoning))
+        if self.text.content:
+            pieces.append(Content(self.text.content))
+        for number, call in self.text.calls.items():
+            pieces += [CallBegin(number, call.id, call.name), CallArguments(number, call.arguments)]
+            if self.finish != "length" or number != max(self.text.calls):
+                pieces.append(CallEnd(number))
+        return pieces
 
     def finish_or(self, called: str) -> str | None:
         """How it finished; `called`, if it did so to have functions called."""
