@@ -54,12 +54,9 @@ INFILL = FieldTable(
                 list[Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]], Meta(max_length=MAX_LABELS)
             ],
         ),
-        **table.pick(
-            table.SAMPLING,
-            *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-            *("logit_bias", "stop", "ignore_eos", "speculate", "json_schema"),
-        ),
+        **table.SAMPLING,
         **table.pick(openai.SAME, "repeat_penalty", "grammar"),
+        **table.pick(table.STRUCTURE, "json_schema"),
         "seed": replace(table.SAMPLING["seed"], unset=-1),
         **table.STREAM,
         **table.SERVING,

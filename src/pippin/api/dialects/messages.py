@@ -85,12 +85,7 @@ MESSAGES = FieldTable(
         "metadata": members(user_id=table.LABEL_VALUE),
         "user_profile_id": table.LABEL,
         "context_management": table.OBJECT,
-        **pick(
-            SAMPLING,
-            *("top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"),
-            *("frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens", "ignore_eos"),
-            "speculate",
-        ),
+        **SAMPLING,
         **pick(TEMPLATE, "chat_template_kwargs"),
         "temperature": table.number_from(0, 1),
         **SERVING,

@@ -25,7 +25,6 @@ from pippin.api.fields.table import (
     Schema,
     ValueKind,
     ignored_field,
-    pick,
     refused_field,
 )
 from pippin.api.http.http_errors import ModelNotFound
@@ -99,11 +98,7 @@ _OTHER_SAMPLERS = (  # that are not computed here
 )
 _OPTIONS: Fields = {
     "num_predict": kinds.integer_from(-2),
-    **pick(
-        SAMPLING,
-        *("temperature", "top_k", "top_p", "min_p", "stop"),
-        *("presence_penalty", "frequency_penalty", "speculate", "ignore_eos"),
-    ),
+    **SAMPLING,
     "seed": replace(SAMPLING["seed"], unset=-1),  # Ollama's word for "any"
     "repeat_penalty": replace(SAMPLING["repetition_penalty"], ours="repetition_penalty"),
     **dict.fromkeys(_LOADING, ignored_field("the model is loaded already")),

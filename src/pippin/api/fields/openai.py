@@ -10,7 +10,6 @@ from msgspec import Meta
 from pippin.api.fields import table
 from pippin.api.fields.table import (
     EFFORT,
-    SAMPLING,
     Fields,
     FieldTable,
     Members,
@@ -40,7 +39,7 @@ def _literal(character: str) -> str:
 
 
 def _same_as(ours: str) -> ValueKind:
-    return replace(SAMPLING[ours], ours=ours)
+    return replace(table.GENERATION[ours], ours=ours)
 
 
 _CHOICES = ValueKind(
@@ -63,7 +62,7 @@ SAME: Fields = {  # by other names
         table=FieldTable(
             {
                 "json": _same_as("json_schema"),
-                "regex": SAMPLING["regex"],
+                "regex": table.STRUCTURE["regex"],
                 "grammar": _same_as("ebnf"),
                 "choice": _CHOICES,
                 "json_object": replace(
@@ -349,7 +348,8 @@ RESPONSES = FieldTable(
         **_INCLUDE,
         **table.STREAM,
         **table.STREAM_OPTIONS,
-        **{name: kind for name, kind in table.SAMPLING.items() if name != "n"},
+        **table.SAMPLING,
+        **table.STRUCTURE,
         **table.pick(table.TEMPLATE, "chat_template_kwargs"),
         "reasoning_effort": table.EFFORT,
         **table.USER,

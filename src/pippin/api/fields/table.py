@@ -408,7 +408,7 @@ TOOLS: Fields = {
         Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)],
     )
 }
-# By the names of `SamplingParams`, which are made of them: a new field is a row here.
+# Of every dialect, by the names of `SamplingParams`, which are made of them: a new field is a row.
 SAMPLING: Fields = {
     "min_tokens": integer_from(0),
     "temperature": number_from(0, 2),
@@ -420,7 +420,6 @@ SAMPLING: Fields = {
     "frequency_penalty": number_from(-2, 2),
     "logit_bias": LogitBias(),
     "seed": integer_from(-MAX_SEED - 1, MAX_SEED - MAX_CHOICES),
-    "n": integer_from(1, MAX_CHOICES),
     "stop": ByRules(
         kind=_stop_strings,
         convert=lambda given: (given,) if isinstance(given, str) else tuple(given),
@@ -431,6 +430,9 @@ SAMPLING: Fields = {
     ),
     "ignore_eos": BOOLEAN,
     "speculate": BOOLEAN,
+}
+CHOICES: Fields = {"n": integer_from(1, MAX_CHOICES)}
+STRUCTURE: Fields = {
     "json_schema": ValueKind("a JSON Schema, or its JSON", dict[str, Any] | str),
     "regex": STRING,
     "ebnf": STRING,
@@ -466,6 +468,8 @@ GENERATION: Fields = {  # of chat and text completions
     **MODEL,
     "max_tokens": integer_from(1),
     **SAMPLING,
+    **CHOICES,
+    **STRUCTURE,
     **STREAM,
     **STREAM_OPTIONS,
     "response_format": ValueKind(

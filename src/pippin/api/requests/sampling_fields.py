@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from pippin.api.fields.table import (
+    CHOICES,
     MAX_LOGPROBS,
     SAMPLING,
     SERVING,
+    STRUCTURE,
     FieldTable,
     ValueKind,
     integer_from,
@@ -33,7 +35,7 @@ from pippin.types import GrammarSpec, SamplingParams
 
 ANY_OBJECT = json.dumps({"type": "object"})
 _STRUCTURES = ("response_format", "json_schema", "regex", "ebnf")
-_SAMPLED = tuple(name for name in SAMPLING if name not in _STRUCTURES)
+_SAMPLED = (*SAMPLING, *CHOICES)
 
 
 def read_structure(body: Body, rules: RequestRules) -> GrammarSpec | None:
@@ -141,6 +143,8 @@ def _thinking(thinking: Body) -> bool | None:
 PARAMS = FieldTable(
     {
         **SAMPLING,
+        **CHOICES,
+        **STRUCTURE,
         **SERVING,
         "max_tokens": ValueKind(type=int),
         "logprobs": integer_from(0, MAX_LOGPROBS),
