@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from pippin.api.fields.table import (
     TEMPLATE,
     TOOLS,
     FieldTable,
-    Members,
     ValueKind,
     conversation,
     ignored_field,
@@ -71,15 +70,8 @@ MESSAGES = FieldTable(
             budget_tokens=table.integer_from(1),
             display=table.one_of("summarized", "omitted"),
         ),
-        "output_config": Members(
-            "an object with effort, format",
-            table=FieldTable(
-                {
-                    "effort": table.one_of(*EFFORTS),
-                    "format": replace(table.OBJECT, ours="response_format"),
-                }
-            ),
-            lifted=True,
+        "output_config": table.lifted(
+            effort=table.one_of(*EFFORTS), format=replace(table.OBJECT, ours="response_format")
         ),
         "cache_control": table.OBJECT,
         "metadata": members(user_id=table.LABEL_VALUE),
@@ -112,56 +104,55 @@ REFERENCE = "tool_reference"
 
 
 class DeferredTools:
-    def __init__(self, tools: Iterable[DeclaredTool]) -> None:
+    def __init__(self, tools: Sequence[DeclaredTool]) -> None:
+        self._tools = tools
         self._functions = {tool.name: tool.tool["function"] for tool in tools if tool.deferred}
         self._found: set[str] = set()
 
     def described(self, references: Sequence[Body]) -> str:
-        """A result of a search, as Anthropic shows it to its models and Claude Code's tool says."""
-        lines = [f"<function>{self._described(block)}</function>" for block in references]
-        return "\n".join(["<functions>", *lines, "</functions>"])
+        """A result of a search, as Anthropic shows it to its models and Claude Code's tool says.
 
-    def _described(self, reference: Body) -> str:
-        """Once in a conversation: many references must not make much text of a long schema."""
-        reference.ignore_unknown({"type", "tool_name", "cache_control"})
-        name = reference.required_string("tool_name")
-        described = {"name": name} if name in self._found else self._functions.get(name)
-        self._found.add(name)
-        return json.dumps(described or {"name": name}, ensure_ascii=False)  # the list has others
+        A tool once in a conversation: many references must not make much text of a long schema.
+        """
+        lines = ["<functions>"]
+        for reference in references:
+            reference.ignore_unknown({"type", "tool_name", "cache_control"})
+            name = reference.required_string("tool_name")
+            known = None if name in self._found else self._functions.get(name)
+            self._found.add(name)  # the list of tools has others
+            described = json.dumps(known or {"name": name}, ensure_ascii=False)
+            lines.append(f"<function>{described}</function>")
+        return "\n".join([*lines, "</functions>"])
 
-    def callable(self, tools: Iterable[DeclaredTool]) -> list[DeclaredTool]:
+    def callable(self) -> list[DeclaredTool]:
         """Those in the list, and those that the conversation refers to."""
-        return [tool for tool in tools if not tool.deferred or tool.name in self._found]
+        return [tool for tool in self._tools if not tool.deferred or tool.name in self._found]
 
 
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")  # of the assistant
 
 
 def parse_conversation(body: Body, deferred: DeferredTools) -> list[Message]:
-    messages = [*_system(body)]
+    messages: list[Message] = []
+    if body.has("system") and (texts := texts_of(body, "system")):
+        messages.append(_said("system", texts))
     for message in message_bodies(body):
-        messages += _message(message, deferred)
+        message.ignore_unknown({"role", "content", "cache_control"})
+        message.require("role")
+        role = message.one_of("role", ROLES)
+        if message.require("content") == [] and role != "assistant":
+            raise message.wrong("content", "a string or a list of at least one block")
+        if role == "assistant":
+            messages.append(_assistant(message))
+        elif role == "system":
+            messages.append(_said(role, texts_of(message, "content")))
+        else:
+            messages += _user(message, deferred)
     return messages
 
 
-def _system(body: Body) -> Iterator[Message]:
-    texts = texts_of(body, "system") if body.has("system") else []
-    if texts:
-        yield {"role": "system", "content": "\n".join(texts)}
-
-
-def _message(message: Body, deferred: DeferredTools) -> Iterator[Message]:
-    message.ignore_unknown({"role", "content", "cache_control"})
-    message.require("role")
-    role = message.one_of("role", ROLES)
-    if message.require("content") == [] and role != "assistant":
-        raise message.wrong("content", "a string or a list of at least one block")
-    if role == "assistant":
-        yield _assistant(message)
-    elif role == "system":
-        yield {"role": "system", "content": "\n".join(texts_of(message, "content"))}
-    else:
-        yield from _user(message, deferred)
+def _said(role: str, texts: list[str]) -> Message:
+    return {"role": role, "content": "\n".join(texts)}
 
 
 def _user(message: Body, deferred: DeferredTools) -> Iterator[Message]:
@@ -169,13 +160,13 @@ def _user(message: Body, deferred: DeferredTools) -> Iterator[Message]:
     for block in _blocks(message, "content"):
         if block.get("type") == "tool_result":
             if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
+                yield _said("user", texts)
                 texts = []
             yield _tool_result(block, deferred)
         else:
             texts.append(text_of(block))
     if texts:
-        yield {"role": "user", "content": "\n".join(texts)}
+        yield _said("user", texts)
 
 
 def _tool_result(block: Body, deferred: DeferredTools) -> Message:
@@ -231,10 +222,10 @@ def _blocks(body: Body, field: str) -> list[Body]:
     return body.objects(field, "a string or a list of blocks")
 
 
-_SHARED_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "defer_loading"}
-_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"description", "input_schema"}
-_CLIENT_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"max_characters"}
-_HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
+_TOOL_FIELDS = {
+    *("type", "name", "cache_control", "strict", "defer_loading", "eager_input_streaming"),
+    "input_examples",
+}
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
@@ -248,14 +239,13 @@ def parse_message_request(
     if options.max_tokens is not None:
         # Clients ask for Claude's longest reply: a shorter one that fits is as good.
         options = replace(options, max_tokens=None, most_tokens=options.max_tokens)
-    tools = _tools(body)
-    deferred = DeferredTools(tools)
+    deferred = DeferredTools(_tools(body))
     messages = normalise(parse_conversation(body, deferred), rules, options.salt)
     return ChatRequest(
         options=options,
         messages=messages,
         continue_final_message=messages[-1]["role"] == "assistant",
-        tool_use=_tool_use(body, deferred.callable(tools)),
+        tool_use=_tool_use(body, deferred.callable()),
         reasoning_effort=_effort(body),
         effort_field="output_config.effort" if body.has("output_config") else "thinking",
         template_variables=template_variables(body),
@@ -281,15 +271,15 @@ def _effort(body: Body) -> str | None:
 
 
 def _tools(body: Body) -> list[DeclaredTool]:
-    given = tool_bodies(body)
-    tools = [_tool(tool) for tool in given if not _is_left_out(tool)]
-    if any(_is_search(tool) for tool in given):  # Anthropic's, which finds nothing here
-        return [replace(tool, deferred=False) for tool in tools]
-    return tools
-
-
-def _is_search(tool: Body) -> bool:
-    return tool.string("type", "").startswith("tool_search_tool_")
+    tools, searches = [], False
+    for tool in tool_bodies(body):
+        kind = tool.string("type", "")
+        known = client_tool(kind)
+        searches |= kind.startswith("tool_search_tool_")
+        if not kind or known is not None or not is_left_out(tool, ("custom",)):
+            tools.append(_tool(tool, known))
+    # Anthropic's search finds nothing here.
+    return [replace(tool, deferred=False) for tool in tools] if searches else tools
 
 
 def _tool_use(body: Body, tools: list[DeclaredTool]) -> ToolUse:
@@ -305,21 +295,16 @@ def _tool_use(body: Body, tools: list[DeclaredTool]) -> ToolUse:
     return replace(use, parallel=use.parallel and parallel)
 
 
-def _is_left_out(tool: Body) -> bool:
-    if not tool.has("type") or client_tool(tool.required_string("type")) is not None:
-        return False
-    return is_left_out(tool, ("custom",))
-
-
-def _tool(tool: Body) -> DeclaredTool:
+def _tool(tool: Body, known: dict[str, Any] | None) -> DeclaredTool:
+    """`known`: what a tool that clients run is called with."""
+    described = {"max_characters"} if known else {"description", "input_schema"}
+    tool.ignore_unknown(_TOOL_FIELDS | described)
     deferred = tool.boolean("defer_loading", False)
-    if (known := client_tool(tool.string("type", ""))) is not None:
-        tool.ignore_unknown(_CLIENT_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
-        given = {"name": tool.get("name"), "strict": tool.get("strict"), **known}
-        return replace(function_tool(tool.renamed(given), "parameters"), deferred=deferred)
-    tool.ignore_unknown(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
-    tool.require("input_schema")
-    return replace(function_tool(tool, "input_schema"), deferred=deferred)
+    if known is None:
+        tool.require("input_schema")
+        return replace(function_tool(tool, "input_schema"), deferred=deferred)
+    given = {"name": tool.get("name"), "strict": tool.get("strict"), **known}
+    return replace(function_tool(tool.renamed(given), "parameters"), deferred=deferred)
 
 
 _ERROR_TYPES = {

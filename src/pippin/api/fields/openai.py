@@ -57,29 +57,18 @@ SAME: Fields = {  # by other names
     "guided_choice": _CHOICES,
     "n_predict": table.integer_from(-1, ours="max_tokens", unset=-1),  # -1: as many as fit
     "n_cmpl": _same_as("n"),
-    "structured_outputs": Members(
-        "an object with json, regex, grammar, choice or json_object",
-        table=FieldTable(
-            {
-                "json": _same_as("json_schema"),
-                "regex": table.STRUCTURE["regex"],
-                "grammar": _same_as("ebnf"),
-                "choice": _CHOICES,
-                "json_object": replace(
-                    table.BOOLEAN,
-                    ours="json_schema",
-                    unset=False,
-                    convert=lambda _: {"type": "object"},
-                ),
-                **dict.fromkeys(
-                    ("disable_any_whitespace", "whitespace_pattern"),
-                    ignored_field("JSON is written on one line"),
-                ),
-                "disable_additional_properties": ignored_field("objects are closed"),
-                "disable_fallback": ignored_field("there is one grammar engine"),
-            }
+    "structured_outputs": table.lifted(
+        json=_same_as("json_schema"),
+        regex=table.STRUCTURE["regex"],
+        grammar=_same_as("ebnf"),
+        choice=_CHOICES,
+        json_object=replace(
+            table.BOOLEAN, ours="json_schema", unset=False, convert=lambda _: {"type": "object"}
         ),
-        lifted=True,
+        disable_any_whitespace=ignored_field("JSON is written on one line"),
+        disable_additional_properties=ignored_field("objects are closed"),
+        whitespace_pattern=ignored_field("JSON is written on one line"),
+        disable_fallback=ignored_field("there is one grammar engine"),
     ),
 }
 REASONING: Fields = {
@@ -338,12 +327,8 @@ RESPONSES = FieldTable(
         "reasoning": members(
             effort=table.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
         ),
-        "text": Members(
-            "an object with format, verbosity",
-            table=FieldTable(
-                {"format": replace(table.OBJECT, ours="response_format"), "verbosity": _VERBOSITY}
-            ),
-            lifted=True,
+        "text": table.lifted(
+            format=replace(table.OBJECT, ours="response_format"), verbosity=_VERBOSITY
         ),
         **_INCLUDE,
         **table.STREAM,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -348,6 +348,10 @@ class Members(ValueKind):
 
 def members(**fields: ValueKind) -> Members:
     return Members(f"an object with {', '.join(fields)}", table=FieldTable(fields))
+
+
+def lifted(**fields: ValueKind) -> Members:
+    return replace(members(**fields), lifted=True)
 
 
 @dataclass(frozen=True)
