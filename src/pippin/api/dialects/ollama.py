@@ -39,7 +39,7 @@ from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.cut_json import members_of
-from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, FoldedCall, Reasoning
+from pippin.text.pieces import CallEnd, FoldedCall
 from pippin.text.tokenizer import Tokenizer
 
 MAX_HUB_ID_CHARS = 256
@@ -351,9 +351,7 @@ class OllamaStream:
         self._job = job
         self._tokenizer = tokenizer
         self._load_s = load_s  # that it waited for its model
-        self._open_calls: dict[int, FoldedCall] = {}
-        self._finish: str | None = None
-        self._tokens: list[int] = []  # of the reply
+        self._reply = FoldedChoice(0)  # what has not been sent of it, and all of its tokens
         self._text_line: EventTemplate | None = None  # with nothing but text
 
     def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
@@ -363,46 +361,29 @@ class OllamaStream:
         return b""
 
     def events(self, piece: SequencePiece) -> bytes:
-        self._finish = piece.finish
-        self._tokens += piece.tokens
-        if len(piece.pieces) == 1 and isinstance(piece.pieces[0], Content) and not piece.shown:
-            return self._line_of(piece.pieces[0].text)
-        text, thinking, calls = "", "", []
-        for part in piece.pieces:
-            match part:
-                case Content(more):
-                    text += more
-                case Reasoning(more):
-                    thinking += more
-                case CallBegin(index, id, name):
-                    self._open_calls[index] = FoldedCall(id, name)
-                case CallArguments(index, more):
-                    self._open_calls[index].arguments += more
-                case CallEnd(index, unparsed):
-                    call = self._open_calls.pop(index)
-                    if unparsed is None or piece.finish == "length":
-                        calls.append(call)  # Ollama sends calls whole
-                    else:
-                        text += unparsed
-        if not (text or thinking or calls or piece.shown):
+        self._reply.add(piece)
+        text = self._reply.text
+        ended = [part.index for part in piece.pieces if isinstance(part, CallEnd)]
+        calls = [text.calls.pop(index) for index in ended if index in text.calls]  # sent whole
+        content, thinking, text.content, text.reasoning = text.content, text.reasoning, "", ""
+        if thinking or calls or piece.shown:
+            said = self._said(content, thinking, calls)
+            return line(self._envelope(said, piece.shown, done=False))
+        if not content:
             return b""
-        return line(self._envelope(self._said(text, thinking, calls), piece.shown, done=False))
-
-    def _line_of(self, text: str) -> bytes:
         if self._text_line is None:
             envelope = self._envelope(self._said(HOLE, "", []), [], done=False)
             self._text_line = EventTemplate(line(envelope | {"created_at": HOLE}))
-        return self._text_line.fill(rfc3339(), text)
+        return self._text_line.fill(rfc3339(), content)
 
     def close(self) -> bytes:
-        return line(self._envelope(self._said("", "", []), [], done=True) | self._end(self._finish))
+        return line(self._envelope(self._said("", "", []), [], done=True) | self._end())
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
-        (choice,) = choices
-        self._tokens, self._finish = choice.tokens, choice.finish
-        text = choice.text
+        (self._reply,) = choices
+        text = self._reply.text
         said = self._said(text.content, text.reasoning, text.calls.values())
-        return self._envelope(said, choice.shown, done=True) | self._end(choice.finish)
+        return self._envelope(said, self._reply.shown, done=True) | self._end()
 
     def error(self, error: PippinError) -> bytes:
         return line(ollama_error(error))
@@ -415,13 +396,13 @@ class OllamaStream:
         head = {"model": self._job.model, "created_at": rfc3339()}
         return {**head, **said, **logprobs, "done": done}
 
-    def _end(self, finish: str | None) -> dict[str, Any]:
+    def _end(self) -> dict[str, Any]:
         times, now = self._job.timing, perf_counter()
         submitted = now if times.submitted is None else times.submitted
         first = now if times.first is None else times.first
         last = now if times.last is None else times.last
         return {
-            "done_reason": finish,
+            "done_reason": self._reply.finish,
             "total_duration": nanoseconds(self._load_s + now - submitted),
             "load_duration": nanoseconds(self._load_s),
             "prompt_eval_count": self._job.num_prompt_tokens,
@@ -437,7 +418,7 @@ class OllamaChat(OllamaStream):
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
             message["thinking"] = thinking
-        if written := [_call(call, cut=self._finish == "length") for call in calls]:
+        if written := [_call(call, cut=self._reply.finish == "length") for call in calls]:
             message["tool_calls"] = written
         return {"message": message}
 
@@ -446,10 +427,10 @@ class OllamaGenerate(OllamaStream):
     def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
         return {"response": text, **({"thinking": thinking} if thinking else {})}
 
-    def _end(self, finish: str | None) -> dict[str, Any]:
+    def _end(self) -> dict[str, Any]:
         """With the tokens that a later request may send back."""
-        context = [*self._job.prompts[0].tokens, *self._tokens]
-        return super()._end(finish) | {"context": context}
+        context = [*self._job.prompts[0].tokens, *self._reply.tokens]
+        return super()._end() | {"context": context}
 
 
 def _call(call: FoldedCall, *, cut: bool) -> dict[str, Any]:
