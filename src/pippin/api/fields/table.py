@@ -295,11 +295,8 @@ class FieldTable:
             body.check_known(self.fields)
         for name in self.required:
             body.require(name)
-        return {
-            name: kind.check(body, name, rules)
-            for name, kind in self.fields.items()
-            if body.has(name)
-        }
+        sent = [name for name in body.fields() if name in self.fields and body.has(name)]
+        return {name: self.fields[name].check(body, name, rules) for name in sent}
 
     def _put_into(
         self, found: dict[str, Any], sent: dict[str, str], body: Body, values: dict[str, Any]
