@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, with the reasoning as DeepSeek and others add it. Knows no tokens."""
+"""OpenAI's chat completions, with the reasoning as DeepSeek and others add it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's text completions. Knows no chats."""
+"""OpenAI's text completions."""
 
 from __future__ import annotations
 

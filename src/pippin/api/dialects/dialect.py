@@ -1,4 +1,4 @@
-"""Runs a job and has a dialect write its reply: events, or one object. Knows no transport."""
+"""Runs a job and has a dialect write its reply: events, or one object."""
 
 from __future__ import annotations
 

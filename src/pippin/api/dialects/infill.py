@@ -1,4 +1,4 @@
-"""llama.cpp's `/infill`, as editors' plugins use it. Knows no chats.
+"""llama.cpp's `/infill`, as editors' plugins use it.
 
 The reply's fields are those of llama.cpp's `/completion`, less the prompt and most settings.
 """

@@ -1,4 +1,4 @@
-"""The fields of Anthropic's Messages. Knows no value's use."""
+"""Anthropic's Messages: their fields, conversations and tools, and the events of a reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of Ollama's API, whose server ignores all others. Knows no value's use."""
+"""Ollama's API: its fields, of which it ignores those that it does not know, and its replies."""
 
 from __future__ import annotations
 

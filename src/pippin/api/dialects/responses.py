@@ -1,7 +1,4 @@
-"""How items of a response are written: their fields, their parts, the names of their events.
-
-Knows no order of events, and no request.
-"""
+"""OpenAI's Responses: items in, items and their events out."""
 
 from __future__ import annotations
 
@@ -196,9 +193,20 @@ def read_items(body: Body, find_items: FindItems, max_bytes: int) -> list[Item]:
         raise body.wrong("input", "a string or a list of at least one item")
     check_count(given, MAX_MESSAGES, "input", "items")
     bodies = [Body(item, f"input[{number}]") for number, item in enumerate(given)]
-    references = [_reference(item) for item in bodies if item.get("type") == _REFERENCE]
+    references = []
+    for item in bodies:
+        if item.get("type") == _REFERENCE:
+            item.ignore_unknown({"type", "id"})
+            references.append(item.required_string("id"))
     stored = find_items(references) if references else {}
-    _check_bytes(references, stored, max_bytes)
+    sizes = {id: len(msgspec.json.encode(item)) for id, item in stored.items()}
+    nbytes = sum(sizes.get(id, 0) for id in references)
+    if nbytes > max_bytes:
+        raise RequestError(
+            f"input refers to {nbytes:,} bytes of items; at most {max_bytes:,} are allowed "
+            "(--max-body-bytes)",
+            param="input",
+        )
     return [_whole_item(item, stored) for item in bodies]
 
 
@@ -216,46 +224,24 @@ def messages_of(body: Body, before: Sequence[Item], items: Sequence[Item]) -> li
     return [_joined(message) for message in messages]
 
 
-def _reference(item: Body) -> str:
-    item.ignore_unknown({"type", "id"})
-    return item.required_string("id")
-
-
-def _check_bytes(references: list[str], stored: Mapping[str, Item], max_bytes: int) -> None:
-    sizes = {id: len(msgspec.json.encode(item)) for id, item in stored.items()}
-    nbytes = sum(sizes.get(id, 0) for id in references)
-    if nbytes > max_bytes:
-        raise RequestError(
-            f"input refers to {nbytes:,} bytes of items; at most {max_bytes:,} are allowed "
-            "(--max-body-bytes)",
-            param="input",
-        )
-
-
 def _whole_item(item: Body, stored: Mapping[str, Item]) -> Item:
     """The item itself, if it is a reference; with an id, and its text as parts."""
     fields = {field: item.get(field) for field in item.fields()}
-    kind = fields.get("type") or "message"
+    kind, id = fields.get("type") or "message", item.string("id", None)
     if kind == _REFERENCE:
-        return _referred(item, stored)
-    id = item.string("id", None) or f"{_PREFIXES.get(str(kind), 'item')}_{uuid.uuid4().hex}"
+        if (found := stored.get(id or "")) is not None:
+            return found
+        raise RequestError(
+            f"Item with id '{cut(id or '')}' not found. Items are not persisted when `store` is "
+            "set to false, and dropped when too many are stored.",
+            param=item.name("id"),
+        )
+    id = id or f"{_PREFIXES.get(str(kind), 'item')}_{uuid.uuid4().hex}"
     content = fields.get("content")
     if kind == "message" and isinstance(content, str):
         part_kind = "output_text" if fields.get("role") == "assistant" else "input_text"
         fields["content"] = [{"type": part_kind, "text": content}]
     return {**fields, "type": kind, "id": id}
-
-
-def _referred(item: Body, stored: Mapping[str, Item]) -> Item:
-    id = item.string("id", "")
-    found = stored.get(id)
-    if found is None:
-        raise RequestError(
-            f"Item with id '{cut(id)}' not found. Items are not persisted when `store` is set to "
-            "false, and dropped when too many are stored.",
-            param=item.name("id"),
-        )
-    return found
 
 
 def _add(item: Body, messages: list[Message]) -> None:

@@ -1,4 +1,4 @@
-"""A format's tool calls as rules of a grammar. Knows no prompt and no engine.
+"""A format's tool calls as rules of a grammar.
 
 What cannot be enforced in a format is refused by name: nothing is enforced in part.
 """

@@ -1,4 +1,4 @@
-"""Reads members of a JSON object, with errors that name where they are. Knows no field by name.
+"""Reads members of a JSON object, with errors that name where they are.
 
 As in OpenAI's API, a field that is null counts as left out.
 """

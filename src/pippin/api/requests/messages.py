@@ -1,4 +1,4 @@
-"""Format and size of a picture, from the first bytes of its base64. Decodes no picture."""
+"""Messages of a conversation, with texts in the place of pictures and files."""
 
 from __future__ import annotations
 

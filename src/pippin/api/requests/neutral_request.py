@@ -1,4 +1,4 @@
-"""A request of any dialect, checked. Knows no JSON of any API and no tokens."""
+"""A request of any dialect, checked."""
 
 from __future__ import annotations
 

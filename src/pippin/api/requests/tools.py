@@ -1,4 +1,4 @@
-"""Declared tools and how a reply may call them, for every dialect. Knows no format of calls."""
+"""Declared tools and how a reply may call them, for every dialect."""
 
 from __future__ import annotations
 
