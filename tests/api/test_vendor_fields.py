@@ -58,7 +58,7 @@ def completion(**fields: Any) -> Any:
 
 def responses(**fields: Any) -> Any:
     body = {"model": "qwen", "input": "Count to ten, please.", **fields}
-    return parse_responses_request(body, RULES, ResponseStore(1, 1_000)).chat
+    return parse_responses_request(body, RULES, ResponseStore(1, 1_000))
 
 
 def messages(**fields: Any) -> Any:

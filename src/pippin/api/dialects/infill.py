@@ -77,12 +77,12 @@ _UNKNOWN_INDENT = re.compile(r"\n[ \t]*\Z")
 
 
 @dataclass(frozen=True)
-class InfillRequest:
-    completion: CompletionRequest
-    # What the reply is made of:
-    least_indent: int
-    returns_tokens: bool
-    response_fields: list[str]  # none: all
+class InfillRequest(CompletionRequest):
+    """And what the reply is made of."""
+
+    least_indent: int = 0
+    returns_tokens: bool = False
+    response_fields: tuple[str, ...] = ()  # none: all
 
 
 def parse_infill(fields: Any, rules: RequestRules) -> InfillRequest:
@@ -91,17 +91,21 @@ def parse_infill(fields: Any, rules: RequestRules) -> InfillRequest:
     check_choices(1, options, rules.limits)
     files = tuple((file.filename, file.text) for file in body.get("input_extra", ()))
     gap = Gap(body.get("input_suffix"), files, "input_prefix", "input_suffix", "input_extra")
-    prefix = body.get("input_prefix") + body.get("prompt", "")
     return InfillRequest(
-        CompletionRequest(options, [prefix], echo=False, leniency=body.leniency, gap=gap),
+        options,
+        [body.get("input_prefix") + body.get("prompt", "")],
+        leniency=body.leniency,
+        gap=gap,
         least_indent=body.get("n_indent", 0),
         returns_tokens=body.get("return_tokens", False),
-        response_fields=body.get("response_fields", []),
+        response_fields=tuple(body.get("response_fields", ())),
     )
 
 
 class InfillDialect:
-    def __init__(self, job: Job, asked: InfillRequest, max_len: int) -> None:
+    def __init__(self, job: Job, max_len: int) -> None:
+        asked = job.request
+        assert isinstance(asked, InfillRequest)
         self._job = job
         self._asked = asked
         self._max_len = max_len
@@ -195,7 +199,7 @@ def _pace(name: str, num_tokens: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def _selected(reply: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _selected(reply: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """`timings/prompt_n` is a member of a member, under its whole name. Others are left out."""
     found = {}
     for name in names:

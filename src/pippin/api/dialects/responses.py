@@ -22,6 +22,7 @@ from pippin.api.dialects.dialect import (
 )
 from pippin.api.dialects.response_store import ResponseStore, StoredTurn
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
+from pippin.api.fields.table import FieldTable
 from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
@@ -324,27 +325,20 @@ def _shell_output(item: Body) -> Message:
 
 
 @dataclass(frozen=True)
-class ResponsesRequest:
-    chat: ChatRequest
-    echo: dict[str, Any]  # what the response repeats of the request
-    items: list[Item]  # of this turn
-    previous: StoredTurn | None  # that it continues
-    store: bool
-    reasoning: ReasoningForm
+class ResponsesRequest(ChatRequest):
+    """And what the response repeats of it, and what is stored."""
+
+    echo: dict[str, Any] = field(default_factory=dict)
+    items: list[Item] = field(default_factory=list)  # of this turn
+    previous: StoredTurn | None = None  # that it continues
+    store: bool = False
+    reasoning: ReasoningForm = ReasoningForm()
 
 
 def parse_responses_request(
-    fields: Any, rules: RequestRules, stored: ResponseStore
+    fields: Any, rules: RequestRules, stored: ResponseStore, table: FieldTable = RESPONSES
 ) -> ResponsesRequest:
-    return _read_request(RESPONSES.read(fields, rules), rules, stored)
-
-
-def parse_counted_request(fields: Any, rules: RequestRules, stored: ResponseStore) -> ChatRequest:
-    """A request whose prompt is only to be counted."""
-    return _read_request(INPUT_TOKENS.read(fields, rules), rules, stored).chat
-
-
-def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> ResponsesRequest:
+    body = table.read(fields, rules)
     effort, effort_field = effort_of(body)
     store = body.get("store", stored.enabled)
     if store and not stored.enabled:
@@ -355,27 +349,18 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
     previous = None if previous_id is None else stored.previous(previous_id)
     items = read_items(body, stored.items, rules.limits.max_body_bytes)
     before = [] if previous is None else previous.items()
-    chat = ChatRequest(
-        options=options,
-        messages=messages_of(body, before, items),
-        tool_use=read_responses_tools(body),
-        reasoning_effort=effort,
-        template_variables=template_variables(body),
-        messages_field="input",
-        effort_field=effort_field,
-        leniency=body.leniency,
-    )
+    tool_use = read_responses_tools(body)
     echo = {
         "frequency_penalty": options.params.frequency_penalty,
         "instructions": body.get("instructions"),
         "max_output_tokens": options.max_tokens,
         "max_tool_calls": None,  # a reply ends with its calls: clients run them
         "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": chat.tool_use.parallel,
+        "parallel_tool_calls": tool_use.parallel,
         "presence_penalty": options.params.presence_penalty,
         "previous_response_id": previous_id,
         "prompt_cache_key": body.get("prompt_cache_key"),
-        "reasoning": {"effort": chat.reasoning_effort, "summary": _summary(body)},
+        "reasoning": {"effort": effort, "summary": _summary(body)},
         "safety_identifier": body.get("safety_identifier"),
         "store": store,
         "temperature": options.params.temperature,
@@ -385,7 +370,28 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
         "top_p": options.params.top_p,
         "user": body.get("user"),
     }
-    return ResponsesRequest(chat, echo, items, previous, store, ReasoningForm.asked(body))
+    return ResponsesRequest(
+        options=options,
+        messages=messages_of(body, before, items),
+        tool_use=tool_use,
+        reasoning_effort=effort,
+        template_variables=template_variables(body),
+        messages_field="input",
+        effort_field=effort_field,
+        leniency=body.leniency,
+        echo=echo,
+        items=items,
+        previous=previous,
+        store=store,
+        reasoning=ReasoningForm.asked(body),
+    )
+
+
+def parse_counted_request(
+    fields: Any, rules: RequestRules, stored: ResponseStore
+) -> ResponsesRequest:
+    """A request whose prompt is only to be counted."""
+    return parse_responses_request(fields, rules, stored, INPUT_TOKENS)
 
 
 def _summary(body: Body) -> str | None:
@@ -393,19 +399,16 @@ def _summary(body: Body) -> str | None:
     return reasoning.string("summary", None) or reasoning.string("generate_summary", None)
 
 
-Keep = Callable[[dict[str, Any]], bool]  # stores a response; whether it did
-
-
 class ResponsesDialect(BlockStream):
     TEXT, REASONING, CALL, SHELL_CALL = "text", "reasoning", "call", "shell call"
 
-    def __init__(
-        self, job: Job, echo: dict[str, Any], keep: Keep, reasoning: ReasoningForm
-    ) -> None:
+    def __init__(self, job: Job, stored: ResponseStore) -> None:
+        asked = job.request
+        assert isinstance(asked, ResponsesRequest)
         self._job = job
-        self._echo = echo
-        self._keep = keep
-        self._reasoning = reasoning
+        self._asked = asked
+        self._stored = stored
+        self._reasoning = asked.reasoning
         self._num_events = 0
         self._done: list[Item] = []
         # The one that grows, if `_open_kind` is set:
@@ -560,7 +563,9 @@ class ResponsesDialect(BlockStream):
         whole["usage"] = self._usage()
         if finish == "length":
             whole["incomplete_details"] = {"reason": "max_output_tokens"}
-        whole["store"] = self._keep(whole)
+        if whole["store"]:
+            turn = StoredTurn.of(self._asked.items, items, self._asked.previous)
+            whole["store"] = self._stored.put(whole, turn)
         return whole
 
     def _response(self, status: str, items: list[Item]) -> dict[str, Any]:
@@ -579,7 +584,7 @@ class ResponsesDialect(BlockStream):
             "top_logprobs": 0,
             "truncation": "disabled",
             "usage": None,
-            **self._echo,
+            **self._asked.echo,
             **self._job.omitted,
         }
 

@@ -11,14 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pippin.api.dialects import responses
 from pippin.api.dialects.chat_completions import ChatDialect, parse_chat
 from pippin.api.dialects.completions import CompletionsDialect, parse_completion
 from pippin.api.dialects.dialect import Dialect, reply_events, whole_reply
-from pippin.api.dialects.infill import InfillDialect, InfillRequest, parse_infill
+from pippin.api.dialects.infill import InfillDialect, parse_infill
 from pippin.api.dialects.messages import MessagesDialect, parse_message_request
-from pippin.api.dialects.response_store import ResponseStores, StoredTurn
-from pippin.api.dialects.responses import ResponsesDialect
+from pippin.api.dialects.response_store import ResponseStores
+from pippin.api.dialects.responses import (
+    ResponsesDialect,
+    parse_counted_request,
+    parse_responses_request,
+)
 from pippin.api.endpoints.app_state import AppState, Prepared, Runnable
 from pippin.api.endpoints.embeddings import parse_embeddings, whole_embeddings
 from pippin.api.endpoints.scoring import parse_rerank, parse_score, whole_rerank, whole_score
@@ -83,32 +86,17 @@ class Generation:
         return answer(found, CompletionsDialect(found.job, found.text.tokenizer))
 
     async def _infill(self, request: Request) -> Response:
-        read: list[InfillRequest] = []
-
         def prepare(fields: Any, served: ServedText) -> Job:
-            read.append(parse_infill(fields, served.rules))
-            return prepare_completion(read[-1].completion, served.text, served.model)
+            return prepare_completion(parse_infill(fields, served.rules), served.text, served.model)
 
         found = await self._state.prepare(request, prepare)
-        return answer(found, InfillDialect(found.job, read[-1], found.model.max_len))
+        return answer(found, InfillDialect(found.job, found.model.max_len))
 
     async def _responses(self, request: Request) -> Response:
         stored = self._stored.of(owner_of(request.scope))
-        read: list[responses.ResponsesRequest] = []
-
-        def parse(fields: Any, rules: RequestRules) -> ChatRequest:
-            read.append(responses.parse_responses_request(fields, rules, stored))
-            return read[-1].chat
-
-        def keep(response: dict[str, Any]) -> bool:
-            if not asked.store:
-                return False
-            turn = StoredTurn.of(asked.items, response["output"], asked.previous)
-            return stored.put(response, turn)
-
+        parse = partial(parse_responses_request, stored=stored)
         found = await self._prepare_chat(request, parse, "resp_")
-        asked = read[-1]
-        return answer(found, ResponsesDialect(found.job, asked.echo, keep, asked.reasoning))
+        return answer(found, ResponsesDialect(found.job, stored))
 
     async def _count_tokens(self, request: Request) -> Response:
         parse = partial(parse_message_request, counts_only=True)
@@ -117,9 +105,7 @@ class Generation:
     async def _input_tokens(self, request: Request) -> Response:
         stored = self._stored.of(owner_of(request.scope))
 
-        def parse(fields: Any, rules: RequestRules) -> ChatRequest:
-            return responses.parse_counted_request(fields, rules, stored)
-
+        parse = partial(parse_counted_request, stored=stored)
         counted = await self._count(request, parse)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})
 

@@ -12,7 +12,7 @@ from typing import Any
 from pippin.api.grammars.constrain import can_forbid_calls, constrain
 from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import ModelInfo
-from pippin.api.requests.body import MAX_BYTES_PER_TOKEN, Leniency
+from pippin.api.requests.body import MAX_BYTES_PER_TOKEN
 from pippin.api.requests.neutral_request import (
     ChatRequest,
     CompletionRequest,
@@ -49,8 +49,8 @@ def prepare_chat(
         replace(request.options, params=constrain(request, prompt, text)),
         text,
         model,
+        request,
         param=request.messages_field,
-        leniency=request.leniency,
         tool_use=request.tool_use,
         new_parser=lambda: text.formats.parser(prompt.ending, request.tool_use.allowed),
         # No more than a reply can have:
@@ -124,7 +124,7 @@ def prepare_completion(request: CompletionRequest, text: TextBundle, model: Mode
         if not options.params.ignore_eos:  # marks between texts end the reply too
             stop_ids = (*options.params.stop_token_ids, *fill.stop_ids)
             options = replace(options, params=replace(options.params, stop_token_ids=stop_ids))
-    return _job("cmpl-", prompts, options, text, model, param="prompt", leniency=request.leniency)
+    return _job("cmpl-", prompts, options, text, model, request, param="prompt")
 
 
 def gap_prompt(
@@ -209,9 +209,9 @@ def _job(
     options: Options,
     text: TextBundle,
     model: ModelInfo,
+    request: ChatRequest | CompletionRequest,
     *,
     param: str,
-    leniency: Leniency,
     tool_use: ToolUse | None = None,
     new_parser: Callable[[], ReplyParser] = PlainText,
     prediction: Sequence[int] = (),
@@ -235,13 +235,14 @@ def _job(
         id=id,
         model=model.name,
         created_s=int(time.time()),
+        request=request,
         prompts=prompts,
         sequences=sequences,
         stream=options.stream,
         include_usage=options.include_usage,
         timeout_s=options.timeout_s,
         tool_use=tool_use or ToolUse(),
-        leniency=leniency,
+        leniency=request.leniency,
     )
 
 

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from pippin.api.requests.body import Leniency, under_owner
-from pippin.api.requests.neutral_request import ToolUse
+from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, ToolUse
 from pippin.engine.engine_client import Engine
 from pippin.messages import Submit, TokenDelta
 from pippin.sequences import GeneratedSequence, SequencePiece, ShownToken
@@ -43,6 +43,7 @@ class Job:
     id: str
     model: str
     created_s: int
+    request: ChatRequest | CompletionRequest  # or a dialect's own, which has more for its reply
     prompts: list[Prompt]
     sequences: list[GeneratedSequence]  # those of one prompt side by side, as many for each
     stream: bool

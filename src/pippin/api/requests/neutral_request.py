@@ -108,6 +108,6 @@ class Gap:
 class CompletionRequest:
     options: Options
     prompts: list[str] | list[list[int]]
-    echo: bool
+    echo: bool = False
     leniency: Leniency = field(default_factory=Leniency)
     gap: Gap | None = None
