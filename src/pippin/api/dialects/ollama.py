@@ -156,7 +156,7 @@ GENERATE = FieldTable(
 EMBED = FieldTable(
     {
         **_EVERY,
-        "input": kinds.TextsOrIds(ids=False),
+        "input": kinds.texts_or_ids(ids=False),
         "truncate": kinds.BOOLEAN,
         "dimensions": kinds.integer_from(1),
     },

@@ -76,7 +76,9 @@ RERANK = FieldTable(
     },
     required=("query", "documents"),
 )
-SCORE = FieldTable({name: table.TextsOrIds(ids=False) for pair in PAIRS for name in pair} | _SHARED)
+SCORE = FieldTable(
+    {name: table.texts_or_ids(ids=False) for pair in PAIRS for name in pair} | _SHARED
+)
 
 
 Pair = tuple[str, str]

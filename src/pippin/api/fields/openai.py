@@ -299,7 +299,7 @@ CHAT = FieldTable(
 COMPLETION = FieldTable(
     {
         **table.GENERATION,
-        "prompt": table.TextsOrIds(),
+        "prompt": table.texts_or_ids(),
         "max_tokens": table.integer_from(0),
         "logprobs": table.integer_from(0, table.MAX_LOGPROBS),
         "echo": table.BOOLEAN,
@@ -378,7 +378,7 @@ STORED_ITEMS = FieldTable(
 EMBEDDINGS = FieldTable(
     {
         **table.MODEL,
-        "input": table.TextsOrIds(),
+        "input": table.texts_or_ids(),
         "encoding_format": table.one_of("float", "base64"),
         "dimensions": table.integer_from(1),
         **table.USER,

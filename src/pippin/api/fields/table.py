@@ -75,7 +75,7 @@ class ValueKind:
     """What a field may hold, as a type of msgspec's; in words, where its limits do not say it."""
 
     text: str = ""
-    type: Any = Any
+    type: Any = Any  # or several, where msgspec has no union of them
     json_schema: Schema | None = None  # where the document says more than the type
     ours: str = ""  # our name of the field, if it is another
     unset: Any = None  # a value that means "not sent"
@@ -86,15 +86,17 @@ class ValueKind:
         return self.text or in_words(self.schema(rules))
 
     def schema(self, rules: RequestRules) -> Schema:
-        schema = self.json_schema or _inlined(msgspec.json.schema(self.type))
+        types = self.type if isinstance(self.type, tuple) else (self.type,)
+        found = [_inlined(msgspec.json.schema(each)) for each in types]
+        schema = self.json_schema or (found[0] if len(found) == 1 else {"anyOf": found})
         return {"description": self.text, **schema} if self.text else schema
 
     def check(self, body: Body, field: str, rules: RequestRules) -> Any:
         """The value as it is used."""
-        try:
-            return msgspec.convert(body.get(field), self.type)
-        except msgspec.ValidationError as error:
-            raise body.wrong(field, self.words(rules)) from error
+        for kind in self.type if isinstance(self.type, tuple) else (self.type,):
+            with suppress(msgspec.ValidationError):
+                return msgspec.convert(body.get(field), kind)
+        raise body.wrong(field, self.words(rules))
 
 
 def _inlined(schema: Any, types: Mapping[str, Any] | None = None) -> Any:
@@ -176,34 +178,23 @@ def _stop_strings(rules: RequestRules) -> ValueKind:
     )
 
 
-@dataclass(frozen=True)
-class TextsOrIds(ValueKind):
+def texts_or_ids(*, texts: bool = True, ids: bool = True) -> ByRules:
     """One text, or one list of token ids, or several of either."""
 
-    texts: bool = True
-    ids: bool = True
+    def kind(rules: RequestRules) -> ValueKind:
+        tokens: Any = _ids(rules)
+        words = f"a list of {token_ids_in_words(rules.vocab_size)} or a list of such lists"
+        described = ["a string or a list of strings"] * texts + [words] * ids
+        several = Annotated[list[str], Meta(min_length=1)]
+        return ValueKind(
+            ", ".join(described), (str, several) * texts + (tokens, list[tokens]) * ids
+        )
 
-    def words(self, rules: RequestRules) -> str:
-        ids = f"a list of {token_ids_in_words(rules.vocab_size)} or a list of such lists"
-        return ", ".join(["a string or a list of strings"] * self.texts + [ids] * self.ids)
-
-    def _types(self, rules: RequestRules) -> list[Any]:
-        ids: Any = _ids(rules)
-        texts = [str, Annotated[list[str], Meta(min_length=1)]]
-        return texts * self.texts + [ids, list[ids]] * self.ids
-
-    def schema(self, rules: RequestRules) -> Schema:
-        return {"anyOf": [msgspec.json.schema(each) for each in self._types(rules)]}
-
-    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
-        for each in self._types(rules):
-            with suppress(msgspec.ValidationError):
-                return msgspec.convert(body.get(field), each)
-        raise body.wrong(field, self.words(rules))
+    return ByRules(kind=kind)
 
 
 def rows_of(value: Any) -> list[Any]:
-    """The texts or lists of token ids in a value of `TextsOrIds`."""
+    """The texts or lists of token ids in a value of `texts_or_ids`."""
     is_many = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     return value if is_many else [value]
 
