@@ -234,7 +234,9 @@ def parse_message_request(
 ) -> ChatRequest:
     """A request for a reply; or, if it is only to be counted, for the length of its prompt."""
     body = (COUNT_TOKENS if counts_only else MESSAGES).read(fields, rules)
-    _check_edits(body)
+    management = body.object("context_management") or Body({})
+    if management.get("edits") not in (None, [], [_KEEP_ALL_THINKING]):
+        management.ignore("edits", "contexts are not edited")  # a conversation is kept whole
     options = read_options(body, rules)
     if options.max_tokens is not None:
         # Clients ask for Claude's longest reply: a shorter one that fits is as good.
@@ -251,13 +253,6 @@ def parse_message_request(
         template_variables=template_variables(body),
         leniency=body.leniency,
     )
-
-
-def _check_edits(body: Body) -> None:
-    """A conversation is not edited; it is kept whole."""
-    management = body.object("context_management") or Body({})
-    if management.get("edits") not in (None, [], [_KEEP_ALL_THINKING]):
-        management.ignore("edits", "contexts are not edited")
 
 
 def _effort(body: Body) -> str | None:

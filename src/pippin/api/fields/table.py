@@ -58,16 +58,13 @@ def in_words(schema: Schema) -> str:
         case {"type": "integer" | "number" as kind, **limits}:
             what, most = "an integer" if kind == "integer" else "a number", limits.get("maximum")
             if (low := limits.get("minimum")) is not None:
-                return f"{what} of at least {low:,}" if most is None else _range(what, low, most)
+                bounds = f"of at least {low:,}" if most is None else f"from {low:,} to {most:,}"
+                return f"{what} {bounds}"
             low = limits["exclusiveMinimum"]
             return f"{what} above {low:,}" + ("" if most is None else f" and at most {most:,}")
         case {"type": "boolean"}:
             return "true or false"
     return f"a {schema['type']}"
-
-
-def _range(what: str, low: int, most: int) -> str:
-    return f"{what} from {low:,} to {most:,}"
 
 
 @dataclass(frozen=True)
