@@ -65,7 +65,8 @@ def _honoured(name: str, old: str) -> list[str]:
     cells = [[cell.strip() for cell in row.split(" | ")] for row in old.splitlines()]
     known = {row[0].strip("| ").split("`")[1]: row for row in cells if "`" in row[0]}
     fields = {n: kind for n, kind in table.fields.items() if kind.answer == "honoured"}
-    same = [n for n, kind in fields.items() if name != "shared" and _is_shared(n, kind)]
+    may_be_same = [n for n in fields if name != "shared" and n not in table.required]
+    same = [n for n in may_be_same if _is_shared(n, fields[n])]
     rows = ["| field | value | notes |", "|---|---|---|"]
     for field in [n for n in fields if n not in same]:
         first = known[field][0].strip("| ") if field in known else f"`{field}`"
@@ -80,7 +81,8 @@ def _honoured(name: str, old: str) -> list[str]:
 
 
 def _is_shared(name: str, kind: ValueKind) -> bool:
-    return shared.GENERATION.get(name) is kind
+    known = shared.GENERATION.get(name)
+    return type(known) is type(kind) and known.type is kind.type
 
 
 def _unused(name: str, answer: str) -> list[str]:

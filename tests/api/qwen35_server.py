@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
+import openai
 from scripted_engine import Script, ScriptedEngine, say_tokens, serving
 
 from call_texts import write_calls
@@ -43,6 +45,17 @@ def serving_qwen(
     engine = ScriptedEngine(*scripts)
     with serving(engine, config, text=TEXT, model=MODEL) as url:
         yield url, engine
+
+
+@contextmanager
+def openai_client(
+    *scripts: Script, config: ServerConfig | None = None, key: str = "none"
+) -> Iterator[tuple[Any, ScriptedEngine]]:
+    with (
+        serving_qwen(*scripts, config=config) as (url, engine),
+        openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client,
+    ):
+        yield client, engine
 
 
 @cache

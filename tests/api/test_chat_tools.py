@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import openai
@@ -17,11 +15,10 @@ from qwen35_server import (
     THOUGHT,
     TWO_CALLS,
     WEATHER,
+    openai_client,
     prompt_text,
     says,
-    serving_qwen,
 )
-from scripted_engine import Script, ScriptedEngine
 
 from cases import cases
 
@@ -29,15 +26,6 @@ USER = {"role": "user", "content": "What is the weather?"}
 FUNCTION = {"name": "get_weather", "description": "Looks.", "parameters": WEATHER}
 TOOL = {"type": "function", "function": FUNCTION}
 STRICT = {"type": "function", "function": FUNCTION | {"strict": True}}
-
-
-@contextmanager
-def client_of(*scripts: Script) -> Iterator[tuple[Any, ScriptedEngine]]:
-    with (
-        serving_qwen(*scripts) as (url, engine),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client, engine
 
 
 def ask(client: Any, *messages: Any, **fields: Any) -> Any:
@@ -62,7 +50,7 @@ either_way = pytest.mark.parametrize("reply", [whole, streamed])
 
 @either_way
 def test_a_call_is_parsed_and_nothing_of_it_is_content(reply: Any) -> None:
-    with client_of(says(f"{THOUGHT}I look.\n\n{CALL}")) as (client, _):
+    with openai_client(says(f"{THOUGHT}I look.\n\n{CALL}")) as (client, _):
         choice = reply(client)
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "I look."
@@ -74,7 +62,7 @@ def test_a_call_is_parsed_and_nothing_of_it_is_content(reply: Any) -> None:
 
 @either_way
 def test_several_calls_have_ids_of_their_own(reply: Any) -> None:
-    with client_of(says(THOUGHT + TWO_CALLS)) as (client, _):
+    with openai_client(says(THOUGHT + TWO_CALLS)) as (client, _):
         calls = reply(client).message.tool_calls
     assert [json.loads(c.function.arguments)["city"] for c in calls] == ["Tokyo", "Rome"]
     assert len({call.id for call in calls}) == 2
@@ -82,7 +70,7 @@ def test_several_calls_have_ids_of_their_own(reply: Any) -> None:
 
 @either_way
 def test_a_reply_without_calls_stops(reply: Any) -> None:
-    with client_of(says(f"{THOUGHT}It rains.")) as (client, _):
+    with openai_client(says(f"{THOUGHT}It rains.")) as (client, _):
         choice = reply(client)
     assert (choice.finish_reason, choice.message.content) == ("stop", "It rains.")
     assert not choice.message.tool_calls
@@ -91,14 +79,14 @@ def test_a_reply_without_calls_stops(reply: Any) -> None:
 @either_way
 def test_a_malformed_call_is_content(reply: Any) -> None:
     text = "<tool_call>\nget weather please\n</tool_call>"
-    with client_of(says(THOUGHT + text)) as (client, _):
+    with openai_client(says(THOUGHT + text)) as (client, _):
         choice = reply(client)
     assert (choice.finish_reason, choice.message.content) == ("stop", text)
 
 
 @either_way
 def test_a_cut_call_says_length(reply: Any) -> None:
-    with client_of(says(THOUGHT + CALL)) as (client, _):
+    with openai_client(says(THOUGHT + CALL)) as (client, _):
         try:
             choice = reply(client, max_tokens=26)
         except openai.LengthFinishReasonError as error:
@@ -111,7 +99,7 @@ def test_a_cut_call_says_length(reply: Any) -> None:
 
 
 def test_arguments_are_streamed_while_they_come() -> None:
-    with client_of(says(THOUGHT + CALL)) as (client, _):
+    with openai_client(says(THOUGHT + CALL)) as (client, _):
         deltas = [c.choices[0].delta for c in ask(client, stream=True)]
     parts = [d.tool_calls[0].function.arguments for d in deltas if d.tool_calls]
     assert len(parts) > 3
@@ -119,14 +107,14 @@ def test_arguments_are_streamed_while_they_come() -> None:
 
 
 def test_usage_counts_reasoning() -> None:
-    with client_of(says(f"{THOUGHT}It rains.")) as (client, _):
+    with openai_client(says(f"{THOUGHT}It rains.")) as (client, _):
         usage = ask(client).usage
     reasoning = usage.completion_tokens_details.reasoning_tokens
     assert 0 < reasoning < usage.completion_tokens
 
 
 def test_a_turn_with_results_repeats_the_call_as_it_was() -> None:
-    with client_of(says(THOUGHT + CALL), says(f"{THOUGHT}Rain.")) as (client, engine):
+    with openai_client(says(THOUGHT + CALL), says(f"{THOUGHT}Rain.")) as (client, engine):
         message = ask(client).choices[0].message.model_dump(exclude_none=True)
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
         ask(client, USER, message, result)
@@ -143,20 +131,20 @@ def test_a_turn_with_results_repeats_the_call_as_it_was() -> None:
     ],
 )
 def test_a_choice_is_kept_by_a_grammar(choice: Any, may: str, may_not: str, obeys: Any) -> None:
-    with client_of(says(THOUGHT + CALL)) as (client, engine):
+    with openai_client(says(THOUGHT + CALL)) as (client, engine):
         ask(client, tool_choice=choice)
     assert obeys(engine, THOUGHT + may)
     assert not obeys(engine, THOUGHT + may_not)
 
 
 def test_auto_is_free() -> None:
-    with client_of(says(THOUGHT + CALL)) as (client, engine):
+    with openai_client(says(THOUGHT + CALL)) as (client, engine):
         ask(client)
     assert engine.submits[0].params.grammar is None
 
 
 def test_strict_arguments_are_kept_by_a_grammar(obeys: Any) -> None:
-    with client_of(says(THOUGHT + CALL)) as (client, engine):
+    with openai_client(says(THOUGHT + CALL)) as (client, engine):
         ask(client, tools=[STRICT])
     assert obeys(engine, f"{THOUGHT}It rains.")
     assert obeys(engine, f"{THOUGHT}I look.\n\n{TWO_CALLS}")
@@ -165,7 +153,7 @@ def test_strict_arguments_are_kept_by_a_grammar(obeys: Any) -> None:
 
 
 def test_one_call_alone_is_kept_by_a_grammar(obeys: Any) -> None:
-    with client_of(says(THOUGHT + CALL)) as (client, engine):
+    with openai_client(says(THOUGHT + CALL)) as (client, engine):
         ask(client, parallel_tool_calls=False)
     assert obeys(engine, THOUGHT + CALL)
     assert not obeys(engine, THOUGHT + TWO_CALLS)
@@ -177,7 +165,7 @@ def test_a_schema_is_kept_behind_the_reasoning(obeys: Any) -> None:
         days: int
 
     text = json.dumps(ARGUMENTS)
-    with client_of(says(THOUGHT + text)) as (client, engine):
+    with openai_client(says(THOUGHT + text)) as (client, engine):
         reply = client.chat.completions.parse(
             model="qwen", messages=[USER], response_format=Weather
         )
@@ -190,7 +178,7 @@ def test_a_schema_of_content_leaves_a_required_call_as_it_is(obeys: Any) -> None
     """Instructor sends both."""
     schema = {"name": "weather", "schema": {"type": "object", "required": ["city"]}}
     form = {"type": "json_schema", "json_schema": schema}
-    with client_of(says(THOUGHT + CALL)) as (client, engine):
+    with openai_client(says(THOUGHT + CALL)) as (client, engine):
         for tool_choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
             ask(client, response_format=form, tool_choice=tool_choice)
             assert obeys(engine, THOUGHT + CALL)
@@ -198,7 +186,7 @@ def test_a_schema_of_content_leaves_a_required_call_as_it_is(obeys: Any) -> None
 
 
 def test_effort_switches_the_templates_reasoning() -> None:
-    with client_of(says("It rains.")) as (client, engine):
+    with openai_client(says("It rains.")) as (client, engine):
         choice = whole(client, reasoning_effort="none")
         assert prompt_text(engine).endswith("<think>\n\n</think>\n\n")
         whole(client, reasoning_effort="high")
@@ -220,7 +208,7 @@ def test_effort_switches_the_templates_reasoning() -> None:
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
-    with client_of(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
+    with openai_client(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
         ask(client, **fields)
     assert caught.value.param == param
 
@@ -230,7 +218,7 @@ def test_strict_is_refused_where_it_cannot_be_kept(keyword: Any) -> None:
     parameters = {"type": "object", "properties": {"a": keyword}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
     with (
-        client_of(says("")) as (client, _),
+        openai_client(says("")) as (client, _),
         pytest.raises(openai.BadRequestError, match="strict cannot be enforced for f") as caught,
     ):
         ask(client, tools=[tool])

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
-from qwen35_server import TEXT, THOUGHT, allows, prompt_text, says, serving_qwen, vocabulary
-from scripted_engine import Script, ScriptedEngine
+from qwen35_server import (
+    TEXT,
+    THOUGHT,
+    allows,
+    openai_client,
+    prompt_text,
+    says,
+    vocabulary,
+)
 
 from call_texts import write_calls
 from cases import cases
@@ -148,15 +153,6 @@ def test_a_lark_grammar_inside_of_a_json_string_is_refused() -> None:
 # ---- with the official client ----------------------------------------------------------------
 
 
-@contextmanager
-def client_of(*scripts: Script) -> Iterator[tuple[Any, ScriptedEngine]]:
-    with (
-        serving_qwen(*scripts) as (url, engine),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client, engine
-
-
 def lark(definition: str = ARITHMETIC) -> dict[str, Any]:
     return {"type": "grammar", "syntax": "lark", "definition": definition}
 
@@ -168,7 +164,7 @@ def respond(client: Any, **fields: Any) -> Any:
 
 
 def test_a_response_calls_a_custom_tool_and_takes_its_output(obeys: Any) -> None:
-    with client_of(says(THOUGHT + call_of("run", "1 + 2")), says("3")) as (client, engine):
+    with openai_client(says(THOUGHT + call_of("run", "1 + 2")), says("3")) as (client, engine):
         first = respond(client)
         (call,) = [item for item in first.output if item.type == "custom_tool_call"]
         assert (call.name, call.input, call.status) == ("run", "1 + 2", "completed")
@@ -185,7 +181,7 @@ def test_a_response_calls_a_custom_tool_and_takes_its_output(obeys: Any) -> None
 
 
 def test_a_stream_tells_the_input_as_it_comes() -> None:
-    with client_of(says(THOUGHT + call_of("run", ODD))) as (client, _):
+    with openai_client(says(THOUGHT + call_of("run", ODD))) as (client, _):
         tool = {"type": "custom", "name": "run", "format": {"type": "text"}}
         events = list(respond(client, stream=True, tools=[tool]))
     kind = "response.custom_tool_call_input"
@@ -210,7 +206,7 @@ def chat(client: Any, **fields: Any) -> Any:
 
 
 def test_a_chat_calls_a_custom_tool(obeys: Any) -> None:
-    with client_of(says(THOUGHT + call_of("run", "12")), says("Yes.")) as (client, engine):
+    with openai_client(says(THOUGHT + call_of("run", "12")), says("Yes.")) as (client, engine):
         message = chat(client).choices[0].message
         (call,) = message.tool_calls
         assert (call.type, call.custom.name, call.custom.input) == ("custom", "run", "12")
@@ -225,7 +221,7 @@ def test_a_chat_calls_a_custom_tool(obeys: Any) -> None:
 
 
 def test_a_streamed_chat_tells_the_input_as_it_comes() -> None:
-    with client_of(says(THOUGHT + call_of("run", "12 and more"))) as (client, _):
+    with openai_client(says(THOUGHT + call_of("run", "12 and more"))) as (client, _):
         tool = {"type": "custom", "custom": {"name": "run"}}
         chunks = list(chat(client, stream=True, tools=[tool]))
     calls = [
@@ -241,7 +237,7 @@ def test_tools_of_a_namespace_are_called_by_both_names() -> None:
     inner = [{"type": "custom", "name": "run"}, *tools("stop")]
     space = {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": inner}
     call = write_calls("qwen3_coder", [("agents.stop", {}), ("agents.run", {"input": "a"})])
-    with client_of(says(THOUGHT + call), says("Ok.")) as (client, engine):
+    with openai_client(says(THOUGHT + call), says("Ok.")) as (client, engine):
         first = respond(client, tools=[space, *tools("stop")])
         stop, run = first.output[1:]
         assert (stop.type, stop.namespace, stop.name) == ("function_call", "agents", "stop")
@@ -266,7 +262,7 @@ def test_only_tools_that_are_allowed_are_called_and_all_are_shown(obeys: Any, mo
     allowed = [{"type": "function", "name": "a"}, {"type": "function", "name": "b"}]
     choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
     calls = {name: THOUGHT + write_calls("qwen3_coder", [(name, {})]) for name in "abc"}
-    with client_of(says(calls["a"])) as (client, engine):
+    with openai_client(says(calls["a"])) as (client, engine):
         respond(client, tools=tools("a", "b", "c"), tool_choice=choice)
     assert '"name": "c"' in prompt_text(engine)
     assert obeys(engine, calls["a"])
@@ -294,7 +290,7 @@ def custom(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
-    with client_of(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
+    with openai_client(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
         respond(client, **fields)
     assert caught.value.param == param
 
@@ -311,7 +307,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
 def test_a_definition_that_is_no_grammar_by_itself_is_found_out_where_it_is_compiled(
     definition: str, syntax: str
 ) -> None:
-    with client_of(says("")) as (client, engine):
+    with openai_client(says("")) as (client, engine):
         respond(client, **custom(format=lark(definition) | {"syntax": syntax}))
     spec = engine.submits[-1].params.grammar
     assert spec is not None
@@ -330,7 +326,7 @@ def test_nothing_is_compiled_where_requests_are_read(monkeypatch: pytest.MonkeyP
         __init__ = validate_grammar = validate_grammar_with_warnings = compiled
 
     monkeypatch.setattr("pippin.decode.json_schema.LLMatcher", NoMatcher)
-    with client_of(says("")) as (client, engine):
+    with openai_client(says("")) as (client, engine):
         respond(client, **custom(format=lark()))
         respond(client, **custom(format=lark("(") | {"syntax": "regex"}))
     assert len(engine.submits) == 2

@@ -92,7 +92,7 @@ def test_llama_vims_request_gets_the_fields_that_it_names() -> None:
     assert '"content":"' in reply.text  # the plugin looks for these bytes before it decodes
     assert engine.submits[0].params.max_tokens == 128
     ignored = reply.headers["x-pippin-ignored"]
-    assert ignored == "id_slot, t_max_prompt_ms, samplers, t_max_predict_ms"
+    assert ignored == "id_slot, samplers, t_max_prompt_ms, t_max_predict_ms"
 
 
 def test_llama_vims_warm_up_generates_nothing() -> None:

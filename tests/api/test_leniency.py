@@ -46,7 +46,7 @@ def chat(fields: dict[str, Any], **options: bool) -> ChatRequest:
 
 def responses(fields: dict[str, Any], **options: bool) -> ChatRequest:
     body = {"model": "stories", "input": "Hi."} | fields
-    return parse_responses_request(body, rules(**options), ResponseStore(10, 10_000)).chat
+    return parse_responses_request(body, rules(**options), ResponseStore(10, 10_000))
 
 
 def messages(fields: dict[str, Any], **options: bool) -> ChatRequest:

@@ -136,12 +136,6 @@ def test_a_text_takes_the_place_of_an_image() -> None:
     assert "--images refuse" in refused.json()["error"]
 
 
-def test_the_version_is_of_ollamas_api() -> None:
-    with serving(ScriptedEngine()) as url:
-        major, minor, _ = httpx.get(f"{url}/api/version").json()["version"].split(".")
-    assert (int(major), int(minor)) >= (0, 6)
-
-
 def test_the_root_answers_as_ollama_where_there_is_no_page() -> None:
     with serving(ScriptedEngine()) as url:
         assert httpx.head(url).status_code == 200  # what Ollama's command asks first

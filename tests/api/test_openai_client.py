@@ -35,26 +35,22 @@ def client_of(engine: ScriptedEngine) -> Iterator[Any]:
 
 def chat(engine: ScriptedEngine, **options: Any) -> Any:
     with client_of(engine) as client:
-        return client.chat.completions.create(model="stories", messages=USER, **options)
+        reply = client.chat.completions.create(model="stories", messages=USER, **options)
+        return list(reply) if options.get("stream") else reply
 
 
 def chat_chunks(engine: ScriptedEngine, **options: Any) -> list[Any]:
-    with client_of(engine) as client:
-        return list(
-            client.chat.completions.create(model="stories", messages=USER, stream=True, **options)
-        )
+    return chat(engine, stream=True, **options)
 
 
 def complete(engine: ScriptedEngine, prompt: Any, **options: Any) -> Any:
     with client_of(engine) as client:
-        return client.completions.create(model="stories", prompt=prompt, **options)
+        reply = client.completions.create(model="stories", prompt=prompt, **options)
+        return list(reply) if options.get("stream") else reply
 
 
 def complete_chunks(engine: ScriptedEngine, prompt: Any, **options: Any) -> list[Any]:
-    with client_of(engine) as client:
-        return list(
-            client.completions.create(model="stories", prompt=prompt, stream=True, **options)
-        )
+    return complete(engine, prompt, stream=True, **options)
 
 
 def test_a_chat_reply_is_the_text_and_says_what_it_cost() -> None:
@@ -271,33 +267,15 @@ def test_one_failing_choice_fails_the_reply_and_aborts_the_others() -> None:
 
 def test_the_engine_is_told_what_the_request_asked_for() -> None:
     engine = ScriptedEngine(say("Hi."))
-    chat(
-        engine,
-        temperature=0.5,
-        top_p=0.9,
-        presence_penalty=1.0,
-        frequency_penalty=-1.0,
-        logit_bias={"17": -100},
-        seed=-3,
-        max_tokens=9,
-        user="someone",
-        metadata={"a": "b"},
-        store=False,
-        extra_body={
-            "top_k": 40,
-            "min_p": 0.1,
-            "repetition_penalty": 1.1,
-            "ignore_eos": True,
-            "min_tokens": 2,
-        },
-    )
+    documented = {"temperature": 0.5, "top_p": 0.9, "seed": -3, "max_tokens": 9}
+    documented |= {"presence_penalty": 1.0, "frequency_penalty": -1.0}
+    ours = {"top_k": 40, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
+    ours |= {"min_tokens": 2}
+    unused = {"user": "someone", "metadata": {"a": "b"}, "store": False}
+    chat(engine, **documented, **unused, logit_bias={"17": -100}, extra_body=ours)
     [submit] = engine.submits
-    params = submit.params
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.1)
-    assert (params.presence_penalty, params.frequency_penalty) == (1.0, -1.0)
-    assert (params.repetition_penalty, params.logit_bias) == (1.1, {17: -100.0})
-    assert (params.seed, params.max_tokens, params.min_tokens) == (-3, 9, 2)
-    assert params.ignore_eos
+    asked = {**documented, **ours, "logit_bias": {17: -100.0}}
+    assert {name: getattr(submit.params, name) for name in asked} == asked
     assert submit.stop_ids == []
     assert submit.boundaries
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from repeated_fields import repeated_fields
-from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, build_app, serving
+from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, serving
 
 from cases import cases
 from pippin.api.batches.store import Database, FileStore
@@ -126,84 +123,3 @@ def test_real_requests_are_allowed_and_answered(
         assert reply.status_code == 400
         with pytest.raises(jsonschema.ValidationError):
             DOCUMENTS[path].validate(other)
-
-
-def complaint(reply: httpx.Response) -> str:
-    """The field that an error names; Anthropic's and Ollama's have it in the message alone."""
-    told = reply.json().get("error") or {}
-    if isinstance(told, str):
-        return told.split(" ")[0]
-    return str(told.get("param") or told.get("message", "").split(" ")[0])
-
-
-def bounds(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Numbers at the ends of what is allowed, and those just outside."""
-    step = 1 if schema.get("type") == "integer" else 0.001
-    at, outside = [], []
-    for key, sign in (("minimum", -1), ("maximum", 1)):
-        if key in schema:
-            at.append(schema[key])
-            outside.append(schema[key] + sign * step)
-    if "exclusiveMinimum" in schema:
-        outside.append(schema["exclusiveMinimum"])
-    return at, outside
-
-
-def numeric_fields() -> list[tuple[str, str, dict[str, Any]]]:
-    return [
-        (path, name, option)
-        for path in FIELDS_PATHS
-        for name, schema in BODIES[path]["properties"].items()
-        for option in schema.get("anyOf", [schema])
-        if option.get("type") in ("integer", "number")
-    ]
-
-
-@pytest.mark.slow
-@cases(("path", "name", "schema"), numeric_fields())
-def test_numbers_are_taken_up_to_their_bounds_and_no_further(
-    path: str, name: str, schema: dict[str, Any]
-) -> None:
-    at, outside = bounds(schema)
-    assert outside, "a number without bounds"
-    with serving(ScriptedEngine(answer_anything)) as url:
-        for value in outside:
-            refused = httpx.post(url + path, json=REAL[path] | {name: value})
-            assert complaint(refused) == name
-        for value in at:
-            told = complaint(httpx.post(url + path, json=REAL[path] | {name: value}))
-            # These two must also agree with what else is known.
-            assert told != name or name in ("best_of", "dimensions"), told
-
-
-ODD_VALUES = (True, 0, -1, 1.5, "", "x", [], [[]], [None], [5], ["x"], {}, {"x": {}}, [{"x": 1}])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", FIELDS_PATHS)
-def test_values_of_other_types_are_refused_where_the_document_says_so(
-    path: str, config: ServerConfig
-) -> None:
-    document = DOCUMENTS[path]
-    document.validate(REAL[path])  # so of other bodies only what differs is to be looked at
-    fields = BODIES[path]["properties"]
-    tried = fields.keys() - repeated_fields(path)
-    changes = [(name, value) for name in sorted(tried) for value in ODD_VALUES]
-    bodies = [REAL[path] | {name: value} for name, value in changes]
-    for (name, value), status in zip(changes, statuses(path, bodies, config), strict=True):
-        assert status < 500, (name, value)
-        assert status != 200 or document.evolve(schema=fields[name]).is_valid(value), (name, value)
-
-
-def statuses(path: str, bodies: Sequence[dict[str, Any]], config: ServerConfig) -> list[int]:
-    """Of thousands of replies: by the application alone, without a server and its sockets."""
-    app = build_app(ScriptedEngine(answer_anything), config)
-
-    async def post() -> list[int]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            replies = [(await client.post(path, json=body)).status_code for body in bodies]
-        await app.close()
-        return replies
-
-    return asyncio.run(post())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
 from pippin.api.fields.openai import CHAT, COMPLETION
-from pippin.api.fields.table import FieldTable, Refusal
-from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
+from pippin.api.fields.table import FieldTable
+from pippin.api.jobs.prepare import prepare_chat, prepare_completion
+from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig
 from pippin.errors import (
@@ -27,26 +29,25 @@ from pippin.errors import (
 )
 from pippin.text.bundle import TextBundle
 
-LIMITS = LimitsConfig()
 USER = {"role": "user", "content": "Hi."}
 
 
+RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
+CHAT_BODY = {"model": "stories", "messages": [USER]}
+
+
 def chat(**fields: Any) -> Job:
-    body = {"model": "stories", "messages": [USER]} | fields
-    return prepare_chat(parse_chat(body, RequestRules(MODEL, TEXT.defaults, LIMITS)), TEXT, MODEL)
+    return prepare_chat(parse_chat(CHAT_BODY | fields, RULES), TEXT, MODEL)
 
 
 def strict(**fields: Any) -> Job:
-    rules = RequestRules(MODEL, TEXT.defaults, LIMITS, strict_fields=True)
-    body = {"model": "stories", "messages": [USER]} | fields
-    return prepare_chat(parse_chat(body, rules), TEXT, MODEL)
+    rules = replace(RULES, strict_fields=True)
+    return prepare_chat(parse_chat(CHAT_BODY | fields, rules), TEXT, MODEL)
 
 
 def complete(**fields: Any) -> Job:
     body = {"model": "stories", "prompt": "Hi."} | fields
-    return prepare_completion(
-        parse_completion(body, RequestRules(MODEL, TEXT.defaults, LIMITS)), TEXT, MODEL
-    )
+    return prepare_completion(parse_completion(body, RULES), TEXT, MODEL)
 
 
 def prompt_of(*messages: dict[str, Any], **fields: Any) -> str:
@@ -60,33 +61,20 @@ def refuse(job: Any, error: type[PippinError], param: str, match: str, **fields:
     assert info.value.param == param
 
 
-def test_every_documented_field_is_honoured_or_refused() -> None:
-    documented = {
-        *chat_types.CompletionCreateParamsBase.__annotations__,
-        *chat_types.CompletionCreateParamsStreaming.__annotations__,
-    }
-    assert documented <= CHAT.fields.keys()
-    documented = {
-        *completion_types.CompletionCreateParamsBase.__annotations__,
-        *completion_types.CompletionCreateParamsStreaming.__annotations__,
-    }
-    assert documented <= COMPLETION.fields.keys()
+@pytest.mark.parametrize(("kinds", "table"), [(chat_types, CHAT), (completion_types, COMPLETION)])
+def test_every_documented_field_is_honoured_or_refused(kinds: Any, table: FieldTable) -> None:
+    for kind in (kinds.CompletionCreateParamsBase, kinds.CompletionCreateParamsStreaming):
+        assert kind.__annotations__.keys() <= table.fields.keys()
 
 
 def named(table: FieldTable, answer: str) -> set[str]:
     return {name for name, kind in table.fields.items() if kind.answer == answer}
 
 
-def neutral_values(field: str) -> tuple[Any, ...]:
-    kind = CHAT.fields[field]
-    assert isinstance(kind, Refusal)
-    return kind.neutral
-
-
 @cases("field", sorted(named(CHAT, "refused")))
 def test_refused_chat_fields_are_named_but_null_and_neutral_values_pass(field: str) -> None:
     refuse(chat, UnsupportedField, field, field, **{field: {"some": "thing"}})
-    for value in (None, *neutral_values(field)):
+    for value in (None, *CHAT.fields[field].neutral):
         chat(**{field: value})
 
 
@@ -267,8 +255,6 @@ def test_template_variables_reach_the_template_but_cannot_replace_its_inputs() -
 
 def test_a_model_without_a_template_does_not_chat() -> None:
     text = TextBundle(TEXT.tokenizer, None, TEXT.defaults)
-    request = parse_chat(
-        {"model": "stories", "messages": [USER]}, RequestRules(MODEL, TEXT.defaults, LIMITS)
-    )
+    request = parse_chat(CHAT_BODY, RULES)
     with pytest.raises(RequestError, match="/v1/completions"):
         prepare_chat(request, text, MODEL)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -19,29 +17,22 @@ from qwen35_server import (
     THOUGHT,
     TWO_CALLS,
     WEATHER,
+    openai_client,
     prompt_text,
     says,
     serving_qwen,
 )
-from scripted_engine import Script, ScriptedEngine, fail
+from scripted_engine import fail
 
 from cases import cases
 from pippin.api.fields.openai import GENERATION, INPUT_TOKENS, REASONING, RESPONSES
-from pippin.api.fields.table import SAMPLING, SERVING
+from pippin.api.fields.table import SAMPLING, SERVING, STRUCTURE
 
 QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
-OTHERS = {*SAMPLING, *SERVING, *GENERATION, *REASONING, "reasoning_effort", "chat_template_kwargs"}
+OTHERS = {*SAMPLING, *STRUCTURE, *SERVING, *GENERATION, *REASONING}
+OTHERS |= {"reasoning_effort", "chat_template_kwargs"}
 CODEX = {"client_metadata"}
-
-
-@contextmanager
-def client_of(*scripts: Script) -> Iterator[tuple[Any, ScriptedEngine]]:
-    with (
-        serving_qwen(*scripts) as (url, engine),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client, engine
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -73,7 +64,7 @@ def test_every_documented_field_of_a_count_is_known() -> None:
 
 
 def test_tokens_are_counted_as_they_are_sent() -> None:
-    with client_of(says(f"{THOUGHT}It rains.")) as (client, engine):
+    with openai_client(says(f"{THOUGHT}It rains.")) as (client, engine):
         first = whole(client, instructions="Be brief.")
         counted = client.responses.input_tokens.count(**asked(instructions="Be brief."))
         later = asked(input="And now?", previous_response_id=first.id)
@@ -86,7 +77,7 @@ def test_tokens_are_counted_as_they_are_sent() -> None:
 
 @either_way
 def test_reasoning_text_and_calls_are_items(reply: Any) -> None:
-    with client_of(says(f"{THOUGHT}I look.\n\n{TWO_CALLS}")) as (client, _):
+    with openai_client(says(f"{THOUGHT}I look.\n\n{TWO_CALLS}")) as (client, _):
         response = reply(client)
     reasoning, message, first, second = response.output
     assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Let me think.")
@@ -101,7 +92,7 @@ def test_reasoning_text_and_calls_are_items(reply: Any) -> None:
 
 
 def test_events_are_numbered_and_every_item_is_added_and_done() -> None:
-    with client_of(says(f"{THOUGHT}I look.\n\n{CALL}")) as (client, _):
+    with openai_client(says(f"{THOUGHT}I look.\n\n{CALL}")) as (client, _):
         events = list(whole(client, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
@@ -114,7 +105,7 @@ def test_events_are_numbered_and_every_item_is_added_and_done() -> None:
 
 def test_a_response_has_every_field_of_open_responses_in_each_frame() -> None:
     sent = {"presence_penalty": 0.5, "prompt_cache_key": "a", "safety_identifier": "b"}
-    with client_of(says(f"{THOUGHT}I look.")) as (client, _):
+    with openai_client(says(f"{THOUGHT}I look.")) as (client, _):
         replies = [
             whole(client, extra_body=sent).to_dict(),
             *(
@@ -147,7 +138,7 @@ def last_of_stream(client: Any, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("reply", [whole, last_of_stream])
 def test_a_cut_reply_is_incomplete(reply: Any) -> None:
-    with client_of(says(f"{THOUGHT}It rains.")) as (client, _):
+    with openai_client(says(f"{THOUGHT}It rains.")) as (client, _):
         response = reply(client, max_output_tokens=6)
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -156,7 +147,7 @@ def test_a_cut_reply_is_incomplete(reply: Any) -> None:
 
 @pytest.mark.parametrize("reply", [whole, last_of_stream])
 def test_a_cut_call_is_an_incomplete_item(reply: Any) -> None:
-    with client_of(says(THOUGHT + CALL)) as (client, _):
+    with openai_client(says(THOUGHT + CALL)) as (client, _):
         response = reply(client, max_output_tokens=28)
     call = response.output[-1]
     assert (response.status, call.type, call.status) == (
@@ -168,7 +159,7 @@ def test_a_cut_call_is_an_incomplete_item(reply: Any) -> None:
 
 
 def test_a_conversation_is_sent_back_as_it_came() -> None:
-    with client_of(says(f"{THOUGHT}I look.\n\n{CALL}"), says("Rain.")) as (client, engine):
+    with openai_client(says(f"{THOUGHT}I look.\n\n{CALL}"), says("Rain.")) as (client, engine):
         first = whole(client, store=False, include=["reasoning.encrypted_content"])
         call = first.output[-1]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
@@ -187,7 +178,7 @@ def with_summary(client: Any, **fields: Any) -> Any:
 @either_way
 @pytest.mark.parametrize("field", ["summary", "generate_summary"])
 def test_reasoning_is_its_own_summary_for_clients_that_ask_for_one(reply: Any, field: str) -> None:
-    with client_of(says(f"{THOUGHT}It rains.")) as (client, _):
+    with openai_client(says(f"{THOUGHT}It rains.")) as (client, _):
         response = reply(client, reasoning={field: "detailed"})
     item = response.output[0]
     assert [(part.type, part.text) for part in item.summary] == [("summary_text", "Let me think.")]
@@ -196,7 +187,7 @@ def test_reasoning_is_its_own_summary_for_clients_that_ask_for_one(reply: Any, f
 
 
 def test_a_summary_is_streamed_as_it_arrives() -> None:
-    with client_of(says(f"{THOUGHT}It rains.")) as (client, _):
+    with openai_client(says(f"{THOUGHT}It rains.")) as (client, _):
         events = list(with_summary(client, stream=True))
     kind = "response.reasoning_summary"
     deltas = [event for event in events if event.type == f"{kind}_text.delta"]
@@ -222,7 +213,7 @@ def test_reasoning_is_read_from_what_a_client_sends_back_of_it(
     reply: Any, form: dict[str, Any], kept: str
 ) -> None:
     include = ["reasoning.encrypted_content"]
-    with client_of(says(THOUGHT + CALL), says("Rain.")) as (client, engine):
+    with openai_client(says(THOUGHT + CALL), says("Rain.")) as (client, engine):
         first = reply(client, store=False, include=include, **form)
         reasoning, call = first.output
         item = reasoning.model_dump(exclude_none=True)
@@ -238,7 +229,7 @@ def test_reasoning_is_read_from_what_a_client_sends_back_of_it(
 def test_what_another_server_encrypted_is_not_shown(blob: Any) -> None:
     item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": blob}
     sent = [{"role": "user", "content": QUESTION}, item, {"role": "assistant", "content": "Yes."}]
-    with client_of(says("Rain.")) as (client, engine):
+    with openai_client(says("Rain.")) as (client, engine):
         if blob == 7:
             with pytest.raises(openai.BadRequestError, match="encrypted_content is 7"):
                 whole(client, input=[*sent, {"role": "user", "content": "Go on."}])
@@ -252,7 +243,7 @@ def test_structured_output_is_parsed(obeys: Any) -> None:
         city: str
         days: int
 
-    with client_of(says(THOUGHT + json.dumps(ARGUMENTS))) as (client, engine):
+    with openai_client(says(THOUGHT + json.dumps(ARGUMENTS))) as (client, engine):
         response = client.responses.parse(model="qwen", input=QUESTION, text_format=Weather)
     assert response.output_parsed == Weather(city="Tokyo", days=3)
     assert obeys(engine, THOUGHT + json.dumps(ARGUMENTS))
@@ -263,7 +254,7 @@ def test_structured_output_is_parsed(obeys: Any) -> None:
 
 
 def test_a_named_call_is_kept_by_a_grammar(obeys: Any) -> None:
-    with client_of(says(THOUGHT + CALL)) as (client, engine):
+    with openai_client(says(THOUGHT + CALL)) as (client, engine):
         whole(client, tool_choice={"type": "function", "name": "get_weather"})
     assert obeys(engine, THOUGHT + CALL)
     assert not obeys(engine, THOUGHT + TWO_CALLS), "it is called once"
@@ -271,7 +262,7 @@ def test_a_named_call_is_kept_by_a_grammar(obeys: Any) -> None:
 
 
 def test_effort_switches_the_templates_reasoning() -> None:
-    with client_of(says("It rains.")) as (client, engine):
+    with openai_client(says("It rains.")) as (client, engine):
         whole(client, reasoning={"effort": "none"})
     assert prompt_text(engine).endswith("</think>\n\n")
 
@@ -292,7 +283,7 @@ def test_effort_switches_the_templates_reasoning() -> None:
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str | None) -> None:
-    with client_of(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
+    with openai_client(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
         whole(client, **fields)
     assert caught.value.param == (param or "input[0].content[0].type")
 

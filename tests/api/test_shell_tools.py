@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, get_args, get_type_hints
 
 import openai
@@ -21,8 +19,7 @@ from openai.types.responses.response_input_item_param import (
 )
 from openai.types.responses.tool_param import LocalShell
 from pydantic import TypeAdapter
-from qwen35_server import THOUGHT, prompt_text, says, serving_qwen
-from scripted_engine import Script, ScriptedEngine
+from qwen35_server import THOUGHT, openai_client, prompt_text, says
 
 from call_texts import write_calls
 from cases import cases
@@ -64,15 +61,6 @@ def call_of(name: str, arguments: dict[str, Any] | None = None) -> str:
     return write_calls("qwen3_coder", [(name, arguments or ARGUMENTS[name])])
 
 
-@contextmanager
-def client_of(*scripts: Script) -> Iterator[tuple[Any, ScriptedEngine]]:
-    with (
-        serving_qwen(*scripts) as (url, engine),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client, engine
-
-
 def asked(name: str, **fields: Any) -> dict[str, Any]:
     return {"model": "qwen", "input": "List the files.", "tools": [{"type": name}]} | fields
 
@@ -83,7 +71,7 @@ def action_of(item: Any) -> Any:
 
 @NAMES
 def test_a_call_is_an_item_of_its_type_whole_and_streamed(name: str) -> None:
-    with client_of(says(THOUGHT + call_of(name))) as (client, engine):
+    with openai_client(says(THOUGHT + call_of(name))) as (client, engine):
         whole = client.responses.create(**asked(name))
         with client.responses.stream(**asked(name)) as stream:
             events = list(stream)
@@ -106,7 +94,7 @@ def test_a_call_is_an_item_of_its_type_whole_and_streamed(name: str) -> None:
 @pytest.mark.parametrize("stored", [True, False])
 def test_the_output_of_a_call_is_shown_to_the_model(name: str, stored: bool) -> None:
     fields, kind, shown = OUTPUTS[name]
-    with client_of(says(THOUGHT + call_of(name)), says("Done.")) as (client, engine):
+    with openai_client(says(THOUGHT + call_of(name)), says("Done.")) as (client, engine):
         first = client.responses.create(**asked(name))
         call = first.output[-1]
         assert {*fields, "type"} <= kind.__annotations__.keys()
@@ -126,7 +114,7 @@ def test_the_output_of_a_call_is_shown_to_the_model(name: str, stored: bool) -> 
 def test_a_forced_call_follows_the_tools_schema(name: str, obeys: Any) -> None:
     choice = {"type": name}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
-    with client_of(says(THOUGHT + call_of(name))) as (client, engine):
+    with openai_client(says(THOUGHT + call_of(name))) as (client, engine):
         for each in (choice, allowed):
             client.responses.create(**asked(name, tool_choice=each))
             assert obeys(engine, THOUGHT + call_of(name))
@@ -140,7 +128,7 @@ def test_other_arguments_are_a_call_of_a_function(
     stream: bool, max_tokens: int | None, status: str
 ) -> None:
     wrong = {"cmd": "list all files of this directory and of those below it"}
-    with client_of(says(THOUGHT + call_of("shell", wrong))) as (client, _):
+    with openai_client(says(THOUGHT + call_of("shell", wrong))) as (client, _):
         sent = asked("shell", max_output_tokens=max_tokens, stream=stream)
         response = client.responses.create(**sent)
         if stream:
@@ -152,7 +140,7 @@ def test_other_arguments_are_a_call_of_a_function(
 
 def test_a_function_of_the_same_name_stays_a_function() -> None:
     tool = {"type": "function", "name": "shell", "parameters": {"type": "object"}}
-    with client_of(says(THOUGHT + call_of("shell"))) as (client, _):
+    with openai_client(says(THOUGHT + call_of("shell"))) as (client, _):
         call = client.responses.create(**asked("shell", tools=[tool])).output[-1]
     assert (call.type, json.loads(call.arguments)) == ("function_call", ARGUMENTS["shell"])
 
@@ -160,7 +148,7 @@ def test_a_function_of_the_same_name_stays_a_function() -> None:
 @pytest.mark.parametrize("place", ["container_auto", "container_reference"])
 def test_a_shell_in_a_container_of_openai_is_left_out(place: str) -> None:
     tool = {"type": "shell", "environment": {"type": place}}
-    with client_of(says("Done.")) as (client, engine):
+    with openai_client(says("Done.")) as (client, engine):
         reply = client.responses.with_raw_response.create(**asked("shell", tools=[tool]))
         local = {"type": "shell", "environment": {"type": "local", "skills": []}}
         client.responses.create(**asked("shell", tools=[local]))
@@ -186,7 +174,7 @@ def test_a_shell_in_a_container_of_openai_is_left_out(place: str) -> None:
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
-    with client_of(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
+    with openai_client(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**asked("shell", **fields))
     assert caught.value.param == param
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from qwen35_server import CALL, THOUGHT, WEATHER, prompt_text, says, serving_qwen
-from scripted_engine import Script, ScriptedEngine, fail
+from qwen35_server import CALL, THOUGHT, WEATHER, openai_client, prompt_text, says
+from scripted_engine import fail
 
 from cases import cases
 from pippin.config import ServerConfig
@@ -19,17 +17,6 @@ QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
 REPLY = f"{THOUGHT}I look.\n\n{CALL}"
 KEYS = ServerConfig(api_key=("mine", "yours"))
-
-
-@contextmanager
-def client_of(
-    *scripts: Script, config: ServerConfig | None = None
-) -> Iterator[tuple[Any, ScriptedEngine]]:
-    with (
-        serving_qwen(*scripts, config=config) as (url, engine),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="mine", max_retries=0) as client,
-    ):
-        yield client, engine
 
 
 def ask(client: Any, input: Any = QUESTION, **fields: Any) -> Any:
@@ -47,7 +34,7 @@ def result_of(response: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("reply", [ask, streamed])
 def test_a_conversation_goes_on_from_a_stored_response(reply: Any) -> None:
-    with client_of(says(REPLY), says("Rain.")) as (client, engine):
+    with openai_client(says(REPLY), says("Rain.")) as (client, engine):
         first = reply(client)
         second = reply(client, result_of(first), previous_response_id=first.id)
     assert first.store
@@ -59,7 +46,7 @@ def test_a_conversation_goes_on_from_a_stored_response(reply: Any) -> None:
 
 
 def test_instructions_are_not_carried_over() -> None:
-    with client_of(says("Yes.")) as (client, engine):
+    with openai_client(says("Yes.")) as (client, engine):
         first = ask(client, instructions="Be rude.")
         ask(client, "Again.", previous_response_id=first.id, instructions="Be kind.")
     assert "Be kind." in prompt_text(engine)
@@ -68,14 +55,14 @@ def test_instructions_are_not_carried_over() -> None:
 
 @pytest.mark.parametrize("reply", [ask, streamed])
 def test_a_response_is_read_again_as_it_was_told(reply: Any) -> None:
-    with client_of(says(REPLY)) as (client, _):
+    with openai_client(says(REPLY)) as (client, _):
         told = reply(client, metadata={"a": "b"})
         again = client.responses.retrieve(told.id, include=["reasoning.encrypted_content"])
     assert again.to_dict() == told.to_dict()
 
 
 def test_items_that_went_in_are_listed_in_pages() -> None:
-    with client_of(says(REPLY), says("Rain.")) as (client, _):
+    with openai_client(says(REPLY), says("Rain.")) as (client, _):
         first = ask(client)
         second = ask(client, result_of(first), previous_response_id=first.id)
         listed = client.responses.input_items.list(second.id, order="asc", limit=2)
@@ -88,7 +75,7 @@ def test_items_that_went_in_are_listed_in_pages() -> None:
 
 
 def test_a_stored_item_can_be_referred_to() -> None:
-    with client_of(says(REPLY), says("Rain.")) as (client, engine):
+    with openai_client(says(REPLY), says("Rain.")) as (client, engine):
         first = ask(client)
         referred = [{"type": "item_reference", "id": item.id} for item in first.output]
         ask(client, [{"role": "user", "content": QUESTION}, *referred, *result_of(first)])
@@ -96,7 +83,7 @@ def test_a_stored_item_can_be_referred_to() -> None:
 
 
 def test_a_deleted_response_is_gone() -> None:
-    with client_of(says("Yes.")) as (client, _):
+    with openai_client(says("Yes.")) as (client, _):
         first = ask(client)
         assert client.responses.delete(first.id) is None
         for gone in (client.responses.retrieve, client.responses.delete):
@@ -112,7 +99,7 @@ def test_a_deleted_response_is_gone() -> None:
 
 @pytest.mark.parametrize("reply", [ask, streamed])
 def test_nothing_is_kept_that_was_not_to_be_stored(reply: Any) -> None:
-    with client_of(says("Yes.")) as (client, _):
+    with openai_client(says("Yes.")) as (client, _):
         told = reply(client, store=False)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(told.id)
@@ -121,7 +108,7 @@ def test_nothing_is_kept_that_was_not_to_be_stored(reply: Any) -> None:
 
 def test_the_oldest_are_dropped_and_a_large_one_says_that_it_was_not_stored() -> None:
     config = ServerConfig(stored_responses=2, stored_bytes=20_000)
-    with client_of(says("Yes."), config=config) as (client, _):
+    with openai_client(says("Yes."), config=config) as (client, _):
         first, *later = [ask(client) for _ in range(3)]
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(first.id)
@@ -131,13 +118,13 @@ def test_the_oldest_are_dropped_and_a_large_one_says_that_it_was_not_stored() ->
 
 def test_a_server_that_stores_nothing_says_so() -> None:
     config = ServerConfig(stored_responses=0)
-    with client_of(says("Yes."), config=config) as (client, _):
+    with openai_client(says("Yes."), config=config) as (client, _):
         assert ask(client).store is False
         assert ask(client, store=True).store is False
 
 
 def test_responses_belong_to_the_key_that_made_them() -> None:
-    with client_of(says("Yes."), config=KEYS) as (client, _):
+    with openai_client(says("Yes."), config=KEYS, key="mine") as (client, _):
         told = ask(client)
         other = client.with_options(api_key="yours")
         with pytest.raises(openai.NotFoundError):
@@ -152,7 +139,7 @@ def test_responses_belong_to_the_key_that_made_them() -> None:
 
 
 def test_a_reply_that_failed_is_not_stored() -> None:
-    with client_of(fail("the device failed", after="x")) as (client, _):
+    with openai_client(fail("the device failed", after="x")) as (client, _):
         events = list(ask(client, stream=True))
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(events[0].response.id)
@@ -172,7 +159,7 @@ def test_a_reply_that_failed_is_not_stored() -> None:
     ],
 )
 def test_a_wrong_query_is_named(query: str, param: str) -> None:
-    with client_of(says("Yes.")) as (client, _):
+    with openai_client(says("Yes.")) as (client, _):
         told = ask(client)
         path = f"{client.base_url}responses/{told.id}"
         refused = httpx.get(path + (query if query[0] == "?" else f"/{query}"))

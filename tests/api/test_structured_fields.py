@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,19 +21,16 @@ from pippin.types import GrammarSpec, SamplingParams
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"const": "é"}}}
 
 
+RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
+
+
 def asked(endpoint: str, **fields: Any) -> GrammarSpec | None:
     if endpoint == "python":
         return check_sampling(SamplingParams(**fields), MODEL.vocab_size).grammar
     if endpoint == "chat":
-        messages = [{"role": "user", "content": "Hi."}]
-        body = {"model": "stories", "messages": messages} | fields
-        return parse_chat(
-            body, RequestRules(MODEL, TEXT.defaults, LimitsConfig())
-        ).options.params.grammar
+        return chat_leniency(RULES, **fields)[0]
     body = {"model": "stories", "prompt": "Hi."} | fields
-    return parse_completion(
-        body, RequestRules(MODEL, TEXT.defaults, LimitsConfig())
-    ).options.params.grammar
+    return parse_completion(body, RULES).options.params.grammar
 
 
 def response_format(**described: Any) -> dict[str, Any]:
@@ -129,22 +127,20 @@ def chat_leniency(rules: RequestRules, **fields: Any) -> tuple[GrammarSpec | Non
 
 @pytest.mark.parametrize("strict", [False, None])
 def test_keywords_that_cannot_be_enforced_are_left_out_and_reported(strict: bool | None) -> None:
-    rules = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
     given = response_format(schema=UNIQUE, strict=strict)
-    spec, header = chat_leniency(rules, response_format=given)
+    spec, header = chat_leniency(RULES, response_format=given)
     assert spec is not None
     assert json.loads(spec.text) == LOOSER
     assert header == "response_format.not, response_format.uniqueItems"
-    spec, header = chat_leniency(rules, guided_json=json.dumps(UNIQUE))
+    spec, header = chat_leniency(RULES, guided_json=json.dumps(UNIQUE))
     assert spec is not None
-    assert (json.loads(spec.text), header) == (LOOSER, "json_schema.not, json_schema.uniqueItems")
+    assert (json.loads(spec.text), header) == (LOOSER, "guided_json.not, guided_json.uniqueItems")
 
 
 def test_strict_schemas_strict_servers_and_python_keep_them_to_be_refused() -> None:
-    rules = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
-    strict_rules = RequestRules(MODEL, TEXT.defaults, LimitsConfig(), strict_fields=True)
+    strict_rules = replace(RULES, strict_fields=True)
     specs = [
-        chat_leniency(rules, response_format=response_format(schema=UNIQUE, strict=True))[0],
+        chat_leniency(RULES, response_format=response_format(schema=UNIQUE, strict=True))[0],
         chat_leniency(strict_rules, response_format=response_format(schema=UNIQUE))[0],
         asked("python", json_schema=UNIQUE),
     ]
@@ -156,9 +152,8 @@ def test_strict_schemas_strict_servers_and_python_keep_them_to_be_refused() -> N
 
 
 def test_a_keyword_that_can_be_enforced_is_not_reported() -> None:
-    rules = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
     colours = {"type": "array", "items": {"enum": ["red", "blue"]}, "uniqueItems": True}
-    spec, header = chat_leniency(rules, json_schema=colours)
+    spec, header = chat_leniency(RULES, json_schema=colours)
     assert spec is not None
     assert (json.loads(spec.text), header) == (colours, "")
     assert check_schema(spec.text)["enum"][-1] == ["blue", "red"]

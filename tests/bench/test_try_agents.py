@@ -87,7 +87,7 @@ RESULTS: dict[str, list[dict[str, Any]]] = {
 PARSERS: dict[str, Callable[[Any, RequestRules], ChatRequest]] = {
     "chat/completions": parse_chat,
     "messages": parse_message_request,
-    "responses": lambda body, rules: parse_responses_request(body, rules, ResponseStore(0, 0)).chat,
+    "responses": lambda body, rules: parse_responses_request(body, rules, ResponseStore(0, 0)),
 }
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, with the reasoning as DeepSeek and others add it. Knows no tokens."""
+"""OpenAI's chat completions, with the reasoning as DeepSeek and others add it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import Any
 
 from pippin.api.dialects.dialect import HOLE, CompletionStream, EventTemplate, logprobs_entry
 from pippin.api.fields.openai import CHAT
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import Body
 from pippin.api.requests.messages import normalise, parse_messages, read_prediction
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.api.requests.sampling_fields import (
     check_choices,
     continues_final_message,
     effort_of,
+    num_logprobs,
     read_options,
     template_variables,
-    with_our_names,
 )
 from pippin.api.requests.tools import InputReader, input_of, read_chat_tools
 from pippin.sequences import SequencePiece, ShownToken
@@ -28,19 +26,9 @@ from pippin.text.tokenizer import Tokenizer
 
 
 def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
-    body = rules.body(fields)
-    CHAT.check(body, rules)
+    body = CHAT.read(fields, rules)
     effort, effort_field = effort_of(body)
-    body = with_our_names(body)
-    if body.has("max_tokens") and body.has("max_completion_tokens"):
-        raise body.error("max_tokens", "and max_completion_tokens are the same; send one of them")
-    newer = body.has("max_completion_tokens")
-    options = read_options(
-        body,
-        rules,
-        _num_logprobs(body),
-        max_tokens_field="max_completion_tokens" if newer else "max_tokens",
-    )
+    options = read_options(body, rules, num_logprobs(body))
     check_choices(1, options, rules.limits)
     return ChatRequest(
         options=options,
@@ -54,13 +42,6 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
         effort_field=effort_field,
         leniency=body.leniency,
     )
-
-
-def _num_logprobs(body: Body) -> int | None:
-    wanted = body.get("logprobs", False)
-    if body.has("top_logprobs") and not wanted:
-        raise body.error("top_logprobs", "needs logprobs to be true")
-    return body.get("top_logprobs", 0) if wanted else None
 
 
 class ChatDialect(CompletionStream):

@@ -1,4 +1,4 @@
-"""OpenAI's text completions. Knows no chats."""
+"""OpenAI's text completions."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 from pippin.api.dialects.dialect import HOLE, LEAST_LOGPROB, CompletionStream, EventTemplate
 from pippin.api.fields.openai import COMPLETION
 from pippin.api.fields.table import rows_of
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
-from pippin.api.requests.sampling_fields import check_choices, read_options, with_our_names
+from pippin.api.requests.sampling_fields import check_choices, read_options
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import TokenLogprobs
 
 
 def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
-    body = rules.body(fields)
-    COMPLETION.check(body, rules)
-    body = with_our_names(body)
+    body = COMPLETION.read(fields, rules)
     prompts, echo = rows_of(body.get("prompt")), body.get("echo", False)
     if body.get("max_tokens") == 0 and not echo:
         raise body.wrong("max_tokens", "an integer of at least 1, or 0 with echo")

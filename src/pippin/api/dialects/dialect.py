@@ -1,4 +1,4 @@
-"""Runs a job and has a dialect write its reply: events, or one object. Knows no transport."""
+"""Runs a job and has a dialect write its reply: events, or one object."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pippin.api.http.http_errors import error_body
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice, run_sequences
+from pippin.api.jobs.run_job import TIERS, FoldedChoice, Job, run_sequences
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
@@ -103,26 +102,24 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 def cached_details(job: Job) -> dict[str, int]:
     """Prompt tokens that were not computed, and of these those from lower tiers."""
-    details = {"cached_tokens": job.cached_tokens}
-    if job.host_tokens:
-        details["host_cached_tokens"] = job.host_tokens
-    if job.disk_tokens:
-        details["disk_cached_tokens"] = job.disk_tokens
-    if job.peer_tokens:
-        details["peer_cached_tokens"] = job.peer_tokens
-    return details
+    below = {f"{tier}_cached_tokens": job.num_cached(tier) for tier in TIERS}
+    return {"cached_tokens": job.num_cached(), **{name: n for name, n in below.items() if n}}
+
+
+def num_reasoning_tokens(job: Job) -> int:
+    return sum(sequence.num_reasoning_tokens for sequence in job.sequences)
 
 
 def openai_usage(job: Job) -> dict[str, Any]:
     return {
-        "prompt_tokens": job.prompt_tokens,
-        "completion_tokens": job.completion_tokens,
-        "total_tokens": job.prompt_tokens + job.completion_tokens,
+        "prompt_tokens": job.num_prompt_tokens,
+        "completion_tokens": job.num_tokens,
+        "total_tokens": job.num_prompt_tokens + job.num_tokens,
         "prompt_tokens_details": cached_details(job),
         "completion_tokens_details": {
-            "reasoning_tokens": job.reasoning_tokens,
-            "accepted_prediction_tokens": job.accepted_drafts,
-            "rejected_prediction_tokens": job.rejected_drafts,  # not among the completion's
+            "reasoning_tokens": num_reasoning_tokens(job),
+            "accepted_prediction_tokens": job.num_drafts("accepted"),
+            "rejected_prediction_tokens": job.num_drafts("rejected"),  # not among the completion's
         },
     }
 

@@ -1,4 +1,4 @@
-"""llama.cpp's `/infill`, as editors' plugins use it. Knows no chats.
+"""llama.cpp's `/infill`, as editors' plugins use it.
 
 The reply's fields are those of llama.cpp's `/completion`, less the prompt and most settings.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from pippin.api.dialects.dialect import data_event
 from pippin.api.fields import openai, table
 from pippin.api.fields.table import FieldTable, ValueKind, ignored_field, refused_field
 from pippin.api.http.http_errors import error_body
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_LABEL_CHARS, MAX_LABELS, MAX_MESSAGES
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
@@ -25,25 +27,11 @@ from pippin.sequences import SequencePiece
 
 MAX_INDENT = 1_024
 _NO_DEADLINE = "timeout ends a reply, in seconds"
-_NAMES = {"type": "string", "maxLength": MAX_LABEL_CHARS}
 
 
-def _are_files(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_MESSAGES and all(map(_is_file, value))
-
-
-def _is_file(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        return False
-    return isinstance(value.get("filename", ""), str)
-
-
-def _are_names(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_LABELS
-        and all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARS for name in value)
-    )
+class File(msgspec.Struct):
+    text: str
+    filename: str = "tmp"
 
 
 INFILL = FieldTable(
@@ -53,34 +41,23 @@ INFILL = FieldTable(
         "input_suffix": table.STRING,
         "input_extra": ValueKind(
             f"a list of at most {MAX_MESSAGES:,} objects with a text, and perhaps a filename",
-            {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "properties": {"text": {"type": "string"}, "filename": {"type": "string"}},
-                    "required": ["text"],
-                },
-                "maxItems": MAX_MESSAGES,
-            },
-            _are_files,
+            Annotated[list[File], Meta(max_length=MAX_MESSAGES)],
         ),
         "prompt": table.STRING,
-        "n_predict": table.integer_from(-1),
+        "n_predict": table.integer_from(-1, ours="max_tokens", unset=-1),
         "n_indent": table.integer_from(0, MAX_INDENT),
-        "n_cmpl": table.integer_from(1, table.MAX_CHOICES),
+        "n_cmpl": openai.SAME["n_cmpl"],
         "return_tokens": table.BOOLEAN,
         "response_fields": ValueKind(
             f"a list of at most {MAX_LABELS} strings of at most {MAX_LABEL_CHARS:,} characters",
-            {"type": "array", "items": _NAMES, "maxItems": MAX_LABELS},
-            _are_names,
+            Annotated[
+                list[Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]], Meta(max_length=MAX_LABELS)
+            ],
         ),
-        **table.pick(
-            table.SAMPLING,
-            *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-            *("logit_bias", "seed", "stop", "ignore_eos", "speculate", "json_schema"),
-        ),
-        "repeat_penalty": table.SAMPLING["repetition_penalty"],
-        "grammar": table.SAMPLING["ebnf"],
+        **table.SAMPLING,
+        **table.pick(openai.SAME, "repeat_penalty", "grammar"),
+        **table.pick(table.STRUCTURE, "json_schema"),
+        "seed": replace(table.SAMPLING["seed"], unset=-1),
         **table.STREAM,
         **table.SERVING,
         **openai.HINTS,
@@ -95,48 +72,40 @@ INFILL = FieldTable(
 )
 
 
-DEFAULT_NAME = "tmp"  # of a file
-_RENAMED = {"n_cmpl": "n", "repeat_penalty": "repetition_penalty", "grammar": "ebnf"}
-_UNSET = {"n_predict": -1, "seed": -1}
 _LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
 _UNKNOWN_INDENT = re.compile(r"\n[ \t]*\Z")
 
 
 @dataclass(frozen=True)
-class InfillRequest:
-    completion: CompletionRequest
-    # What the reply is made of:
-    least_indent: int
-    returns_tokens: bool
-    response_fields: list[str]  # none: all
+class InfillRequest(CompletionRequest):
+    """And what the reply is made of."""
+
+    least_indent: int = 0
+    returns_tokens: bool = False
+    response_fields: tuple[str, ...] = ()  # none: all
 
 
 def parse_infill(fields: Any, rules: RequestRules) -> InfillRequest:
-    sent = rules.body(fields)
-    INFILL.check(sent, rules)
-    body = sent.renamed(
-        {
-            _RENAMED.get(name, name): sent.get(name)
-            for name in sent.fields()
-            if sent.get(name) != _UNSET.get(name)
-        }
-    )
-    options = read_options(body, rules, max_tokens_field="n_predict")
+    body = INFILL.read(fields, rules)
+    options = read_options(body, rules)
     check_choices(1, options, rules.limits)
-    extra = sent.get("input_extra", [])
-    files = tuple((each.get("filename", DEFAULT_NAME), each["text"]) for each in extra)
-    gap = Gap(sent.get("input_suffix"), files, "input_prefix", "input_suffix", "input_extra")
-    prefix = sent.get("input_prefix") + sent.get("prompt", "")
+    files = tuple((file.filename, file.text) for file in body.get("input_extra", ()))
+    gap = Gap(body.get("input_suffix"), files, "input_prefix", "input_suffix", "input_extra")
     return InfillRequest(
-        CompletionRequest(options, [prefix], echo=False, leniency=sent.leniency, gap=gap),
-        least_indent=sent.get("n_indent", 0),
-        returns_tokens=sent.get("return_tokens", False),
-        response_fields=sent.get("response_fields", []),
+        options,
+        [body.get("input_prefix") + body.get("prompt", "")],
+        leniency=body.leniency,
+        gap=gap,
+        least_indent=body.get("n_indent", 0),
+        returns_tokens=body.get("return_tokens", False),
+        response_fields=tuple(body.get("response_fields", ())),
     )
 
 
 class InfillDialect:
-    def __init__(self, job: Job, asked: InfillRequest, max_len: int) -> None:
+    def __init__(self, job: Job, max_len: int) -> None:
+        asked = job.request
+        assert isinstance(asked, InfillRequest)
         self._job = job
         self._asked = asked
         self._max_len = max_len
@@ -161,7 +130,7 @@ class InfillDialect:
                 "stop": False,
                 "id_slot": -1,
                 "tokens_predicted": self._job.sequences[piece.index].num_tokens,
-                "tokens_evaluated": self._job.prompt_tokens,
+                "tokens_evaluated": self._job.num_prompt_tokens,
             }
         )
 
@@ -194,7 +163,7 @@ class InfillDialect:
             "stop": True,
             "model": self._job.model,
             "tokens_predicted": sequence.num_tokens,
-            "tokens_evaluated": self._job.prompt_tokens,
+            "tokens_evaluated": self._job.num_prompt_tokens,
             "generation_settings": {"n_ctx": self._max_len},
             "has_new_line": "\n" in content,
             "truncated": False,
@@ -211,12 +180,12 @@ class InfillDialect:
         prompt_s = predicted_s = 0.0
         if times.submitted is not None and times.first is not None and times.last is not None:
             prompt_s, predicted_s = times.first - times.submitted, times.last - times.first
-        num_drafts = job.accepted_drafts + job.rejected_drafts
-        drafts = {"draft_n": num_drafts, "draft_n_accepted": job.accepted_drafts}
+        num_drafts = job.num_drafts("accepted") + job.num_drafts("rejected")
+        drafts = {"draft_n": num_drafts, "draft_n_accepted": job.num_drafts("accepted")}
         return {
-            "cache_n": job.cached_tokens,
-            **_pace("prompt", job.prompt_tokens - job.cached_tokens, prompt_s),
-            **_pace("predicted", job.completion_tokens, predicted_s),
+            "cache_n": job.num_cached(),
+            **_pace("prompt", job.num_prompt_tokens - job.num_cached(), prompt_s),
+            **_pace("predicted", job.num_tokens, predicted_s),
             **(drafts if num_drafts else {}),
         }
 
@@ -230,7 +199,7 @@ def _pace(name: str, num_tokens: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def _selected(reply: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _selected(reply: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """`timings/prompt_n` is a member of a member, under its whole name. Others are left out."""
     found = {}
     for name in names:

@@ -1,9 +1,9 @@
-"""The fields of Anthropic's Messages. Knows no value's use."""
+"""Anthropic's Messages: their fields, conversations and tools, and the events of a reply."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,7 @@ from pippin.api.fields.table import (
     pick,
     refused_field,
 )
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.messages import (
@@ -60,12 +59,9 @@ MESSAGES = FieldTable(
     {
         **MODEL,
         "messages": conversation(ROLES, {"type": ["string", "array"]}, "role", "content"),
-        "system": ValueKind(
-            "a string or a list of text blocks",
-            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
-        ),
+        "system": ValueKind("a string or a list of text blocks", str | list[dict[str, Any]]),
         "max_tokens": table.integer_from(1),
-        "stop_sequences": table.StopStrings(),
+        "stop_sequences": replace(SAMPLING["stop"], ours="stop"),
         **STREAM,
         **TOOLS,
         "tool_choice": table.OBJECT,
@@ -74,17 +70,14 @@ MESSAGES = FieldTable(
             budget_tokens=table.integer_from(1),
             display=table.one_of("summarized", "omitted"),
         ),
-        "output_config": members(effort=table.one_of(*EFFORTS), format=table.OBJECT),
+        "output_config": table.lifted(
+            effort=table.one_of(*EFFORTS), format=replace(table.OBJECT, ours="response_format")
+        ),
         "cache_control": table.OBJECT,
         "metadata": members(user_id=table.LABEL_VALUE),
         "user_profile_id": table.LABEL,
         "context_management": table.OBJECT,
-        **pick(
-            SAMPLING,
-            *("top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"),
-            *("frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens", "ignore_eos"),
-            "speculate",
-        ),
+        **SAMPLING,
         **pick(TEMPLATE, "chat_template_kwargs"),
         "temperature": table.number_from(0, 1),
         **SERVING,
@@ -111,56 +104,55 @@ REFERENCE = "tool_reference"
 
 
 class DeferredTools:
-    def __init__(self, tools: Iterable[DeclaredTool]) -> None:
+    def __init__(self, tools: Sequence[DeclaredTool]) -> None:
+        self._tools = tools
         self._functions = {tool.name: tool.tool["function"] for tool in tools if tool.deferred}
         self._found: set[str] = set()
 
     def described(self, references: Sequence[Body]) -> str:
-        """A result of a search, as Anthropic shows it to its models and Claude Code's tool says."""
-        lines = [f"<function>{self._described(block)}</function>" for block in references]
-        return "\n".join(["<functions>", *lines, "</functions>"])
+        """A result of a search, as Anthropic shows it to its models and Claude Code's tool says.
 
-    def _described(self, reference: Body) -> str:
-        """Once in a conversation: many references must not make much text of a long schema."""
-        reference.ignore_unknown({"type", "tool_name", "cache_control"})
-        name = reference.required_string("tool_name")
-        described = {"name": name} if name in self._found else self._functions.get(name)
-        self._found.add(name)
-        return json.dumps(described or {"name": name}, ensure_ascii=False)  # the list has others
+        A tool once in a conversation: many references must not make much text of a long schema.
+        """
+        lines = ["<functions>"]
+        for reference in references:
+            reference.ignore_unknown({"type", "tool_name", "cache_control"})
+            name = reference.required_string("tool_name")
+            known = None if name in self._found else self._functions.get(name)
+            self._found.add(name)  # the list of tools has others
+            described = json.dumps(known or {"name": name}, ensure_ascii=False)
+            lines.append(f"<function>{described}</function>")
+        return "\n".join([*lines, "</functions>"])
 
-    def callable(self, tools: Iterable[DeclaredTool]) -> list[DeclaredTool]:
+    def callable(self) -> list[DeclaredTool]:
         """Those in the list, and those that the conversation refers to."""
-        return [tool for tool in tools if not tool.deferred or tool.name in self._found]
+        return [tool for tool in self._tools if not tool.deferred or tool.name in self._found]
 
 
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")  # of the assistant
 
 
 def parse_conversation(body: Body, deferred: DeferredTools) -> list[Message]:
-    messages = [*_system(body)]
+    messages: list[Message] = []
+    if body.has("system") and (texts := texts_of(body, "system")):
+        messages.append(_said("system", texts))
     for message in message_bodies(body):
-        messages += _message(message, deferred)
+        message.ignore_unknown({"role", "content", "cache_control"})
+        message.require("role")
+        role = message.one_of("role", ROLES)
+        if message.require("content") == [] and role != "assistant":
+            raise message.wrong("content", "a string or a list of at least one block")
+        if role == "assistant":
+            messages.append(_assistant(message))
+        elif role == "system":
+            messages.append(_said(role, texts_of(message, "content")))
+        else:
+            messages += _user(message, deferred)
     return messages
 
 
-def _system(body: Body) -> Iterator[Message]:
-    texts = texts_of(body, "system") if body.has("system") else []
-    if texts:
-        yield {"role": "system", "content": "\n".join(texts)}
-
-
-def _message(message: Body, deferred: DeferredTools) -> Iterator[Message]:
-    message.ignore_unknown({"role", "content", "cache_control"})
-    message.require("role")
-    role = message.one_of("role", ROLES)
-    if message.require("content") == [] and role != "assistant":
-        raise message.wrong("content", "a string or a list of at least one block")
-    if role == "assistant":
-        yield _assistant(message)
-    elif role == "system":
-        yield {"role": "system", "content": "\n".join(texts_of(message, "content"))}
-    else:
-        yield from _user(message, deferred)
+def _said(role: str, texts: list[str]) -> Message:
+    return {"role": role, "content": "\n".join(texts)}
 
 
 def _user(message: Body, deferred: DeferredTools) -> Iterator[Message]:
@@ -168,13 +160,13 @@ def _user(message: Body, deferred: DeferredTools) -> Iterator[Message]:
     for block in _blocks(message, "content"):
         if block.get("type") == "tool_result":
             if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
+                yield _said("user", texts)
                 texts = []
             yield _tool_result(block, deferred)
         else:
             texts.append(text_of(block))
     if texts:
-        yield {"role": "user", "content": "\n".join(texts)}
+        yield _said("user", texts)
 
 
 def _tool_result(block: Body, deferred: DeferredTools) -> Message:
@@ -230,15 +222,10 @@ def _blocks(body: Body, field: str) -> list[Body]:
     return body.objects(field, "a string or a list of blocks")
 
 
-_SHARED_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "defer_loading"}
-_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"description", "input_schema"}
-_CLIENT_TOOL_FIELDS = _SHARED_TOOL_FIELDS | {"max_characters"}
-_HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
-_SAME_FIELDS = (
-    *("max_tokens", "temperature", "top_p", "top_k", "speculate", "stream", "priority", "timeout"),
-    *("min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "stop_token_ids", "min_tokens", "ignore_eos"),
-)
+_TOOL_FIELDS = {
+    *("type", "name", "cache_control", "strict", "defer_loading", "eager_input_streaming"),
+    "input_examples",
+}
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
@@ -246,53 +233,26 @@ def parse_message_request(
     fields: Any, rules: RequestRules, *, counts_only: bool = False
 ) -> ChatRequest:
     """A request for a reply; or, if it is only to be counted, for the length of its prompt."""
-    body = rules.body(fields)
-    (COUNT_TOKENS if counts_only else MESSAGES).check(body, rules)
-    _check_edits(body)
-    options = read_options(_openai_body(body), rules)
+    body = (COUNT_TOKENS if counts_only else MESSAGES).read(fields, rules)
+    management = body.object("context_management") or Body({})
+    if management.get("edits") not in (None, [], [_KEEP_ALL_THINKING]):
+        management.ignore("edits", "contexts are not edited")  # a conversation is kept whole
+    options = read_options(body, rules)
     if options.max_tokens is not None:
         # Clients ask for Claude's longest reply: a shorter one that fits is as good.
         options = replace(options, max_tokens=None, most_tokens=options.max_tokens)
-    tools = _tools(body)
-    deferred = DeferredTools(tools)
+    deferred = DeferredTools(_tools(body))
     messages = normalise(parse_conversation(body, deferred), rules, options.salt)
     return ChatRequest(
         options=options,
         messages=messages,
         continue_final_message=messages[-1]["role"] == "assistant",
-        tool_use=_tool_use(body, deferred.callable(tools)),
+        tool_use=_tool_use(body, deferred.callable()),
         reasoning_effort=_effort(body),
         effort_field="output_config.effort" if body.has("output_config") else "thinking",
         template_variables=template_variables(body),
         leniency=body.leniency,
     )
-
-
-def _openai_body(body: Body) -> Body:
-    """The fields that are OpenAI's too, by their names there."""
-    fields = {field: body.get(field) for field in (*_SAME_FIELDS, "cache_salt")}
-    schema = _schema(body)
-    stop = body.get("stop_sequences")
-    return body.renamed({**fields, "stop": stop, "json_schema": schema})
-
-
-def _schema(body: Body) -> dict[str, Any] | None:
-    config = body.object("output_config")
-    format = None if config is None else config.object("format")
-    if format is None:
-        return None
-    if format.get("type") != "json_schema":
-        raise format.wrong("type", '"json_schema"')
-    format.check_known({"type", "schema"})
-    format.required_object("schema")
-    return dict(format.get("schema"))
-
-
-def _check_edits(body: Body) -> None:
-    """A conversation is not edited; it is kept whole."""
-    management = body.object("context_management") or Body({})
-    if management.get("edits") not in (None, [], [_KEEP_ALL_THINKING]):
-        management.ignore("edits", "contexts are not edited")
 
 
 def _effort(body: Body) -> str | None:
@@ -306,15 +266,15 @@ def _effort(body: Body) -> str | None:
 
 
 def _tools(body: Body) -> list[DeclaredTool]:
-    given = tool_bodies(body)
-    tools = [_tool(tool) for tool in given if not _is_left_out(tool)]
-    if any(_is_search(tool) for tool in given):  # Anthropic's, which finds nothing here
-        return [replace(tool, deferred=False) for tool in tools]
-    return tools
-
-
-def _is_search(tool: Body) -> bool:
-    return tool.string("type", "").startswith("tool_search_tool_")
+    tools, searches = [], False
+    for tool in tool_bodies(body):
+        kind = tool.string("type", "")
+        known = client_tool(kind)
+        searches |= kind.startswith("tool_search_tool_")
+        if not kind or known is not None or not is_left_out(tool, ("custom",)):
+            tools.append(_tool(tool, known))
+    # Anthropic's search finds nothing here.
+    return [replace(tool, deferred=False) for tool in tools] if searches else tools
 
 
 def _tool_use(body: Body, tools: list[DeclaredTool]) -> ToolUse:
@@ -330,21 +290,16 @@ def _tool_use(body: Body, tools: list[DeclaredTool]) -> ToolUse:
     return replace(use, parallel=use.parallel and parallel)
 
 
-def _is_left_out(tool: Body) -> bool:
-    if not tool.has("type") or client_tool(tool.required_string("type")) is not None:
-        return False
-    return is_left_out(tool, ("custom",))
-
-
-def _tool(tool: Body) -> DeclaredTool:
+def _tool(tool: Body, known: dict[str, Any] | None) -> DeclaredTool:
+    """`known`: what a tool that clients run is called with."""
+    described = {"max_characters"} if known else {"description", "input_schema"}
+    tool.ignore_unknown(_TOOL_FIELDS | described)
     deferred = tool.boolean("defer_loading", False)
-    if (known := client_tool(tool.string("type", ""))) is not None:
-        tool.ignore_unknown(_CLIENT_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
-        given = {"name": tool.get("name"), "strict": tool.get("strict"), **known}
-        return replace(function_tool(tool.renamed(given), "parameters"), deferred=deferred)
-    tool.ignore_unknown(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
-    tool.require("input_schema")
-    return replace(function_tool(tool, "input_schema"), deferred=deferred)
+    if known is None:
+        tool.require("input_schema")
+        return replace(function_tool(tool, "input_schema"), deferred=deferred)
+    given = {"name": tool.get("name"), "strict": tool.get("strict"), **known}
+    return replace(function_tool(tool.renamed(given), "parameters"), deferred=deferred)
 
 
 _ERROR_TYPES = {
@@ -398,7 +353,7 @@ class MessagesDialect(BlockStream):
             "stop_reason": self._stop_reason(self._finish, called=self._called),
             "stop_sequence": self._stop_sequence,
         }
-        usage = self._usage(self._job.completion_tokens)
+        usage = self._usage(self._job.num_tokens)
         ended = self._end()
         ended += named_event({"type": "message_delta", "delta": delta, "usage": usage})
         return ended + named_event({"type": "message_stop"})
@@ -417,7 +372,7 @@ class MessagesDialect(BlockStream):
         stop_reason = self._stop_reason(choice.finish, called=bool(text.calls))
         return self._message(blocks, stop_reason) | {
             "stop_sequence": self._stop_sequence,
-            "usage": self._usage(self._job.completion_tokens),
+            "usage": self._usage(self._job.num_tokens),
         }
 
     def error(self, error: PippinError) -> bytes:
@@ -478,9 +433,9 @@ class MessagesDialect(BlockStream):
         return "tool_use" if called else "end_turn"
 
     def _usage(self, output_tokens: int) -> dict[str, Any]:
-        cached = self._job.cached_tokens
+        cached = self._job.num_cached()
         return {
-            "input_tokens": self._job.prompt_tokens - cached,  # Anthropic counts them apart
+            "input_tokens": self._job.num_prompt_tokens - cached,  # Anthropic counts them apart
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": output_tokens,

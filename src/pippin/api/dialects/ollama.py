@@ -1,4 +1,4 @@
-"""The fields of Ollama's API, whose server ignores all others. Knows no value's use."""
+"""Ollama's API: its fields, of which it ignores those that it does not know, and its replies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,29 +25,19 @@ from pippin.api.fields.table import (
     Schema,
     ValueKind,
     ignored_field,
-    pick,
     refused_field,
 )
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency, are_token_ids, token_ids_in_words
+from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency
 from pippin.api.requests.messages import Message, function_call, message_bodies, text_in_place_of
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
-from pippin.api.requests.sampling_fields import read_options
+from pippin.api.requests.sampling_fields import num_logprobs, read_options
 from pippin.api.requests.tools import read_chat_tools
 from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import ModelNotFound, PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
-from pippin.text.pieces import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    Content,
-    FoldedCall,
-    Reasoning,
-    members_of,
-)
+from pippin.text.pieces import CallEnd, FoldedCall, members_of
 from pippin.text.tokenizer import Tokenizer
 
 MAX_HUB_ID_CHARS = 256
@@ -65,7 +55,7 @@ class OllamaModelName(kinds.ModelName):
         names = (*rules.model.accepted_names, *rules.model.other_names)
         return {"type": "string", "enum": [*names, *(f"{name}{LATEST}" for name in names)]}
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
         given = body.required_string(field)
         try:
             rules.model.check_name(given.removesuffix(LATEST))
@@ -74,20 +64,6 @@ class OllamaModelName(kinds.ModelName):
             raise ModelNotFound(
                 f"model '{cut(given)}' not found; this server serves {serves}", param=field
             ) from error
-
-
-class TokenIds(ValueKind):
-    """One list of them."""
-
-    def words(self, rules: RequestRules) -> str:
-        return f"a list of {token_ids_in_words(rules.vocab_size)}"
-
-    def schema(self, rules: RequestRules) -> Schema:
-        ids = kinds.integer_from(0, rules.vocab_size - 1).json_schema
-        return {"type": "array", "items": ids}
-
-    def accepts(self, value: Any, rules: RequestRules) -> bool:
-        return are_token_ids(value, rules.vocab_size)
 
 
 MODEL: Fields = {"model": OllamaModelName("a name in `/api/tags`, with or without `:latest`")}
@@ -101,11 +77,12 @@ class KeepAlive(ValueKind):
             return {"description": "ignored: the model stays loaded"}
         return {"type": ["string", "number"], "description": IN_WORDS}
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
         if not rules.model.on_demand:
             body.ignore(field, "the model stays loaded")
         elif parse_duration(body.get(field)) is None:
             raise body.wrong(field, IN_WORDS)
+        return body.get(field)
 
 
 _KEEP_ALIVE: Fields = {"keep_alive": KeepAlive(IN_WORDS)}
@@ -119,30 +96,30 @@ _OTHER_SAMPLERS = (  # that are not computed here
 )
 _OPTIONS: Fields = {
     "num_predict": kinds.integer_from(-2),
-    **pick(
-        SAMPLING,
-        *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-        *("presence_penalty", "frequency_penalty", "speculate", "ignore_eos"),
-    ),
-    "repeat_penalty": SAMPLING["repetition_penalty"],
+    **SAMPLING,
+    "seed": replace(SAMPLING["seed"], unset=-1),  # Ollama's word for "any"
+    "repeat_penalty": replace(SAMPLING["repetition_penalty"], ours="repetition_penalty"),
     **dict.fromkeys(_LOADING, ignored_field("the model is loaded already")),
     **dict.fromkeys(_OTHER_SAMPLERS, ignored_field("it is not computed here")),
 }
 # Ollama has more of them with every version, and ignores those that it does not know.
-OPTIONS = Members("an object of options", table=FieldTable(_OPTIONS, ignores_unknown=True))
+OPTIONS = Members(
+    "an object of options", table=FieldTable(_OPTIONS, ignores_unknown=True), lifted=True
+)
 _EVERY: Fields = {**MODEL, "options": OPTIONS, **_KEEP_ALIVE, **SERVING}
 _REPLY: Fields = {
     **_EVERY,
     **STREAM,
     "format": ValueKind(
         '"json", or a JSON Schema',
-        {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]},
-        lambda value: value in ("", "json") or isinstance(value, dict),
+        Literal["", "json"] | dict[str, Any],
+        ours="json_schema",
+        unset="",
+        convert=lambda format: {"type": "object"} if format == "json" else format,
     ),
     "think": ValueKind(
         f"true, false, or one of {', '.join(THINK_LEVELS)}",
-        {"enum": [True, False, *THINK_LEVELS]},
-        lambda value: isinstance(value, bool) or value in tuple(THINK_LEVELS),
+        bool | Literal[tuple(THINK_LEVELS)],
     ),
     "logprobs": kinds.BOOLEAN,
     "top_logprobs": kinds.integer_from(0, MAX_LOGPROBS),
@@ -153,16 +130,8 @@ CHAT = FieldTable(
         **_REPLY,
         "messages": ValueKind(
             f"a list of at most {MAX_MESSAGES:,} messages",
-            {
-                "type": "array",
-                "maxItems": MAX_MESSAGES,
-                "items": {
-                    "type": "object",
-                    "properties": {"role": {"enum": list(ROLES)}},
-                    "required": ["role"],
-                },
-            },
-            lambda value: isinstance(value, list),
+            list[Any],
+            {"type": "array", "maxItems": MAX_MESSAGES},
         ),
         **TOOLS,
     },
@@ -175,12 +144,8 @@ GENERATE = FieldTable(
         "suffix": kinds.STRING,
         "system": kinds.STRING,
         "raw": kinds.BOOLEAN,
-        "context": TokenIds(),
-        "images": ValueKind(
-            "a list of base64",
-            {"type": "array", "items": kinds.STRING.json_schema},
-            lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value),
-        ),
+        "context": kinds.ByRules(kind=kinds.token_ids),
+        "images": ValueKind("a list of base64", list[str]),
         "template": refused_field("the model's own template is used", ""),
         **dict.fromkeys(("width", "height", "steps"), refused_field(_TEXT_ONLY, 0)),
     },
@@ -189,7 +154,7 @@ GENERATE = FieldTable(
 EMBED = FieldTable(
     {
         **_EVERY,
-        "input": kinds.TextsOrIds(ids=False),
+        "input": kinds.texts_or_ids(ids=False),
         "truncate": kinds.BOOLEAN,
         "dimensions": kinds.integer_from(1),
     },
@@ -197,7 +162,9 @@ EMBED = FieldTable(
     ignores_unknown=True,
 )
 EMBEDDINGS = FieldTable(
-    {**_EVERY, "prompt": kinds.STRING}, required=("prompt",), ignores_unknown=True
+    {**_EVERY, "prompt": replace(kinds.STRING, ours="input")},
+    required=("prompt",),
+    ignores_unknown=True,
 )
 _SHOWN_OTHERWISE = ("verbose", "system", "template", "options")
 SHOW = FieldTable(
@@ -222,12 +189,9 @@ PULL = FieldTable(
 DELETE = FieldTable(_HUB_MODEL)
 
 
-_SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop", "speculate", "ignore_eos")
-_SAME_PENALTIES = ("presence_penalty", "frequency_penalty")
 _MESSAGE_FIELDS = frozenset(
     {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}
 )
-_SERVING = ("timeout", "priority", "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -246,8 +210,7 @@ class LoadRequest:
 
 
 def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadRequest:
-    body = rules.body(fields)
-    CHAT.check(body, rules)
+    body = CHAT.read(fields, rules)
     options, tool_use = _options(body, rules), read_chat_tools(body)
     if not body.get("messages"):
         return _load(body)
@@ -268,8 +231,7 @@ def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadReq
 def parse_generate(
     fields: Any, rules: RequestRules
 ) -> ChatRequest | CompletionRequest | LoadRequest:
-    body = rules.body(fields)
-    GENERATE.check(body, rules)
+    body = GENERATE.read(fields, rules)
     options = _options(body, rules)
     suffix = body.get("suffix")
     if not body.get("prompt") and not suffix:
@@ -296,47 +258,18 @@ def parse_generate(
     )
 
 
-def parse_embed(fields: Any, rules: RequestRules, table: FieldTable) -> tuple[Body, bool]:
-    """A request for embeddings with OpenAI's names, and whether to cut long texts."""
-    body = rules.body(fields)
-    table.check(body, rules)
-    texts = body.get("input" if "input" in table.fields else "prompt")
-    same = {field: body.get(field) for field in (*_SERVING, "dimensions")}
-    renamed = body.renamed({**same, "model": rules.model.name, "input": texts})
-    return renamed, body.get("truncate", True)
-
-
 def _load(body: Body) -> LoadRequest:
     is_unload = parse_duration(body.get("keep_alive")) == 0
     return LoadRequest("unload" if is_unload else "load", body.leniency)
 
 
 def _options(body: Body, rules: RequestRules) -> Options:
-    given = body.object("options") or body.renamed({})
-    if body.has("top_logprobs") and not body.get("logprobs"):
-        raise body.error("top_logprobs", "needs logprobs to be true")
-    same = {name: given.get(name) for name in (*_SAME_OPTIONS, *_SAME_PENALTIES)}
-    seed, num_predict = given.get("seed"), given.get("num_predict", -1)
-    renamed = {
-        **same,
-        "seed": None if seed == -1 else seed,  # Ollama's word for "any"
-        "repetition_penalty": given.get("repeat_penalty"),
-        "stream": body.get("stream", True),
-        **_format(body),
-        **{name: body.get(name) for name in _SERVING},
-    }
-    num_logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
-    options = read_options(body.renamed(renamed), rules, num_logprobs)
+    options = read_options(body, rules, num_logprobs(body))
     # 0 and less mean "as many as fit", and more than fits is cut down to it, as in Ollama.
-    most = [n for n in (num_predict, options.most_tokens) if n is not None and n > 0]
-    return replace(options, most_tokens=min(most, default=None), max_tokens_field="num_predict")
-
-
-def _format(body: Body) -> dict[str, Any]:
-    format = body.get("format")
-    if format == "json":
-        return {"response_format": {"type": "json_object"}}
-    return {"json_schema": format} if isinstance(format, dict) else {}
+    given = (body.get("num_predict"), options.most_tokens)
+    most = min((n for n in given if n is not None and n > 0), default=None)
+    stream = body.get("stream", True)
+    return replace(options, stream=stream, most_tokens=most, max_tokens_field="num_predict")
 
 
 def _effort(body: Body) -> str | None:
@@ -413,9 +346,7 @@ class OllamaStream:
         self._job = job
         self._tokenizer = tokenizer
         self._load_s = load_s  # that it waited for its model
-        self._open_calls: dict[int, FoldedCall] = {}
-        self._finish: str | None = None
-        self._tokens: list[int] = []  # of the reply
+        self._reply = FoldedChoice(0)  # what has not been sent of it, and all of its tokens
         self._text_line: EventTemplate | None = None  # with nothing but text
 
     def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
@@ -425,46 +356,29 @@ class OllamaStream:
         return b""
 
     def events(self, piece: SequencePiece) -> bytes:
-        self._finish = piece.finish
-        self._tokens += piece.tokens
-        if len(piece.pieces) == 1 and isinstance(piece.pieces[0], Content) and not piece.shown:
-            return self._line_of(piece.pieces[0].text)
-        text, thinking, calls = "", "", []
-        for part in piece.pieces:
-            match part:
-                case Content(more):
-                    text += more
-                case Reasoning(more):
-                    thinking += more
-                case CallBegin(index, id, name):
-                    self._open_calls[index] = FoldedCall(id, name)
-                case CallArguments(index, more):
-                    self._open_calls[index].arguments += more
-                case CallEnd(index, unparsed):
-                    call = self._open_calls.pop(index)
-                    if unparsed is None or piece.finish == "length":
-                        calls.append(call)  # Ollama sends calls whole
-                    else:
-                        text += unparsed
-        if not (text or thinking or calls or piece.shown):
+        self._reply.add(piece)
+        text = self._reply.text
+        ended = [part.index for part in piece.pieces if isinstance(part, CallEnd)]
+        calls = [text.calls.pop(index) for index in ended if index in text.calls]  # sent whole
+        content, thinking, text.content, text.reasoning = text.content, text.reasoning, "", ""
+        if thinking or calls or piece.shown:
+            said = self._said(content, thinking, calls)
+            return line(self._envelope(said, piece.shown, done=False))
+        if not content:
             return b""
-        return line(self._envelope(self._said(text, thinking, calls), piece.shown, done=False))
-
-    def _line_of(self, text: str) -> bytes:
         if self._text_line is None:
             envelope = self._envelope(self._said(HOLE, "", []), [], done=False)
             self._text_line = EventTemplate(line(envelope | {"created_at": HOLE}))
-        return self._text_line.fill(rfc3339(), text)
+        return self._text_line.fill(rfc3339(), content)
 
     def close(self) -> bytes:
-        return line(self._envelope(self._said("", "", []), [], done=True) | self._end(self._finish))
+        return line(self._envelope(self._said("", "", []), [], done=True) | self._end())
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
-        (choice,) = choices
-        self._tokens, self._finish = choice.tokens, choice.finish
-        text = choice.text
+        (self._reply,) = choices
+        text = self._reply.text
         said = self._said(text.content, text.reasoning, text.calls.values())
-        return self._envelope(said, choice.shown, done=True) | self._end(choice.finish)
+        return self._envelope(said, self._reply.shown, done=True) | self._end()
 
     def error(self, error: PippinError) -> bytes:
         return line(ollama_error(error))
@@ -477,18 +391,18 @@ class OllamaStream:
         head = {"model": self._job.model, "created_at": rfc3339()}
         return {**head, **said, **logprobs, "done": done}
 
-    def _end(self, finish: str | None) -> dict[str, Any]:
+    def _end(self) -> dict[str, Any]:
         times, now = self._job.timing, perf_counter()
         submitted = now if times.submitted is None else times.submitted
         first = now if times.first is None else times.first
         last = now if times.last is None else times.last
         return {
-            "done_reason": finish,
+            "done_reason": self._reply.finish,
             "total_duration": nanoseconds(self._load_s + now - submitted),
             "load_duration": nanoseconds(self._load_s),
-            "prompt_eval_count": self._job.prompt_tokens,
+            "prompt_eval_count": self._job.num_prompt_tokens,
             "prompt_eval_duration": nanoseconds(first - submitted),
-            "eval_count": self._job.completion_tokens,
+            "eval_count": self._job.num_tokens,
             "eval_duration": nanoseconds(last - first),
             **self._job.omitted,
         }
@@ -499,7 +413,7 @@ class OllamaChat(OllamaStream):
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
             message["thinking"] = thinking
-        if written := [_call(call, cut=self._finish == "length") for call in calls]:
+        if written := [_call(call, cut=self._reply.finish == "length") for call in calls]:
             message["tool_calls"] = written
         return {"message": message}
 
@@ -508,10 +422,10 @@ class OllamaGenerate(OllamaStream):
     def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
         return {"response": text, **({"thinking": thinking} if thinking else {})}
 
-    def _end(self, finish: str | None) -> dict[str, Any]:
+    def _end(self) -> dict[str, Any]:
         """With the tokens that a later request may send back."""
-        context = [*self._job.prompts[0].tokens, *self._tokens]
-        return super()._end(finish) | {"context": context}
+        context = [*self._job.prompts[0].tokens, *self._reply.tokens]
+        return super()._end() | {"context": context}
 
 
 def _call(call: FoldedCall, *, cut: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Responses that are kept to be continued and read again, while there is room. Knows no HTTP.
+"""Responses that are kept to be continued and read again, while there is room.
 
 response  r3 ───> turn 3 ─┐             a turn: its input and output
 response  r2 ───────────> turn 2 ─┐     kept, and counted once, while a response

@@ -1,7 +1,4 @@
-"""How items of a response are written: their fields, their parts, the names of their events.
-
-Knows no order of events, and no request.
-"""
+"""OpenAI's Responses: items in, items and their events out."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from pippin.api.dialects.dialect import (
     EventTemplate,
     cached_details,
     named_event,
+    num_reasoning_tokens,
 )
 from pippin.api.dialects.response_store import ResponseStore, StoredTurn
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
-from pippin.api.fields.table import SAMPLING
-from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.fields.table import FieldTable
+from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
 from pippin.api.requests.messages import Message, function_call, read_arguments, texts_of
@@ -35,7 +32,6 @@ from pippin.api.requests.sampling_fields import (
     effort_of,
     read_options,
     template_variables,
-    with_our_names,
 )
 from pippin.api.requests.tools import (
     CALLS,
@@ -46,12 +42,10 @@ from pippin.api.requests.tools import (
     arguments_of_call,
     call_fields,
     full_name,
-    input_of,
     output_text,
     read_responses_tools,
 )
 from pippin.errors import PippinError, RequestError, cut
-from pippin.text.pieces import FoldedCall
 
 Item = dict[str, Any]
 
@@ -200,9 +194,20 @@ def read_items(body: Body, find_items: FindItems, max_bytes: int) -> list[Item]:
         raise body.wrong("input", "a string or a list of at least one item")
     check_count(given, MAX_MESSAGES, "input", "items")
     bodies = [Body(item, f"input[{number}]") for number, item in enumerate(given)]
-    references = [_reference(item) for item in bodies if item.get("type") == _REFERENCE]
+    references = []
+    for item in bodies:
+        if item.get("type") == _REFERENCE:
+            item.ignore_unknown({"type", "id"})
+            references.append(item.required_string("id"))
     stored = find_items(references) if references else {}
-    _check_bytes(references, stored, max_bytes)
+    sizes = {id: len(msgspec.json.encode(item)) for id, item in stored.items()}
+    nbytes = sum(sizes.get(id, 0) for id in references)
+    if nbytes > max_bytes:
+        raise RequestError(
+            f"input refers to {nbytes:,} bytes of items; at most {max_bytes:,} are allowed "
+            "(--max-body-bytes)",
+            param="input",
+        )
     return [_whole_item(item, stored) for item in bodies]
 
 
@@ -220,46 +225,24 @@ def messages_of(body: Body, before: Sequence[Item], items: Sequence[Item]) -> li
     return [_joined(message) for message in messages]
 
 
-def _reference(item: Body) -> str:
-    item.ignore_unknown({"type", "id"})
-    return item.required_string("id")
-
-
-def _check_bytes(references: list[str], stored: Mapping[str, Item], max_bytes: int) -> None:
-    sizes = {id: len(msgspec.json.encode(item)) for id, item in stored.items()}
-    nbytes = sum(sizes.get(id, 0) for id in references)
-    if nbytes > max_bytes:
-        raise RequestError(
-            f"input refers to {nbytes:,} bytes of items; at most {max_bytes:,} are allowed "
-            "(--max-body-bytes)",
-            param="input",
-        )
-
-
 def _whole_item(item: Body, stored: Mapping[str, Item]) -> Item:
     """The item itself, if it is a reference; with an id, and its text as parts."""
     fields = {field: item.get(field) for field in item.fields()}
-    kind = fields.get("type") or "message"
+    kind, id = fields.get("type") or "message", item.string("id", None)
     if kind == _REFERENCE:
-        return _referred(item, stored)
-    id = item.string("id", None) or f"{_PREFIXES.get(str(kind), 'item')}_{uuid.uuid4().hex}"
+        if (found := stored.get(id or "")) is not None:
+            return found
+        raise RequestError(
+            f"Item with id '{cut(id or '')}' not found. Items are not persisted when `store` is "
+            "set to false, and dropped when too many are stored.",
+            param=item.name("id"),
+        )
+    id = id or f"{_PREFIXES.get(str(kind), 'item')}_{uuid.uuid4().hex}"
     content = fields.get("content")
     if kind == "message" and isinstance(content, str):
         part_kind = "output_text" if fields.get("role") == "assistant" else "input_text"
         fields["content"] = [{"type": part_kind, "text": content}]
     return {**fields, "type": kind, "id": id}
-
-
-def _referred(item: Body, stored: Mapping[str, Item]) -> Item:
-    id = item.string("id", "")
-    found = stored.get(id)
-    if found is None:
-        raise RequestError(
-            f"Item with id '{cut(id)}' not found. Items are not persisted when `store` is set to "
-            "false, and dropped when too many are stored.",
-            param=item.name("id"),
-        )
-    return found
 
 
 def _add(item: Body, messages: list[Message]) -> None:
@@ -341,70 +324,43 @@ def _shell_output(item: Body) -> Message:
     return {"role": "tool", "tool_call_id": call_id, "content": output_text(item)}
 
 
-_SAME_FIELDS = (
-    *("stream", "stream_options", "max_output_tokens", "priority", "timeout", "cache_salt"),
-    *(name for name in SAMPLING if name != "n"),
-)
-
-
 @dataclass(frozen=True)
-class ResponsesRequest:
-    chat: ChatRequest
-    echo: dict[str, Any]  # what the response repeats of the request
-    items: list[Item]  # of this turn
-    previous: StoredTurn | None  # that it continues
-    store: bool
-    reasoning: ReasoningForm
+class ResponsesRequest(ChatRequest):
+    """And what the response repeats of it, and what is stored."""
+
+    echo: dict[str, Any] = field(default_factory=dict)
+    items: list[Item] = field(default_factory=list)  # of this turn
+    previous: StoredTurn | None = None  # that it continues
+    store: bool = False
+    reasoning: ReasoningForm = ReasoningForm()
 
 
 def parse_responses_request(
-    fields: Any, rules: RequestRules, stored: ResponseStore
+    fields: Any, rules: RequestRules, stored: ResponseStore, table: FieldTable = RESPONSES
 ) -> ResponsesRequest:
-    body = rules.body(fields)
-    RESPONSES.check(body, rules)
-    return _read_request(body, rules, stored)
-
-
-def parse_counted_request(fields: Any, rules: RequestRules, stored: ResponseStore) -> ChatRequest:
-    """A request whose prompt is only to be counted."""
-    body = rules.body(fields)
-    INPUT_TOKENS.check(body, rules)
-    return _read_request(body, rules, stored).chat
-
-
-def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> ResponsesRequest:
+    body = table.read(fields, rules)
     effort, effort_field = effort_of(body)
-    body = with_our_names(body)
     store = body.get("store", stored.enabled)
     if store and not stored.enabled:
         body.ignore("store", "this server stores no responses (--stored-responses)")
         store = False
-    options = read_options(_openai_body(body), rules, max_tokens_field="max_output_tokens")
+    options = read_options(body, rules)
     previous_id = body.get("previous_response_id")
     previous = None if previous_id is None else stored.previous(previous_id)
     items = read_items(body, stored.items, rules.limits.max_body_bytes)
     before = [] if previous is None else previous.items()
-    chat = ChatRequest(
-        options=options,
-        messages=messages_of(body, before, items),
-        tool_use=read_responses_tools(body),
-        reasoning_effort=effort,
-        template_variables=template_variables(body),
-        messages_field="input",
-        effort_field=effort_field,
-        leniency=body.leniency,
-    )
+    tool_use = read_responses_tools(body)
     echo = {
         "frequency_penalty": options.params.frequency_penalty,
         "instructions": body.get("instructions"),
         "max_output_tokens": options.max_tokens,
         "max_tool_calls": None,  # a reply ends with its calls: clients run them
         "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": chat.tool_use.parallel,
+        "parallel_tool_calls": tool_use.parallel,
         "presence_penalty": options.params.presence_penalty,
         "previous_response_id": previous_id,
         "prompt_cache_key": body.get("prompt_cache_key"),
-        "reasoning": {"effort": chat.reasoning_effort, "summary": _summary(body)},
+        "reasoning": {"effort": effort, "summary": _summary(body)},
         "safety_identifier": body.get("safety_identifier"),
         "store": store,
         "temperature": options.params.temperature,
@@ -414,7 +370,28 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
         "top_p": options.params.top_p,
         "user": body.get("user"),
     }
-    return ResponsesRequest(chat, echo, items, previous, store, ReasoningForm.asked(body))
+    return ResponsesRequest(
+        options=options,
+        messages=messages_of(body, before, items),
+        tool_use=tool_use,
+        reasoning_effort=effort,
+        template_variables=template_variables(body),
+        messages_field="input",
+        effort_field=effort_field,
+        leniency=body.leniency,
+        echo=echo,
+        items=items,
+        previous=previous,
+        store=store,
+        reasoning=ReasoningForm.asked(body),
+    )
+
+
+def parse_counted_request(
+    fields: Any, rules: RequestRules, stored: ResponseStore
+) -> ResponsesRequest:
+    """A request whose prompt is only to be counted."""
+    return parse_responses_request(fields, rules, stored, INPUT_TOKENS)
 
 
 def _summary(body: Body) -> str | None:
@@ -422,36 +399,16 @@ def _summary(body: Body) -> str | None:
     return reasoning.string("summary", None) or reasoning.string("generate_summary", None)
 
 
-def _openai_body(body: Body) -> Body:
-    """The fields that chat completions have too, by their names there."""
-    fields = {field: body.get(field) for field in _SAME_FIELDS}
-    text = body.object("text") or Body({})
-    if (format := text.object("format")) is not None:
-        fields["response_format"] = _response_format(format)
-    return body.renamed(fields)
-
-
-def _response_format(format: Body) -> dict[str, Any]:
-    if format.get("type") != "json_schema":
-        return {"type": format.get("type")}
-    format.check_known({"type", "name", "description", "schema", "strict"})
-    inner = {field: format.get(field) for field in format.fields() if field != "type"}
-    return {"type": "json_schema", "json_schema": inner}
-
-
-Keep = Callable[[dict[str, Any]], bool]  # stores a response; whether it did
-
-
 class ResponsesDialect(BlockStream):
     TEXT, REASONING, CALL, SHELL_CALL = "text", "reasoning", "call", "shell call"
 
-    def __init__(
-        self, job: Job, echo: dict[str, Any], keep: Keep, reasoning: ReasoningForm
-    ) -> None:
+    def __init__(self, job: Job, stored: ResponseStore) -> None:
+        asked = job.request
+        assert isinstance(asked, ResponsesRequest)
         self._job = job
-        self._echo = echo
-        self._keep = keep
-        self._reasoning = reasoning
+        self._asked = asked
+        self._stored = stored
+        self._reasoning = asked.reasoning
         self._num_events = 0
         self._done: list[Item] = []
         # The one that grows, if `_open_kind` is set:
@@ -473,17 +430,12 @@ class ResponsesDialect(BlockStream):
         return ended + self._event(f"response.{whole['status']}", response=whole) + DONE
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
+        """As the end of a stream has it."""
         (choice,) = choices
-        items: list[Item] = []
-        if text := choice.text.reasoning:
-            form = self._reasoning.item
-            items.append(form.filled(form.new(), text) | self._reasoning.extra(text))
-        if choice.text.content:
-            items.append(MESSAGE.filled(MESSAGE.new(), choice.text.content))
-        items += [self._whole_call(call) for call in choice.text.calls.values()]
-        if items and choice.finish == "length":
-            items[-1]["status"] = "incomplete"
-        return self._finished(choice.finish, items)
+        for part in choice.pieces:
+            self._part(part)
+        self._end(complete=choice.finish != "length")
+        return self._finished(choice.finish, self._done)
 
     def error(self, error: PippinError) -> bytes:
         failed = self._response("failed", self._done) | {
@@ -576,14 +528,6 @@ class ResponsesDialect(BlockStream):
         number = len(self._done) - 1
         return self._event("response.output_item.done", output_index=number, item=item)
 
-    def _whole_call(self, call: FoldedCall) -> Item:
-        if call.name in self._job.tool_use.shells:
-            found = shell_call(call.id, call.name, call.arguments)
-            if found is not None:
-                return found
-        form, item = self._new_call(call.id, call.name)
-        return form.filled(item, input_of(call.arguments) if form is CUSTOM else call.arguments)
-
     def _new_call(self, call_id: str, name: str) -> tuple[ItemForm, Item]:
         form = CUSTOM if name in self._job.tool_use.custom else FUNCTION
         call: Item = {"call_id": call_id, "name": name}
@@ -619,7 +563,9 @@ class ResponsesDialect(BlockStream):
         whole["usage"] = self._usage()
         if finish == "length":
             whole["incomplete_details"] = {"reason": "max_output_tokens"}
-        whole["store"] = self._keep(whole)
+        if whole["store"]:
+            turn = StoredTurn.of(self._asked.items, items, self._asked.previous)
+            whole["store"] = self._stored.put(whole, turn)
         return whole
 
     def _response(self, status: str, items: list[Item]) -> dict[str, Any]:
@@ -638,16 +584,16 @@ class ResponsesDialect(BlockStream):
             "top_logprobs": 0,
             "truncation": "disabled",
             "usage": None,
-            **self._echo,
+            **self._asked.echo,
             **self._job.omitted,
         }
 
     def _usage(self) -> dict[str, Any]:
         job = self._job
         return {
-            "input_tokens": job.prompt_tokens,
+            "input_tokens": job.num_prompt_tokens,
             "input_tokens_details": cached_details(job),
-            "output_tokens": job.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
-            "total_tokens": job.prompt_tokens + job.completion_tokens,
+            "output_tokens": job.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens(job)},
+            "total_tokens": job.num_prompt_tokens + job.num_tokens,
         }

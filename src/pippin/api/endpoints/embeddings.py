@@ -12,7 +12,7 @@ import numpy as np
 from pippin.api.fields.openai import EMBEDDINGS
 from pippin.api.fields.table import rows_of
 from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import Body, Leniency, read_salt, under_owner
+from pippin.api.requests.body import Body, Leniency, under_owner
 from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_of, embedding_submit, unit
 from pippin.engine.engine_client import RequestEngine
@@ -51,14 +51,13 @@ class EmbeddingJob(SubmitsJob):
 
 
 def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> EmbeddingJob:
-    return read_embeddings(rules.body(fields), text, rules)
+    return read_embeddings(EMBEDDINGS.read(fields, rules), text, rules)
 
 
 def read_embeddings(
     body: Body, text: TextBundle, rules: RequestRules, *, truncate: bool = False
 ) -> EmbeddingJob:
-    """`truncate`: of a text that is too long, only as much is read as fits the model."""
-    EMBEDDINGS.check(body, rules)
+    """`body`: checked. `truncate`: of a text that is too long, only as much is read as fits."""
     items, most = rows_of(body.get("input")), rules.limits.max_choices
     if len(items) > most:
         limit = f"at most {most:,} are allowed (--max-choices)"
@@ -67,7 +66,7 @@ def read_embeddings(
         text_tokens(item, "input", text, rules.model, f"input[{number}]", truncate=truncate)
         for number, item in enumerate(items)
     ]
-    priority, salt = body.get("priority", 0), read_salt(body)
+    priority, salt = body.get("priority", 0), body.get("cache_salt", b"")
     id = f"embd-{uuid.uuid4().hex}"
     return EmbeddingJob(
         [

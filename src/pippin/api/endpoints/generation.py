@@ -10,20 +10,23 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pippin.api.dialects import responses
 from pippin.api.dialects.chat_completions import ChatDialect, parse_chat
 from pippin.api.dialects.completions import CompletionsDialect, parse_completion
 from pippin.api.dialects.dialect import Dialect, reply_events, whole_reply
-from pippin.api.dialects.infill import InfillDialect, InfillRequest, parse_infill
+from pippin.api.dialects.infill import InfillDialect, parse_infill
 from pippin.api.dialects.messages import MessagesDialect, parse_message_request
-from pippin.api.dialects.response_store import StoredTurn
-from pippin.api.dialects.responses import ResponsesDialect
+from pippin.api.dialects.responses import (
+    ResponsesDialect,
+    parse_counted_request,
+    parse_responses_request,
+)
 from pippin.api.endpoints.app_state import AppState, Handler, Runnable
 from pippin.api.http.access_control import owner_of
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import EVENTS, HEARTBEAT, StreamResponse, WholeResponse
-from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
+from pippin.api.jobs.prepare import prepare_chat, prepare_completion, render_prompt
+from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.api.served_models import ModelLease, ServedText
@@ -55,33 +58,18 @@ async def completions(state: AppState, request: Request) -> Response:
 
 
 async def infill(state: AppState, request: Request) -> Response:
-    read: list[InfillRequest] = []
-
     def prepare(fields: Any, served: ServedText) -> Job:
-        read.append(parse_infill(fields, served.rules))
-        return prepare_completion(read[-1].completion, served.text, served.model)
+        return prepare_completion(parse_infill(fields, served.rules), served.text, served.model)
 
     job, lease = await state.prepare(request, prepare)
-    return answer(job, lease, InfillDialect(job, read[-1], lease.served.model.max_len))
+    return answer(job, lease, InfillDialect(job, lease.served.model.max_len))
 
 
 async def create_response(state: AppState, request: Request) -> Response:
     stored = state.stored.of(owner_of(request.scope))
-    read: list[responses.ResponsesRequest] = []
-
-    def parse(fields: Any, rules: RequestRules) -> ChatRequest:
-        read.append(responses.parse_responses_request(fields, rules, stored))
-        return read[-1].chat
-
-    def keep(response: dict[str, Any]) -> bool:
-        if not asked.store:
-            return False
-        turn = StoredTurn.of(asked.items, response["output"], asked.previous)
-        return stored.put(response, turn)
-
+    parse = partial(parse_responses_request, stored=stored)
     job, lease = await _prepare_chat(state, request, parse, "resp_")
-    asked = read[-1]
-    return answer(job, lease, ResponsesDialect(job, asked.echo, keep, asked.reasoning))
+    return answer(job, lease, ResponsesDialect(job, stored))
 
 
 async def count_tokens(state: AppState, request: Request) -> Response:
@@ -90,9 +78,7 @@ async def count_tokens(state: AppState, request: Request) -> Response:
 
 
 async def input_tokens(state: AppState, request: Request) -> Response:
-    parse = partial(
-        responses.parse_counted_request, stored=state.stored.of(owner_of(request.scope))
-    )
+    parse = partial(parse_counted_request, stored=state.stored.of(owner_of(request.scope)))
     counted = await _count(state, request, parse)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})
 

@@ -30,7 +30,6 @@ from pippin.api.dialects.ollama import (
     line,
     nanoseconds,
     ollama_error,
-    parse_embed,
     parse_generate,
     parse_ollama_chat,
     rfc3339,
@@ -43,7 +42,8 @@ from pippin.api.http.access_control import check_downloads
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import JSON_LINES, StreamResponse, WholeResponse
-from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
+from pippin.api.jobs.prepare import prepare_chat, prepare_completion
+from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import ModelInfo, RequestRules, spread
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
@@ -344,8 +344,9 @@ async def _prepare_embeddings(
     state: AppState, request: Request, table: FieldTable
 ) -> tuple[EmbeddingJob, ModelLease]:
     def prepare(fields: Any, served: ServedText) -> EmbeddingJob:
-        renamed, truncate = parse_embed(fields, served.rules, table)
-        return read_embeddings(renamed, served.text, served.rules, truncate=truncate)
+        body = table.read(fields, served.rules)
+        truncate = body.get("truncate", True)
+        return read_embeddings(body, served.text, served.rules, truncate=truncate)
 
     return await _prepare(state, request, prepare)
 

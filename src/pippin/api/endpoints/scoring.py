@@ -12,7 +12,10 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from pippin.api.endpoints.embeddings import SubmitsJob, text_tokens, vector_of
 from pippin.api.fields import table
@@ -25,7 +28,7 @@ from pippin.api.fields.table import (
     rows_of,
 )
 from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import MAX_MESSAGES, Body, read_salt
+from pippin.api.requests.body import MAX_MESSAGES, Body
 from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_submit
 from pippin.engine.engine_client import RequestEngine
@@ -38,26 +41,14 @@ from pippin.text.prompt import Prompt, check_nbytes, nbytes_of
 from pippin.types import SamplingParams, TokenLogprobs
 
 _WHOLE = "texts are not shortened"
-_DOCUMENT = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-    ]
-}
+
+
+class Document(msgspec.Struct):
+    text: str
 
 
 # vLLM's names of the two texts of a pair, the newest first: those of one row are sent together.
 PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
-
-
-def _are_documents(value: Any) -> bool:
-    if isinstance(value, list):
-        return 0 < len(value) <= MAX_MESSAGES and all(map(_is_document, value))
-    return isinstance(value, str)
-
-
-def _is_document(value: Any) -> bool:
-    return isinstance(value.get("text") if isinstance(value, dict) else value, str)
 
 
 _SHARED: table.Fields = {
@@ -72,11 +63,10 @@ _SHARED: table.Fields = {
 }
 RERANK = FieldTable(
     {
-        "query": ValueKind("a string, or an object with a text", _DOCUMENT, _is_document),
+        "query": ValueKind("a string, or an object with a text", str | Document),
         "documents": ValueKind(
             f"a string, or a list of 1 to {MAX_MESSAGES:,} strings or objects with a text",
-            {"anyOf": [{"type": "string"}, table.some(_DOCUMENT, MAX_MESSAGES)]},
-            _are_documents,
+            str | Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_MESSAGES)],
         ),
         "top_n": table.integer_from(0),
         "return_documents": table.BOOLEAN,
@@ -86,7 +76,9 @@ RERANK = FieldTable(
     },
     required=("query", "documents"),
 )
-SCORE = FieldTable({name: table.TextsOrIds(ids=False) for pair in PAIRS for name in pair} | _SHARED)
+SCORE = FieldTable(
+    {name: table.texts_or_ids(ids=False) for pair in PAIRS for name in pair} | _SHARED
+)
 
 
 Pair = tuple[str, str]
@@ -114,8 +106,7 @@ class RerankJob(ScoreJob):
 
 
 def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJob:
-    body = rules.body(fields)
-    RERANK.check(body, rules)
+    body = RERANK.read(fields, rules)
     given = body.get("documents")
     documents = [_text(each) for each in (given if isinstance(given, list) else [given])]
     pairs = [(_text(body.get("query")), document) for document in documents]
@@ -129,8 +120,7 @@ def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJo
 
 
 def parse_score(fields: Any, text: TextBundle, rules: RequestRules) -> ScoreJob:
-    body = rules.body(fields)
-    SCORE.check(body, rules)
+    body = SCORE.read(fields, rules)
     names = _names_of_pairs(body)
     first, second = (rows_of(body.get(name)) for name in names)
     if len(first) == 1:
@@ -152,8 +142,8 @@ def _names_of_pairs(body: Body) -> tuple[str, str]:
     raise body.error(field, f"and one other are needed: send {known}")
 
 
-def _text(given: str | dict[str, Any]) -> str:
-    return given if isinstance(given, str) else str(given["text"])
+def _text(given: str | Document) -> str:
+    return given if isinstance(given, str) else given.text
 
 
 def _job(
@@ -168,7 +158,7 @@ def _job(
     if reranker is None and body.has("instruction"):
         raise body.unsupported("instruction", "only rerankers have one: write it into the text")
     instruction = body.get("instruction", DEFAULT_INSTRUCTION)
-    priority, salt = body.get("priority", 0), read_salt(body)
+    priority, salt = body.get("priority", 0), body.get("cache_salt", b"")
     submits: list[Submit] = []
 
     def add(submit: Submit) -> int:

@@ -10,10 +10,10 @@ from pippin.api.fields.table import (
     MODEL,
     TEMPLATE,
     FieldTable,
-    TextsOrIds,
     conversation,
     refused_field,
     rows_of,
+    texts_or_ids,
 )
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
@@ -26,7 +26,7 @@ from pippin.text.prompt import chat_prompt, check_nbytes, nbytes_of
 TOKENIZE = FieldTable(
     {
         **MODEL,
-        "prompt": TextsOrIds(ids=False),
+        "prompt": texts_or_ids(ids=False),
         "messages": conversation(ROLES, {}, "role"),
         "add_special_tokens": BOOLEAN,
         **TEMPLATE,
@@ -36,7 +36,7 @@ TOKENIZE = FieldTable(
     }
 )
 DETOKENIZE = FieldTable(
-    {**MODEL, "tokens": TextsOrIds(texts=False), "skip_special_tokens": BOOLEAN},
+    {**MODEL, "tokens": texts_or_ids(texts=False), "skip_special_tokens": BOOLEAN},
     required=("tokens",),
 )
 

@@ -1,14 +1,19 @@
-"""The fields of OpenAI's endpoints. Knows no value's use."""
+"""The fields of OpenAI's endpoints, and those that clients of other servers send to them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from pippin.api.fields import table
 from pippin.api.fields.table import (
     EFFORT,
-    SAMPLING,
     Fields,
     FieldTable,
     Members,
+    Unused,
     ValueKind,
     ignored_field,
     members,
@@ -16,53 +21,50 @@ from pippin.api.fields.table import (
 )
 from pippin.api.requests.body import MAX_MESSAGES
 
-_ROUTING = "requests are not routed to other servers"
-_ONE_MODEL = "the model and its context length are set when the server starts"
-# Ollama's options, which Open WebUI sends to every server as they are set.
-_LOADING = (
-    *("keep_alive", "num_ctx", "num_gpu", "num_batch", "num_thread", "use_mmap", "use_mlock"),
-)
-_OPEN_WEBUI = (
-    *("background_tasks", "chat_id", "features", "files", "filter_ids", "id", "model_item"),
-    *("params", "parent_id", "tool_ids", "tool_servers", "variables"),
-)
-_SERVERS = (  # what tells vLLM's and SGLang's servers from one another
-    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"),
-    *("disagg_prefill_dp_rank", "ec_transfer_params", "kv_transfer_params", "routed_dp_rank"),
-    *("session_params", "vllm_xargs"),
-)
-_PICTURES = (
-    *("images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch"),
-    *("mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video"),
-)
-_DRAFTING = (  # llama.cpp's; `speculate` is ours
-    *("ngram_corpus_id", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
-    *("speculative.type", "speculative.ngram_size_n", "speculative.ngram_size_m"),
-    *("speculative.ngram_m_hits",),
-)
-_CHOICES = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}})
 
-RENAMED = {  # what means the same here
-    "repeat_penalty": "repetition_penalty",
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_grammar": "ebnf",
-    "grammar": "ebnf",
-    "n_predict": "max_tokens",
-    "n_cmpl": "n",
-}
-SAME: Fields = {
-    **{other: SAMPLING[ours] for other, ours in RENAMED.items() if ours in SAMPLING},
-    "n_predict": table.integer_from(-1),  # -1: as many as fit
-}
-STRUCTURED: Fields = {
+def _each(of: dict[str, Unused]) -> Fields:
+    """By names, of which several have one reason."""
+    return {name: kind for names, kind in of.items() for name in names.split()}
+
+
+def _regex_of(choices: list[str]) -> str:
+    """A regular expression of literal choices."""
+    return "|".join("".join(map(_literal, choice)) for choice in choices)
+
+
+def _literal(character: str) -> str:
+    if character.isalnum() or not character.isascii():
+        return character
+    return f"\\x{ord(character):02x}"
+
+
+def _same_as(ours: str) -> ValueKind:
+    return replace(table.GENERATION[ours], ours=ours)
+
+
+_CHOICES = ValueKind(
+    "a list of at least one string",
+    Annotated[list[str], Meta(min_length=1)],
+    ours="regex",
+    convert=_regex_of,
+)
+SAME: Fields = {  # by other names
+    "repeat_penalty": _same_as("repetition_penalty"),
+    "guided_json": _same_as("json_schema"),
+    "guided_regex": _same_as("regex"),
+    "guided_grammar": _same_as("ebnf"),
+    "grammar": _same_as("ebnf"),
     "guided_choice": _CHOICES,
-    "structured_outputs": members(
-        json=SAMPLING["json_schema"],
-        regex=SAMPLING["regex"],
-        grammar=SAMPLING["ebnf"],
+    "n_predict": table.integer_from(-1, ours="max_tokens", unset=-1),  # -1: as many as fit
+    "n_cmpl": _same_as("n"),
+    "structured_outputs": table.lifted(
+        json=_same_as("json_schema"),
+        regex=table.STRUCTURE["regex"],
+        grammar=_same_as("ebnf"),
         choice=_CHOICES,
-        json_object=table.BOOLEAN,
+        json_object=replace(
+            table.BOOLEAN, ours="json_schema", unset=False, convert=lambda _: {"type": "object"}
+        ),
         disable_any_whitespace=ignored_field("JSON is written on one line"),
         disable_additional_properties=ignored_field("objects are closed"),
         whitespace_pattern=ignored_field("JSON is written on one line"),
@@ -74,8 +76,7 @@ REASONING: Fields = {
     "think": table.BOOLEAN,
     "thinking": ValueKind(
         "true, false, or an object with a `type` of enabled, disabled, adaptive or auto",
-        {"type": ["boolean", "object"]},
-        lambda value: isinstance(value, bool | dict),
+        bool | dict[str, Any],
     ),
     "reasoning": members(
         effort=EFFORT,
@@ -88,34 +89,45 @@ REASONING: Fields = {
     "separate_reasoning": ignored_field("reasoning is always returned apart", True),
     "stream_reasoning": ignored_field("reasoning is always streamed", True),
     "reasoning_format": ignored_field("reasoning is always returned apart"),
-    **{
-        name: ignored_field("reasoning has no budget of its own")
-        for name in ("reasoning_budget", "thinking_budget", "thinking_token_budget")
-    },
+    **_each(
+        {
+            "reasoning_budget thinking_budget thinking_token_budget": ignored_field(
+                "reasoning has no budget of its own"
+            )
+        }
+    ),
 }
 HINTS: Fields = {
-    **{name: ignored_field(_ONE_MODEL) for name in _LOADING},
-    **{
-        name: ignored_field("a context is never shifted")
-        for name in ("num_keep", "n_keep", "n_discard")
-    },
-    **{name: ignored_field("it is Open WebUI's own") for name in _OPEN_WEBUI},
-    **{
-        name: ignored_field(_ROUTING)
-        for name in (
-            *("provider", "models", "route", "transforms", "plugins", "session_id", *_SERVERS),
-        )
-    },
-    **{name: ignored_field("only text is read") for name in _PICTURES},
-    **{name: ignored_field("drafts do not change a reply") for name in _DRAFTING},
+    **_each(
+        {
+            # Ollama's options, which Open WebUI sends to every server as they are set.
+            "keep_alive num_ctx num_gpu num_batch num_thread use_mmap use_mlock": ignored_field(
+                "the model and its context length are set when the server starts"
+            ),
+            "num_keep n_keep n_discard": ignored_field("a context is never shifted"),
+            "background_tasks chat_id features files filter_ids id model_item params parent_id "
+            "tool_ids tool_servers variables": ignored_field("it is Open WebUI's own"),
+            "provider models route transforms plugins session_id "
+            # What tells vLLM's and SGLang's servers from one another:
+            "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank "
+            "disagg_prefill_dp_rank ec_transfer_params kv_transfer_params session_params "
+            "vllm_xargs": ignored_field("requests are not routed to other servers"),
+            "images_config max_dynamic_patch media_io_kwargs min_dynamic_patch mm_processor_kwargs "
+            "return_mm_kwargs use_audio_in_video": ignored_field("only text is read"),
+            # llama.cpp's; `speculate` is ours.
+            "ngram_corpus_id speculative.n_max speculative.n_min speculative.p_min "
+            "speculative.type speculative.ngram_size_n speculative.ngram_size_m "
+            "speculative.ngram_m_hits": ignored_field("drafts do not change a reply"),
+            "request_id rid": ignored_field("the request's id is its x-request-id header"),
+            "id_slot slot_id": ignored_field("the server assigns slots", -1),
+            "custom_labels extra_headers extra_query": ignored_field("it is the client's own"),
+        }
+    ),
+    # Such an object has been replaced by its members.
     "extra_body": ValueKind(
-        "an object whose members are fields of this request",
-        {"type": "object"},
-        lambda _: False,  # such an object has been replaced by its members
+        "an object whose members are fields of this request", None, {"type": "object"}
     ),
     "usage": ignored_field("usage is always returned"),
-    "request_id": ignored_field("the request's id is its x-request-id header"),
-    "rid": ignored_field("the request's id is its x-request-id header"),
     "skip_special_tokens": ignored_field("special tokens are not in a reply's text", True),
     "spaces_between_special_tokens": ignored_field("special tokens are not in a reply's text"),
     "guided_decoding_backend": ignored_field("there is one grammar engine"),
@@ -123,44 +135,29 @@ HINTS: Fields = {
     "repeat_last_n": ignored_field("penalties count the whole text"),
     "cache_prompt": ignored_field("every prefix is cached", True),
     "n_cache_reuse": ignored_field("every prefix is cached"),
-    **{name: ignored_field("the server assigns slots", -1) for name in ("id_slot", "slot_id")},
     "timings_per_token": ignored_field("the log has a request's times", False),
     "return_progress": ignored_field("the page at / shows progress", False),
     "litellm_metadata": ignored_field("it is LiteLLM's own"),
-    **{
-        name: ignored_field("it is the client's own")
-        for name in ("custom_labels", "extra_headers", "extra_query")
-    },
     "return_cached_tokens_details": ignored_field("usage has them"),
     "stream_interval": ignored_field("tokens are sent as they arrive"),
     "backend_sampling": ignored_field("the server decides where it samples"),
     "t_max_prompt_ms": ignored_field("use timeout"),
 }
-_NOT_RETURNED = "replies do not have it"
-_OF_TOKENS = "use /tokenize for tokens"
 CHANGING: Fields = {  # what would change a reply, and is not there: accepted where it is off
-    **{
-        name: refused_field(_OF_TOKENS, False)
-        for name in (
-            *("return_token_ids", "return_tokens", "return_prompt_token_ids"),
-            *("return_token_offsets", "return_tokens_as_token_ids"),
-        )
-    },
-    **{
-        name: refused_field(_NOT_RETURNED, False)
-        for name in (
-            *("return_hidden_states", "return_meta_info", "return_prompt_text"),
-            *("return_routed_experts", "post_sampling_probs"),
-        )
-    },
-    **{
-        name: refused_field(_NOT_RETURNED, 0)
-        for name in ("routed_experts_prompt_start", "routed_experts_start_len")
-    },
-    **{
-        name: refused_field("a stop string is never in a reply", False)
-        for name in ("include_stop_str_in_output", "no_stop_trim")
-    },
+    **_each(
+        {
+            "return_token_ids return_tokens return_prompt_token_ids return_token_offsets "
+            "return_tokens_as_token_ids": refused_field("use /tokenize for tokens", False),
+            "return_hidden_states return_meta_info return_prompt_text return_routed_experts "
+            "post_sampling_probs": refused_field("replies do not have it", False),
+            "routed_experts_prompt_start routed_experts_start_len": refused_field(
+                "replies do not have it", 0
+            ),
+            "include_stop_str_in_output no_stop_trim": refused_field(
+                "a stop string is never in a reply", False
+            ),
+        }
+    ),
     "use_beam_search": refused_field("there is no beam search", False),
     "length_penalty": ignored_field("there is no beam search", 1, 1.0),
     "early_stopping": ignored_field("there is no beam search", False),
@@ -199,36 +196,31 @@ CHANGING_CHAT: Fields = {  # the same, of chats
     "preserved_tokens": ignored_field("tool calls are parsed"),
 }
 _NO_SAMPLER = "there is no such sampler"
-_OF_NO_SAMPLER = "it sets a sampler that there is not"
 SAMPLERS: Fields = {  # of llama.cpp and others: accepted where they are off
     "samplers": ignored_field("samplers run in one order"),
-    **{
-        name: ignored_field(_OF_NO_SAMPLER)
-        for name in (
-            *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
-            *("adaptive_decay", "dynatemp_exponent", "mirostat_eta", "mirostat_tau"),
-            *("penalize_nl", "xtc_threshold"),
-        )
-    },
-    **{
-        name: refused_field(_NO_SAMPLER, 0, 0.0)
-        for name in ("dry_multiplier", "dynatemp_range", "top_a", "xtc_probability")
-    },
-    **{name: refused_field(_NO_SAMPLER, 1, 1.0) for name in ("tfs", "tfs_z", "typical_p")},
-    "mirostat": refused_field(_NO_SAMPLER, 0),
-    "min_keep": refused_field(_NO_SAMPLER, 0),
-    **{name: refused_field(_NO_SAMPLER, -1, -1.0) for name in ("adaptive_target", "top_n_sigma")},
+    **_each(
+        {
+            "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers adaptive_decay "
+            "dynatemp_exponent mirostat_eta mirostat_tau penalize_nl xtc_threshold": ignored_field(
+                "it sets a sampler that there is not"
+            ),
+            "dry_multiplier dynatemp_range top_a xtc_probability": refused_field(
+                _NO_SAMPLER, 0, 0.0
+            ),
+            "tfs tfs_z typical_p": refused_field(_NO_SAMPLER, 1, 1.0),
+            "mirostat min_keep": refused_field(_NO_SAMPLER, 0),
+            "adaptive_target top_n_sigma": refused_field(_NO_SAMPLER, -1, -1.0),
+        }
+    ),
 }
 PROMPT: Fields = {  # vLLM's
     "truncate_prompt_tokens": ValueKind(
-        "an integer of at least 1, or -1",
-        {"type": "integer", "minimum": -1},
-        lambda value: type(value) is int and (value == -1 or value >= 1),
+        "an integer of at least 1, or -1", Annotated[int, Meta(ge=-1)]
     ),
     "add_special_tokens": table.BOOLEAN,
 }
 # Of chats, text completions and responses:
-GENERATION: Fields = {**SAME, **STRUCTURED, **HINTS, **SAMPLERS, **CHANGING}
+GENERATION: Fields = {**SAME, **HINTS, **SAMPLERS, **CHANGING}
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -253,7 +245,7 @@ _CALLING: table.Fields = {
     **table.TOOLS,
     "tool_choice": ValueKind(
         "auto, none, required, or an object: the tool to call, or `allowed_tools`",
-        {"type": ["string", "object"]},
+        str | dict[str, Any],
     ),
     "parallel_tool_calls": table.BOOLEAN,
 }
@@ -269,19 +261,18 @@ _PREDICTION = Members(
     table=FieldTable(
         {
             "type": table.one_of("content"),
-            "content": ValueKind("a string or a list of parts", {"type": ["string", "array"]}),
+            "content": ValueKind("a string or a list of parts", str | list[Any]),
         },
         required=("type", "content"),
     ),
 )
-_CHOSEN_APART = ("n_cmpl", "n_predict")  # responses are one each, of max_output_tokens
 _VERBOSITY = ignored_field("ask for it in the prompt", "medium")
 
 CHAT = FieldTable(
     {
         **table.GENERATION,
         "messages": table.conversation(ROLES, {}, "role"),
-        "max_completion_tokens": table.integer_from(1),
+        "max_completion_tokens": table.integer_from(1, ours="max_tokens"),
         "logprobs": table.BOOLEAN,
         "top_logprobs": table.integer_from(0, table.MAX_LOGPROBS),
         **_CALLING,
@@ -308,7 +299,7 @@ CHAT = FieldTable(
 COMPLETION = FieldTable(
     {
         **table.GENERATION,
-        "prompt": table.TextsOrIds(),
+        "prompt": table.texts_or_ids(),
         "max_tokens": table.integer_from(0),
         "logprobs": table.integer_from(0, table.MAX_LOGPROBS),
         "echo": table.BOOLEAN,
@@ -324,28 +315,34 @@ RESPONSES = FieldTable(
         **table.MODEL,
         "input": ValueKind(
             f"a string, or a list of 1 to {MAX_MESSAGES:,} items",
-            {"anyOf": [{"type": "string"}, table.some({"type": "object"}, MAX_MESSAGES)]},
+            json_schema={
+                "anyOf": [{"type": "string"}, table.some({"type": "object"}, MAX_MESSAGES)]
+            },
         ),
         "instructions": table.STRING,
         "previous_response_id": table.LABEL,
         "store": table.BOOLEAN,
-        "max_output_tokens": table.integer_from(1),
+        "max_output_tokens": table.integer_from(1, ours="max_tokens"),
         **_CALLING,
         "reasoning": members(
             effort=table.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
         ),
-        "text": members(format=table.OBJECT, verbosity=_VERBOSITY),
+        "text": table.lifted(
+            format=replace(table.OBJECT, ours="response_format"), verbosity=_VERBOSITY
+        ),
         **_INCLUDE,
         **table.STREAM,
         **table.STREAM_OPTIONS,
-        **{name: kind for name, kind in table.SAMPLING.items() if name != "n"},
+        **table.SAMPLING,
+        **table.STRUCTURE,
         **table.pick(table.TEMPLATE, "chat_template_kwargs"),
         "reasoning_effort": table.EFFORT,
         **table.USER,
         **table.LABELS,
         "client_metadata": table.Labels(),
         **table.SERVING,
-        **{name: kind for name, kind in GENERATION.items() if name not in _CHOSEN_APART},
+        # Responses are one each, of max_output_tokens:
+        **{name: kind for name, kind in GENERATION.items() if name not in ("n_cmpl", "n_predict")},
         **{name: kind for name, kind in REASONING.items() if name != "reasoning"},
         "access_programs": ignored_field(NO_SERVICE),
         "background": refused_field("a reply is computed while its client waits", False),
@@ -381,7 +378,7 @@ STORED_ITEMS = FieldTable(
 EMBEDDINGS = FieldTable(
     {
         **table.MODEL,
-        "input": table.TextsOrIds(),
+        "input": table.texts_or_ids(),
         "encoding_format": table.one_of("float", "base64"),
         "dimensions": table.integer_from(1),
         **table.USER,

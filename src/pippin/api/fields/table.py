@@ -1,11 +1,19 @@
-"""A table of fields: checks a request, and describes it as JSON Schema. Knows no dialect."""
+"""Tables of fields: what each may hold, what is done with it, and our name of it.
+
+A request is read once, by the table of its endpoint: msgspec checks and converts its values. The
+OpenAPI document and the tables in `docs/` are made of the same types.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import (
@@ -20,101 +28,172 @@ from pippin.api.requests.body import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOOLS,
     Body,
-    are_token_ids,
-    read_salt,
+    check_salt,
     shown,
     token_ids_in_words,
 )
-from pippin.errors import UnsupportedField
+from pippin.errors import RequestError, UnsupportedField
 
 Schema = dict[str, Any]
 Answer = Literal["honoured", "ignored", "refused"]  # what is done with a field
+MAX_CHOICES = 128  # of one prompt
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 1_000
 
 
 def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def some(items: Schema, most: int | None = None) -> Schema:
-    limit = {} if most is None else {"maxItems": most}
-    return {"type": "array", "items": items, "minItems": 1, **limit}
+def in_words(schema: Schema) -> str:
+    """What a value must be."""
+    match schema:
+        case {"enum": [choice]}:
+            return f'"{choice}"'
+        case {"enum": choices}:
+            return f"one of {', '.join(choices)}"
+        case {"type": "string", "maxLength": most}:
+            return f"a string of at most {most:,} characters"
+        case {"type": "integer" | "number" as kind, **limits}:
+            what, most = "an integer" if kind == "integer" else "a number", limits.get("maximum")
+            if (low := limits.get("minimum")) is not None:
+                bounds = f"of at least {low:,}" if most is None else f"from {low:,} to {most:,}"
+                return f"{what} {bounds}"
+            low = limits["exclusiveMinimum"]
+            return f"{what} above {low:,}" + ("" if most is None else f" and at most {most:,}")
+        case {"type": "boolean"}:
+            return "true or false"
+    return f"a {schema['type']}"
 
 
 @dataclass(frozen=True)
 class ValueKind:
-    """By default: described here, and checked by `test`, or by the code that reads it."""
+    """What a field may hold, as a type of msgspec's; in words, where its limits do not say it."""
 
     text: str = ""
-    json_schema: Schema = field(default_factory=dict)
-    test: Callable[[Any], bool] = lambda value: True
-    answer: ClassVar[Answer] = "honoured"
+    type: Any = Any  # or several, where msgspec has no union of them
+    json_schema: Schema | None = None  # where the document says more than the type
+    ours: str = ""  # our name of the field, if it is another
+    unset: Any = None  # a value that means "not sent"
+    convert: Callable[[Any], Any] | None = None
+    answer: Answer = "honoured"
 
     def words(self, rules: RequestRules) -> str:
-        return self.text
+        return self.text or in_words(self.schema(rules))
 
     def schema(self, rules: RequestRules) -> Schema:
-        return self.json_schema
+        types = self.type if isinstance(self.type, tuple) else (self.type,)
+        found = [_inlined(msgspec.json.schema(each)) for each in types]
+        schema = self.json_schema or (found[0] if len(found) == 1 else {"anyOf": found})
+        return {"description": self.text, **schema} if self.text else schema
 
-    def accepts(self, value: Any, rules: RequestRules) -> bool:
-        return self.test(value)
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
+        """The value as it is used."""
+        for kind in self.type if isinstance(self.type, tuple) else (self.type,):
+            with suppress(msgspec.ValidationError):
+                return msgspec.convert(body.get(field), kind)
+        raise body.wrong(field, self.words(rules))
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
-        if not self.accepts(body.get(field), rules):
-            raise body.wrong(field, self.words(rules))
+
+def _inlined(schema: Any, types: Mapping[str, Any] | None = None) -> Any:
+    """With the types that it refers to."""
+    if isinstance(schema, list):
+        return [_inlined(each, types) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    types = schema.get("$defs", types)
+    if types is not None and "$ref" in schema:
+        return _inlined(types[schema["$ref"].removeprefix("#/$defs/")], types)
+    return {key: _inlined(value, types) for key, value in schema.items() if key != "$defs"}
+
+
+@dataclass(frozen=True)
+class ByRules(ValueKind):
+    """Of a kind that depends on the model or on the server's limits."""
+
+    kind: Callable[[RequestRules], ValueKind] = lambda rules: ValueKind()
+
+    def words(self, rules: RequestRules) -> str:
+        return self.kind(rules).words(rules)
+
+    def schema(self, rules: RequestRules) -> Schema:
+        return self.kind(rules).schema(rules)
+
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
+        return self.kind(rules).check(body, field, rules)
 
 
 def one_of(*choices: str) -> ValueKind:
-    words = f"one of {', '.join(choices)}" if len(choices) > 1 else f'"{choices[0]}"'
-    schema = {"type": "string", "enum": list(choices)}
-    return ValueKind(words, schema, lambda value: value in choices)
+    return ValueKind(type=Literal[choices], json_schema={"type": "string", "enum": list(choices)})
 
 
 def list_of(*choices: str) -> ValueKind:
-    schema = {"type": "array", "items": {"enum": list(choices)}}
-
-    def test(value: Any) -> bool:
-        return isinstance(value, list) and all(item in choices for item in value)
-
-    return ValueKind(f"a list of {', '.join(choices)}", schema, test)
+    choice: Any = Literal[choices]
+    return ValueKind(f"a list of {', '.join(choices)}", list[choice])
 
 
 def number_from(low: int, high: int | None = None, *, above: bool = False) -> ValueKind:
     """From `low` to `high`; `above`: greater than `low`."""
-    return _number("a number", int | float, low, high, above)
+    most = sys.float_info.max if high is None else high
+    kind: Any = Annotated[float, Meta(gt=low, le=most) if above else Meta(ge=low, le=most)]
+    schema = {"type": "number", "exclusiveMinimum" if above else "minimum": low}
+    return ValueKind(type=kind, json_schema=schema if high is None else None)
 
 
-def integer_from(low: int, high: int | None = None) -> ValueKind:
-    return _number("an integer", int, low, high, above=False)
-
-
-def _number(kind: str, types: Any, low: int, high: int | None, above: bool) -> ValueKind:
-    schema = {"type": kind.split()[1], "exclusiveMinimum" if above else "minimum": low}
-    if high is None:
-        words = f"above {low:,}" if above else f"of at least {low:,}"
-    else:
-        words = f"above {low:,} and at most {high:,}" if above else f"from {low:,} to {high:,}"
-        schema["maximum"] = high
-    most = sys.float_info.max if high is None and types is not int else high
-
-    def test(value: Any) -> bool:
-        is_number = isinstance(value, types) and not isinstance(value, bool)
-        if not is_number or value < low or (above and value == low):
-            return False
-        return most is None or bool(value <= most)
-
-    return ValueKind(f"{kind} {words}", schema, test)
+def integer_from(low: int, high: int | None = None, **more: Any) -> ValueKind:
+    return ValueKind(type=Annotated[int, Meta(ge=low, le=high)], **more)
 
 
 def text(most: int) -> ValueKind:
-    schema = {"type": "string", "maxLength": most}
-    words = f"a string of at most {most:,} characters"
-    return ValueKind(words, schema, lambda value: isinstance(value, str) and len(value) <= most)
+    return ValueKind(type=Annotated[str, Meta(max_length=most)])
 
 
-BOOLEAN = ValueKind("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
-STRING = ValueKind("a string", {"type": "string"}, lambda value: isinstance(value, str))
-OBJECT = ValueKind("an object", {"type": "object"}, lambda value: isinstance(value, dict))
+BOOLEAN, STRING = ValueKind(type=bool), ValueKind(type=str)
+OBJECT = ValueKind("an object", dict[str, Any])
 LABEL, LABEL_VALUE = text(MAX_LABEL_CHARS), text(MAX_LABEL_VALUE_CHARS)
+
+
+def _ids(rules: RequestRules, most: int | None = None) -> Any:
+    return Annotated[
+        list[Annotated[int, Meta(ge=0, le=rules.vocab_size - 1)]], Meta(max_length=most)
+    ]
+
+
+def token_ids(rules: RequestRules, most: int | None = None) -> ValueKind:
+    limit = "" if most is None else f"at most {most:,} "
+    return ValueKind(f"a list of {limit}{token_ids_in_words(rules.vocab_size)}", _ids(rules, most))
+
+
+def _stop_strings(rules: RequestRules) -> ValueKind:
+    most = rules.limits.max_stops
+    one: Any = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+    return ValueKind(
+        f"a string or a list of at most {most} strings (--max-stops), each of 1 to "
+        f"{MAX_STOP_CHARS:,} characters",
+        one | Annotated[list[one], Meta(max_length=most)],
+    )
+
+
+def texts_or_ids(*, texts: bool = True, ids: bool = True) -> ByRules:
+    """One text, or one list of token ids, or several of either."""
+
+    def kind(rules: RequestRules) -> ValueKind:
+        tokens: Any = _ids(rules)
+        words = f"a list of {token_ids_in_words(rules.vocab_size)} or a list of such lists"
+        described = ["a string or a list of strings"] * texts + [words] * ids
+        several = Annotated[list[str], Meta(min_length=1)]
+        return ValueKind(
+            ", ".join(described), (str, several) * texts + (tokens, list[tokens]) * ids
+        )
+
+    return ByRules(kind=kind)
+
+
+def rows_of(value: Any) -> list[Any]:
+    """The texts or lists of token ids in a value of `texts_or_ids`."""
+    is_many = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+    return value if is_many else [value]
 
 
 class Labels(ValueKind):
@@ -123,19 +202,16 @@ class Labels(ValueKind):
         return f"an object of at most {MAX_LABELS} strings {names}"
 
     def schema(self, rules: RequestRules) -> Schema:
-        values = nullable(LABEL_VALUE.json_schema)
-        return {
-            "type": "object",
-            "additionalProperties": values,
-            "maxProperties": MAX_LABELS,
-        }
+        values = nullable(LABEL_VALUE.schema(rules))
+        return {"type": "object", "additionalProperties": values, "maxProperties": MAX_LABELS}
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
         labels = body.required_object(field)
         if len(labels) > MAX_LABELS or any(len(n) > MAX_LABEL_CHARS for n in labels.fields()):
             raise body.wrong(field, self.words(rules))
         for name in filter(labels.has, labels.fields()):
             LABEL_VALUE.check(labels, name, rules)
+        return body.get(field)
 
 
 class ModelName(ValueKind):
@@ -145,70 +221,8 @@ class ModelName(ValueKind):
             return {"type": "string"}
         return {"type": "string", "enum": [*names, *rules.model.other_names]}
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
         rules.model.check_name(body.required_string(field))
-
-
-class StopStrings(ValueKind):
-    def words(self, rules: RequestRules) -> str:
-        most = f"at most {rules.limits.max_stops} strings (--max-stops)"
-        return f"a string or a list of {most}, each of 1 to {MAX_STOP_CHARS:,} characters"
-
-    def schema(self, rules: RequestRules) -> Schema:
-        one = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-        return {"anyOf": [one, {"type": "array", "items": one, "maxItems": rules.limits.max_stops}]}
-
-    def accepts(self, value: Any, rules: RequestRules) -> bool:
-        given = [value] if isinstance(value, str) else value
-        return (
-            isinstance(given, list | tuple)
-            and len(given) <= rules.limits.max_stops
-            and all(isinstance(each, str) and 0 < len(each) <= MAX_STOP_CHARS for each in given)
-        )
-
-
-def _ids_schema(rules: RequestRules) -> Schema:
-    return {"type": "array", "items": integer_from(0, rules.model.vocab_size - 1).json_schema}
-
-
-class StopTokens(ValueKind):
-    def words(self, rules: RequestRules) -> str:
-        return f"a list of at most {MAX_STOP_TOKEN_IDS:,} {token_ids_in_words(rules.vocab_size)}"
-
-    def schema(self, rules: RequestRules) -> Schema:
-        return _ids_schema(rules) | {"maxItems": MAX_STOP_TOKEN_IDS}
-
-    def accepts(self, value: Any, rules: RequestRules) -> bool:
-        return are_token_ids(value, rules.vocab_size) and len(value) <= MAX_STOP_TOKEN_IDS
-
-
-@dataclass(frozen=True)
-class TextsOrIds(ValueKind):
-    """One text, or one list of token ids, or several of either."""
-
-    texts: bool = True
-    ids: bool = True
-
-    def words(self, rules: RequestRules) -> str:
-        ids = f"a list of {token_ids_in_words(rules.vocab_size)} or a list of such lists"
-        return ", ".join(["a string or a list of strings"] * self.texts + [ids] * self.ids)
-
-    def schema(self, rules: RequestRules) -> Schema:
-        one = _ids_schema(rules)
-        texts = [STRING.json_schema, some(STRING.json_schema)]
-        return {"anyOf": texts * self.texts + [one, {"type": "array", "items": one}] * self.ids}
-
-    def accepts(self, value: Any, rules: RequestRules) -> bool:
-        rows = rows_of(value)
-        if self.texts and all(isinstance(row, str) for row in rows):
-            return True
-        return self.ids and all(are_token_ids(row, rules.vocab_size) for row in rows)
-
-
-def rows_of(value: Any) -> list[Any]:
-    """The texts or lists of token ids in a value of `TextsOrIds`."""
-    is_many = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
-    return value if is_many else [value]
 
 
 class LogitBias(ValueKind):
@@ -217,17 +231,17 @@ class LogitBias(ValueKind):
     def words(self, rules: RequestRules) -> str:
         most = f"{rules.limits.max_logit_bias:,} (--max-logit-bias)"
         ids = token_ids_in_words(rules.vocab_size)
-        return f"an object of at most {most} {ids}, each with {self.bias.text}"
+        return f"an object of at most {most} {ids}, each with {self.bias.words(rules)}"
 
     def schema(self, rules: RequestRules) -> Schema:
         return {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]+$"},
-            "additionalProperties": nullable(self.bias.json_schema),
+            "additionalProperties": nullable(self.bias.schema(rules)),
             "maxProperties": rules.limits.max_logit_bias,
         }
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> dict[int, float]:
         biases = body.required_object(field)
         if len(biases) > rules.limits.max_logit_bias:
             raise body.error(field, f"has {len(biases):,} tokens; it must be {self.words(rules)}")
@@ -235,8 +249,16 @@ class LogitBias(ValueKind):
             is_id = key.isdecimal() and len(key) <= MAX_ID_DIGITS
             if not is_id or int(key) >= rules.vocab_size:
                 raise body.error(field, f"has the key {shown(key)}; it must be {self.words(rules)}")
-            if biases.has(key):
-                self.bias.check(biases, key, rules)
+        return {
+            int(key): self.bias.check(biases, key, rules) if biases.has(key) else 0.0
+            for key in biases.fields()
+        }
+
+
+class Salt(ValueKind):
+    def check(self, body: Body, field: str, rules: RequestRules) -> bytes:
+        """Its digest: no error echoes a secret."""
+        return check_salt(body.get(field), body.name(field))
 
 
 @dataclass(frozen=True)
@@ -245,20 +267,43 @@ class FieldTable:
     required: tuple[str, ...] = ()
     ignores_unknown: bool = False
 
-    def check(self, body: Body, rules: RequestRules) -> None:
-        """Raise for a field that is unknown, missing or refused, or has a wrong value."""
+    def read(self, fields: Any, rules: RequestRules) -> Body:
+        """A request with its values as they are used, by our names of its fields."""
+        body = rules.body(fields)
+        found: dict[str, Any] = {}
+        sent: dict[str, str] = {}
+        self._put_into(found, sent, body, self.check(body, rules))
+        return body.renamed(found, sent)
+
+    def check(self, body: Body, rules: RequestRules) -> dict[str, Any]:
+        """Its values. Raise for a field that is unknown, missing or refused, or a wrong value."""
         if self.ignores_unknown:
             body.ignore_unknown(self.fields)
         else:
             body.check_known(self.fields)
         for name in self.required:
             body.require(name)
-        self.check_values(body, rules)
+        sent = [name for name in body.fields() if name in self.fields and body.has(name)]
+        return {name: self.fields[name].check(body, name, rules) for name in sent}
 
-    def check_values(self, body: Body, rules: RequestRules) -> None:
-        for name, kind in self.fields.items():
-            if body.has(name):
-                kind.check(body, name, rules)
+    def _put_into(
+        self, found: dict[str, Any], sent: dict[str, str], body: Body, values: dict[str, Any]
+    ) -> None:
+        for name, value in values.items():
+            kind = self.fields[name]
+            if kind.answer != "honoured" or value == kind.unset:
+                continue
+            if isinstance(kind, Members):
+                if kind.lifted:
+                    kind.table._put_into(found, sent, body.required_object(name), value)
+                value = body.get(name)
+            ours = kind.ours or name
+            if ours in found:
+                first, other = sorted((body.name(name), sent[ours]), key=ours.__ne__)
+                same = f"{first} and {other} are the same; send one of them"
+                raise RequestError(same, param=first)
+            sent[ours] = body.name(name)
+            found[ours] = kind.convert(value) if kind.convert else value
 
     def schema(self, rules: RequestRules) -> Schema:
         """Null is "not sent"."""
@@ -277,16 +322,21 @@ class FieldTable:
 @dataclass(frozen=True)
 class Members(ValueKind):
     table: FieldTable = field(default_factory=lambda: FieldTable({}))
+    lifted: bool = False  # they are fields of the request, by our names
 
     def schema(self, rules: RequestRules) -> Schema:
         return self.table.schema(rules)
 
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
-        self.table.check(body.required_object(field), rules)
+    def check(self, body: Body, field: str, rules: RequestRules) -> Any:
+        return self.table.check(body.required_object(field), rules)
 
 
 def members(**fields: ValueKind) -> Members:
     return Members(f"an object with {', '.join(fields)}", table=FieldTable(fields))
+
+
+def lifted(**fields: ValueKind) -> Members:
+    return replace(members(**fields), lifted=True)
 
 
 @dataclass(frozen=True)
@@ -297,52 +347,28 @@ class Unused(ValueKind):
 
     def check(self, body: Body, field: str, rules: RequestRules) -> None:
         value = body.get(field)
-        if not any(type(value) is type(each) and value == each for each in self.neutral):
-            self.answer_to(body, field)  # 0 is not false
-
-    def answer_to(self, body: Body, field: str) -> None:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Ignoring(Unused):
-    """It cannot change the reply here: it is listed in a header of the response."""
-
-    answer: ClassVar[Answer] = "ignored"
-
-    def answer_to(self, body: Body, field: str) -> None:
-        body.ignore(field, self.text)
-
-
-@dataclass(frozen=True)
-class Refusal(Unused):
-    answer: ClassVar[Answer] = "refused"
-
-    def answer_to(self, body: Body, field: str) -> None:
-        name = body.name(field)
-        accepted = " or ".join(map(shown, self.neutral))
+        if any(type(value) is type(each) and value == each for each in self.neutral):
+            return  # 0 is not false
+        if self.answer == "ignored":  # it is listed in a header of the response
+            body.ignore(field, self.text)
+            return
+        name, accepted = body.name(field), " or ".join(map(shown, self.neutral))
         hint = f" (only {accepted} is accepted)" if accepted else ""
         raise UnsupportedField(f"{name} is not supported: {self.text}{hint}", param=name)
 
 
-def refused_field(why: str, *neutral: Any) -> Refusal:
-    return Refusal(why, {"enum": list(neutral), "description": why}, neutral=neutral)
+def refused_field(why: str, *neutral: Any) -> Unused:
+    schema = {"enum": list(neutral), "description": why}
+    return Unused(why, json_schema=schema, answer="refused", neutral=neutral)
 
 
-def ignored_field(why: str, *neutral: Any) -> Ignoring:
-    return Ignoring(why, {"description": f"ignored: {why}"}, neutral=neutral)
+def ignored_field(why: str, *neutral: Any) -> Unused:
+    """It cannot change the reply here."""
+    schema = {"description": f"ignored: {why}"}
+    return Unused(why, json_schema=schema, answer="ignored", neutral=neutral)
 
 
 Fields = dict[str, ValueKind]
-MAX_CHOICES = 128  # of one prompt
-MAX_LOGPROBS = 20
-MAX_SEED = 2**63 - 1
-MAX_PRIORITY = 1_000
-
-
-class Salt(ValueKind):
-    def check(self, body: Body, field: str, rules: RequestRules) -> None:
-        read_salt(body)
 
 
 def pick(fields: Fields, *names: str) -> Fields:
@@ -355,7 +381,12 @@ def conversation(roles: tuple[str, ...], content: Schema, *required: str) -> Val
         "properties": {"role": {"enum": list(roles)}, "content": content},
         "required": list(required),
     }
-    return ValueKind(f"a list of 1 to {MAX_MESSAGES:,} messages", some(message, MAX_MESSAGES))
+    words = f"a list of 1 to {MAX_MESSAGES:,} messages"
+    return ValueKind(words, json_schema=some(message, MAX_MESSAGES))
+
+
+def some(items: Schema, most: int) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
 
 
 MODEL: Fields = {"model": ModelName("a name in `/v1/models`")}
@@ -363,26 +394,35 @@ EFFORT = one_of(*EFFORTS)
 TOOLS: Fields = {
     "tools": ValueKind(
         f"a list of at most {MAX_TOOLS:,} tools",
-        {"type": "array", "items": {"type": "object"}, "maxItems": MAX_TOOLS},
+        Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)],
     )
 }
+# Of every dialect, by the names of `SamplingParams`, which are made of them: a new field is a row.
 SAMPLING: Fields = {
     "min_tokens": integer_from(0),
     "temperature": number_from(0, 2),
     "top_p": number_from(0, 1, above=True),
-    "top_k": integer_from(-1),
+    "top_k": integer_from(-1, convert=lambda top_k: max(0, top_k)),  # -1 is "all" elsewhere
     "min_p": number_from(0, 1),
     "repetition_penalty": number_from(0, above=True),
     "presence_penalty": number_from(-2, 2),
     "frequency_penalty": number_from(-2, 2),
     "logit_bias": LogitBias(),
     "seed": integer_from(-MAX_SEED - 1, MAX_SEED - MAX_CHOICES),
-    "n": integer_from(1, MAX_CHOICES),
-    "stop": StopStrings(),
-    "stop_token_ids": StopTokens(),
+    "stop": ByRules(
+        kind=_stop_strings,
+        convert=lambda given: (given,) if isinstance(given, str) else tuple(given),
+    ),
+    "stop_token_ids": ByRules(
+        kind=lambda rules: token_ids(rules, MAX_STOP_TOKEN_IDS),
+        convert=lambda ids: tuple(dict.fromkeys(ids)),
+    ),
     "ignore_eos": BOOLEAN,
     "speculate": BOOLEAN,
-    "json_schema": ValueKind("a JSON Schema, or its JSON", {"type": ["object", "string"]}),
+}
+CHOICES: Fields = {"n": integer_from(1, MAX_CHOICES)}
+STRUCTURE: Fields = {
+    "json_schema": ValueKind("a JSON Schema, or its JSON", dict[str, Any] | str),
     "regex": STRING,
     "ebnf": STRING,
 }
@@ -391,7 +431,7 @@ SERVING: Fields = {  # of every request that is run
     "priority": integer_from(-MAX_PRIORITY, MAX_PRIORITY),
     "cache_salt": Salt(
         f"a string of 1 to {MAX_SALT_CHARS:,} characters",
-        {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
+        json_schema={"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
     ),
 }
 STREAM: Fields = {"stream": BOOLEAN}
@@ -417,11 +457,13 @@ GENERATION: Fields = {  # of chat and text completions
     **MODEL,
     "max_tokens": integer_from(1),
     **SAMPLING,
+    **CHOICES,
+    **STRUCTURE,
     **STREAM,
     **STREAM_OPTIONS,
     "response_format": ValueKind(
         "an object with a `type` of text, json_object or json_schema",
-        {
+        json_schema={
             "type": "object",
             "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
             "required": ["type"],

@@ -1,1 +1,1 @@
-"""What a reply must look like, as a grammar of it: content, calls, or either. Knows no engine."""
+"""What a reply must look like, as a grammar of it: content, calls, or either."""

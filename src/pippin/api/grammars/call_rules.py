@@ -1,4 +1,4 @@
-"""A format's tool calls as rules of a grammar. Knows no prompt and no engine.
+"""A format's tool calls as rules of a grammar.
 
 What cannot be enforced in a format is refused by name: nothing is enforced in part.
 """
@@ -29,28 +29,20 @@ class Lark:
         self._marks = {text: id for text, id in texts.items() if text.strip()}
         longest_first = sorted(self._marks, key=len, reverse=True)
         self._parts = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
-        self._rules = [f"{ANY_TEXT}: /(?s:.*)/"]
+        self.rules = [f"{ANY_TEXT}: /(?s:.*)/"]
 
     def text(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+        return "\n".join([f"start: {start}", *self.rules]) + "\n"
 
     def rule(self, body: str, attributes: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}")
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
         return name
 
-    @property
-    def num_rules(self) -> int:
-        return len(self._rules)
-
-    def drop_rules(self, num_kept: int) -> None:
-        """Those of something that turned out not to be expressible."""
-        del self._rules[num_kept:]
-
     def recursive(self, body: Callable[[str], str]) -> str:
-        at = len(self._rules)
+        at = len(self.rules)
         name = self.rule("")
-        self._rules[at] = f"{name}: {body(name)}"
+        self.rules[at] = f"{name}: {body(name)}"
         return name
 
     def begins_with_mark(self, text: str) -> bool:
@@ -150,7 +142,8 @@ class BareKeyRules:
         if "$ref" in schema:
             return self._reference(schema["$ref"], where)
         kind = schema.get("type")
-        choices = schema.get("anyOf") or [{**schema, "type": each} for each in _several(kind)]
+        several = kind if isinstance(kind, list) else []
+        choices = schema.get("anyOf") or [{**schema, "type": each} for each in several]
         if choices:
             return alternatives([self._value(each, where) for each in choices])
         if kind is None and (values := _values(schema)):
@@ -231,10 +224,6 @@ def _values(schema: Schema) -> list[Any]:
     return [schema["const"]] if "const" in schema else schema.get("enum") or []
 
 
-def _several(kind: Any) -> list[str]:
-    return kind if isinstance(kind, list) else []
-
-
 def _literal(text: str) -> str:
     return f'"{text}"'
 
@@ -278,16 +267,13 @@ class CallRules:
     def check_optional(self) -> None:
         """Raise unless the start of a call differs from content."""
         if not self._lark.begins_with_mark(self._syntax.trigger):
-            raise self._refused(
-                "calls in the format {format} can be constrained only if one is required"
+            asked = "tool_choice" if self._tool_use.required else "parallel_tool_calls"
+            param, what = ("tools", "strict") if self._tool_use.strict else (asked, asked)
+            raise UnsupportedField(
+                f"{what} cannot be enforced: calls in the format {self._format} can be "
+                "constrained only if one is required",
+                param=param,
             )
-
-    def _refused(self, why: str) -> UnsupportedField:
-        asked = "tool_choice" if self._tool_use.required else "parallel_tool_calls"
-        param = "tools" if self._tool_use.strict else asked
-        what = {"tools": "strict", "tool_choice": "tool_choice"}.get(param, param)
-        why = why.format(format=self._format)
-        return UnsupportedField(f"{what} cannot be enforced: {why}", param=param)
 
     def _call(self, function: Schema) -> str:
         syntax, name = self._syntax, function["name"]
@@ -302,11 +288,11 @@ class CallRules:
         if function.get("strict"):
             return self._held_arguments(function)
         if self._holds_required and (function.get("parameters") or {}).get("properties"):
-            num_rules = self._lark.num_rules
+            num_rules = len(self._lark.rules)
             try:
                 return self._held_arguments(function)
             except UnsupportedField as error:
-                self._lark.drop_rules(num_rules)
+                del self._lark.rules[num_rules:]  # those of what cannot be expressed
                 self._leniency.ignore("tools.parameters", error.message, function["name"])
         return self._any_arguments(function["name"])
 

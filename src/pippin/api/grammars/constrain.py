@@ -1,4 +1,4 @@
-"""What a whole reply must look like: reasoning, then calls or content. Knows no engine.
+"""What a whole reply must look like: reasoning, then calls or content.
 
 A schema, a required call or no call is enforced behind the reasoning, which is free.
 """

@@ -1,1 +1,1 @@
-"""A request on its way through an engine: made ready, run, replied to, logged. Knows no HTTP."""
+"""A request on its way through an engine: made ready, run, replied to, logged."""

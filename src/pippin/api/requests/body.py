@@ -1,4 +1,4 @@
-"""Reads members of a JSON object, with errors that name where they are. Knows no field by name.
+"""Reads members of a JSON object, with errors that name where they are.
 
 As in OpenAI's API, a field that is null counts as left out.
 """
@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import msgspec
@@ -240,8 +240,16 @@ _IS_NEAR = 0.75  # of two names, by difflib's ratio
 class Body:
     """One JSON object, where it is in the request, and how lenient it is read."""
 
-    def __init__(self, fields: Any, path: str = "", leniency: Leniency | None = None) -> None:
+    def __init__(
+        self,
+        fields: Any,
+        path: str = "",
+        leniency: Leniency | None = None,
+        sent: Mapping[str, str] | None = None,
+    ) -> None:
+        """`sent`: what the client calls fields that have our names."""
         self.path = path
+        self._sent = sent or {}
         self.leniency = leniency or Leniency()
         if not isinstance(fields, dict):
             raise RequestError(
@@ -254,7 +262,7 @@ class Body:
         return len(self._fields)
 
     def name(self, field: str) -> str:
-        field = cut(field)
+        field = cut(self._sent.get(field, field))
         return f"{self.path}.{field}" if self.path else field
 
     def fields(self) -> Iterable[str]:
@@ -346,9 +354,9 @@ class Body:
             raise self.wrong(field, expected)
         return [self._inner(item, f"{self.name(field)}[{i}]") for i, item in enumerate(value)]
 
-    def renamed(self, fields: dict[str, Any]) -> Body:
+    def renamed(self, fields: dict[str, Any], sent: Mapping[str, str] | None = None) -> Body:
         """The same request, by other names of its fields."""
-        return self._inner(fields, self.path)
+        return Body(fields, self.path, self.leniency, sent)
 
     def _inner(self, fields: Any, path: str) -> Body:
         return Body(fields, path, self.leniency)
@@ -364,13 +372,8 @@ def shown(value: Any) -> str:
 MAX_SALT_CHARS = 1_024
 
 
-def read_salt(body: Body) -> bytes:
-    """The digest of a request's `cache_salt`; empty: it has none."""
-    return check_salt(body.get("cache_salt"), body.name("cache_salt"))
-
-
 def check_salt(given: Any, param: str = "cache_salt") -> bytes:
-    """The same of a Python caller's. An error does not echo it: it is a secret."""
+    """The digest of a `cache_salt`; empty: there is none. No error echoes it: it is a secret."""
     if given is None:
         return b""
     if not isinstance(given, str):
@@ -398,31 +401,3 @@ def under_owner(submit: Submit, owner_salt: bytes) -> Submit:
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-DEFAULT = "medium"  # what clients send by default
-# Variables that switch it on and off in templates, and how their use is recognised.
-_SWITCHES = {
-    "enable_thinking": re.compile(r"\benable_thinking\b"),
-    "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)"),
-}
-
-
-def reasoning_variables(
-    effort: str | None, template: str, *, reasons: bool, param: str, leniency: Leniency
-) -> dict[str, Any]:
-    """Variables for the template; `reasons`: replies of this model may hold reasoning."""
-    if effort is None:
-        return {}
-    variables: dict[str, Any] = {
-        name: effort != "none" for name, use in _SWITCHES.items() if use.search(template)
-    }
-    if re.search(r"\breasoning_effort\b", template):
-        # Templates with this variable have three levels of it, and none without reasoning.
-        levels = {"minimal": "low", "xhigh": "high"}
-        if effort != "none":
-            variables["reasoning_effort"] = levels.get(effort, effort)
-        elif not variables:
-            leniency.ignore(param, "this model always reasons, and the lowest is low", effort)
-            variables["reasoning_effort"] = "low"
-    if not variables and effort != DEFAULT and (effort != "none" or reasons):
-        leniency.ignore(param, "this model's template has no switch for reasoning", effort)
-    return variables

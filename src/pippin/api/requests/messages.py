@@ -1,4 +1,4 @@
-"""Format and size of a picture, from the first bytes of its base64. Decodes no picture."""
+"""Messages of a conversation, with texts in the place of pictures and files."""
 
 from __future__ import annotations
 
@@ -29,56 +29,45 @@ def describe_image(data: str) -> str:
     """Such as "640x480 PNG"; empty, if it is none that is known."""
     try:
         head = base64.b64decode(data[:MAX_CHARS].partition("=")[0].encode() + b"===")
-        return _describe(head)
+        format, size = _describe(head)
     except (binascii.Error, UnicodeEncodeError, struct.error):
         return ""
+    return f"{size[0]}x{size[1]} {format}" if size else format
 
 
-def _describe(head: bytes) -> str:
+def _describe(head: bytes) -> tuple[str, tuple[int, ...]]:
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
-        width, height = struct.unpack_from(">II", head, 16)
-        return _shown(width, height, "PNG")
+        return "PNG", struct.unpack_from(">II", head, 16)
     if head[:6] in (b"GIF87a", b"GIF89a"):
-        width, height = struct.unpack_from("<HH", head, 6)
-        return _shown(width, height, "GIF")
+        return "GIF", struct.unpack_from("<HH", head, 6)
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return _webp(head)
-    if head.startswith(b"\xff\xd8"):
-        return _jpeg(head)
-    return ""
+        return "WebP", _webp_size(head)
+    return ("JPEG", _jpeg_size(head)) if head.startswith(b"\xff\xd8") else ("", ())
 
 
-def _webp(head: bytes) -> str:
-    kind = head[12:16]
-    if kind == b"VP8 ":
-        width, height = struct.unpack_from("<HH", head, 26)
-        return _shown(width & 0x3FFF, height & 0x3FFF, "WebP")
-    if kind == b"VP8L":
-        (bits,) = struct.unpack_from("<I", head, 21)
-        return _shown((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, "WebP")
-    if kind == b"VP8X":
-        low, high, height_low, height_high = struct.unpack_from("<HBHB", head, 24)
-        return _shown((high << 16 | low) + 1, (height_high << 16 | height_low) + 1, "WebP")
-    return "WebP"
+def _webp_size(head: bytes) -> tuple[int, ...]:
+    match head[12:16]:
+        case b"VP8 ":
+            return struct.unpack_from("<HH", head, 26)
+        case b"VP8L":
+            (bits,) = struct.unpack_from("<I", head, 21)
+            return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+        case b"VP8X":
+            low, high, height_low, height_high = struct.unpack_from("<HBHB", head, 24)
+            return (high << 16 | low) + 1, (height_high << 16 | height_low) + 1
+    return ()
 
 
-def _jpeg(head: bytes) -> str:
+def _jpeg_size(head: bytes) -> tuple[int, ...]:
     at = 2
     for _ in range(MAX_SEGMENTS):
-        if at + 9 > len(head):
+        if at + 9 > len(head) or head[at] != 0xFF:
             break
-        marker, length = head[at + 1], int.from_bytes(head[at + 2 : at + 4], "big")
-        if head[at] != 0xFF:
-            break
-        if marker in _JPEG_SIZES:
+        if head[at + 1] in _JPEG_SIZES:
             height, width = struct.unpack_from(">HH", head, at + 5)
-            return _shown(width, height, "JPEG")
-        at += 2 + length
-    return "JPEG"
-
-
-def _shown(width: int, height: int, format: str) -> str:
-    return f"{width}x{height} {format}"
+            return width, height
+        at += 2 + int.from_bytes(head[at + 2 : at + 4], "big")
+    return ()
 
 
 MAX_NAME_CHARS = 200  # of a file's name or address, as the model sees it
@@ -96,6 +85,7 @@ _KINDS = {  # by the type of a part: what the model is shown
     "file": "file",
     "input_file": "file",
 }
+_HOLDERS = ("source", "image_url", "input_audio", "file", "video_url", "audio_url")
 _TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml")
 
 
@@ -109,12 +99,14 @@ def text_in_place_of(part: Body) -> str:
     if kind == "search_result":
         return _search_result(part)
     if (text := _plain_text(part)) is not None:
-        return _titled(part, text)
+        name = _name(part)
+        return f"{name}\n{text}" if name else text
+    return _placeholder(part, kind)
+
+
+def _placeholder(part: Body, kind: str, other: str | None = None) -> str:
     part.leniency.omit(_INDEX.sub("[]", part.path), kind)
-    return _placeholder(part, _KINDS.get(kind, kind))
-
-
-def _placeholder(part: Body, shown: str) -> str:
+    shown = _KINDS.get(kind, other or kind)
     data, media_type, where = _source(part)
     if shown == "image" and (described := describe_image(data) or _format_of(media_type)):
         return f"[image: {described} omitted]"
@@ -124,28 +116,18 @@ def _placeholder(part: Body, shown: str) -> str:
 
 def _source(part: Body) -> tuple[str, str, str]:
     """Base64, its media type, and an address or id; each empty, if there is none."""
-    for field in ("source", "image_url", "input_audio", "file", "video_url", "audio_url"):
-        inner = part.get(field)
-        if isinstance(inner, str):
-            return _of_url(inner)
-        if isinstance(inner, dict):
-            return _of_object(inner)
-    return _of_object({field: part.get(field) for field in part.fields()})
-
-
-def _of_object(inner: dict[str, Any]) -> tuple[str, str, str]:
+    held = [value for field in _HOLDERS if isinstance(value := part.get(field), str | dict)]
+    inner = held[0] if held else {field: part.get(field) for field in part.fields()}
+    if isinstance(inner, str):
+        inner = {"url": inner}
     for field in ("url", "file_url", "file_data", "data", "file_id"):
-        if isinstance(value := inner.get(field), str):
-            if field in ("data", "file_data") and not value.startswith("data:"):
-                return value, _string(inner, "media_type"), ""
-            return _of_url(value)
-    return "", "", ""
-
-
-def _of_url(url: str) -> tuple[str, str, str]:
-    if not url.startswith("data:"):
-        return "", "", url
-    head, _, data = url.partition(",")
+        if value := _string(inner, field):
+            break
+    if not value.startswith("data:"):
+        if field in ("data", "file_data"):
+            return value, _string(inner, "media_type"), ""
+        return "", "", value
+    head, _, data = value.partition(",")
     return data, head[len("data:") : MAX_NAME_CHARS].partition(";")[0], ""
 
 
@@ -182,8 +164,8 @@ def _plain_text(part: Body) -> str | None:
 
 
 def _search_result(part: Body) -> str:
-    where = part.string("source", "")
-    return "\n".join(filter(None, (part.string("title", ""), where, _texts(part))))
+    found = (part.string("title", ""), part.string("source", ""), _texts(part))
+    return "\n".join(filter(None, found))
 
 
 def _texts(body: Body) -> str:
@@ -192,20 +174,11 @@ def _texts(body: Body) -> str:
         return content
     inner = body.objects("content", "a string or a list of blocks") if content else []
     return "\n".join(
-        block.string("text", "") if block.get("type") == "text" else _inner_place(block)
+        block.string("text", "")
+        if block.get("type") == "text"
+        else _placeholder(block, block.required_string("type"), "part")
         for block in inner
     )
-
-
-def _inner_place(block: Body) -> str:
-    kind = block.required_string("type")
-    block.leniency.omit(_INDEX.sub("[]", block.path), kind)
-    return _placeholder(block, _KINDS.get(kind, "part"))
-
-
-def _titled(part: Body, text: str) -> str:
-    name = _name(part)
-    return f"{name}\n{text}" if name else text
 
 
 def _string(fields: dict[str, Any], field: str) -> str:

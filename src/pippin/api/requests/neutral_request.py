@@ -1,4 +1,4 @@
-"""A request of any dialect, checked. Knows no JSON of any API and no tokens."""
+"""A request of any dialect, checked."""
 
 from __future__ import annotations
 
@@ -108,6 +108,6 @@ class Gap:
 class CompletionRequest:
     options: Options
     prompts: list[str] | list[list[int]]
-    echo: bool
+    echo: bool = False
     leniency: Leniency = field(default_factory=Leniency)
     gap: Gap | None = None

@@ -1,4 +1,4 @@
-"""Sampling parameters and priority, from requests and from `LLM`'s callers. Knows no endpoint.
+"""Sampling parameters and options, from the fields of requests and from `LLM`'s callers.
 
 Both are checked by the same table, so that a value that is refused in one is refused in the other.
 """
@@ -12,10 +12,18 @@ from typing import Any
 
 import msgspec
 
-from pippin.api.fields.openai import RENAMED
-from pippin.api.fields.table import MAX_LOGPROBS, SAMPLING, SERVING, FieldTable, integer_from
+from pippin.api.fields.table import (
+    CHOICES,
+    MAX_LOGPROBS,
+    SAMPLING,
+    SERVING,
+    STRUCTURE,
+    FieldTable,
+    ValueKind,
+    integer_from,
+)
 from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import Body, read_salt
+from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import Options
 from pippin.config import LimitsConfig
 from pippin.decode.json_schema import expressed
@@ -25,26 +33,32 @@ from pippin.text.bundle import SamplingDefaults
 from pippin.text.chat_template import RESERVED_VARIABLES
 from pippin.types import GrammarSpec, SamplingParams
 
-FIELDS = ("response_format", "json_schema", "regex", "ebnf")
 ANY_OBJECT = json.dumps({"type": "object"})
+_STRUCTURES = ("response_format", "json_schema", "regex", "ebnf")
+_SAMPLED = (*SAMPLING, *CHOICES)
 
 
-def read_structure(body: Body, max_bytes: int, *, strict: bool) -> GrammarSpec | None:
-    """`strict`: a keyword of a schema that cannot be enforced stays, and is refused."""
-    asked = [field for field in FIELDS if _asks(body, field)]
+def read_structure(body: Body, rules: RequestRules) -> GrammarSpec | None:
+    format, asked = body.object("response_format"), [f for f in _STRUCTURES if body.has(f)]
+    if format is not None and format.get("type") == "text":
+        asked.remove("response_format")
     if len(asked) > 1:
         raise body.error(asked[1], f"and {asked[0]} both constrain the reply; send one of them")
     if not asked:
         return None
-    field = asked[0]
-    spec = _read(body, field)
-    nbytes = len(spec.text.encode())
-    if nbytes > max_bytes:
-        limit = f"at most {max_bytes:,} are allowed (--max-schema-bytes)"
+    (field,), is_strict = asked, rules.strict_fields
+    if format is not None and field == "response_format":
+        text, asks_strict = _response_format(format)
+        is_strict = is_strict or asks_strict
+    else:
+        text = _schema(body, field) if field == "json_schema" else body.required_string(field)
+    kind: Any = "json_schema" if field == "response_format" else field
+    spec = GrammarSpec(kind, text)
+    nbytes, most = len(text.encode()), rules.limits.max_schema_bytes
+    if nbytes > most:
+        limit = f"at most {most:,} are allowed (--max-schema-bytes)"
         raise body.error(field, f"has {nbytes:,} bytes; {limit}")
-    if spec.kind != "json_schema" or strict or _is_strict(body, field):
-        return spec
-    return _lenient(spec, body, field)
+    return spec if is_strict or spec.kind != "json_schema" else _lenient(spec, body, field)
 
 
 def _lenient(spec: GrammarSpec, body: Body, field: str) -> GrammarSpec:
@@ -65,45 +79,28 @@ def _lenient(spec: GrammarSpec, body: Body, field: str) -> GrammarSpec:
     return GrammarSpec("json_schema", json.dumps(found, ensure_ascii=False))
 
 
-def _is_strict(body: Body, field: str) -> bool:
-    if field != "response_format":
-        return False
-    described = body.required_object(field).object("json_schema")
-    return described is not None and described.boolean("strict", False)
-
-
-def _read(body: Body, field: str) -> GrammarSpec:
-    if field == "response_format":
-        return GrammarSpec("json_schema", _response_format(body.required_object(field)))
-    if field == "json_schema":
-        return GrammarSpec("json_schema", _schema(body, field))
-    return GrammarSpec("regex" if field == "regex" else "ebnf", body.required_string(field))
-
-
-def _asks(body: Body, field: str) -> bool:
-    if field == "response_format" and body.has(field):
-        return bool(body.required_object(field).get("type") != "text")
-    return body.has(field)
-
-
-def _response_format(given: Body) -> str:
-    given.check_known({"type", "json_schema", "schema"})
-    kind = given.get("type")
-    if given.has("schema") and kind in ("json_object", "json_schema"):  # llama.cpp's and SGLang's
-        if given.has("json_schema"):
-            raise given.error("schema", "and json_schema are the same; send one of them")
-        return _schema(given, "schema")
-    if kind == "json_object":
-        return ANY_OBJECT
-    if kind != "json_schema":
-        raise given.unsupported("type", "text, json_object and json_schema are supported")
-    described = given.required_object("json_schema")
-    described.check_known({"name", "description", "schema", "strict"})
-    described.required_string("name")
+def _response_format(given: Body) -> tuple[str, bool]:
+    """The schema, and whether all of it must be enforced. It may stand beside its type."""
+    kind, described = given.get("type"), given.object("json_schema")
+    if described is None or kind == "json_object":
+        given.check_known({"type", "json_schema", "name", "description", "schema", "strict"})
+        described = given
+    else:
+        given.check_known({"type", "json_schema", "schema"})
+        described.check_known({"name", "description", "schema", "strict"})
+        described.required_string("name")
+    if kind == "json_schema" and not given.has("schema"):
+        given.require("json_schema")
+    if given.has("schema") and given.has("json_schema"):  # llama.cpp's and SGLang's place of it
+        raise given.error("schema", "and json_schema are the same; send one of them")
     described.string("description", None)
-    described.boolean("strict", False)
+    is_strict = described.boolean("strict", False)
+    if kind == "json_object" and not given.has("schema"):
+        return ANY_OBJECT, is_strict
+    if kind not in ("json_object", "json_schema"):
+        raise given.unsupported("type", "text, json_object and json_schema are supported")
     described.require("schema")
-    return _schema(described, "schema")
+    return _schema(described, "schema"), is_strict
 
 
 def _schema(body: Body, field: str) -> str:
@@ -117,87 +114,39 @@ def _schema(body: Body, field: str) -> str:
     raise body.wrong(field, "a JSON Schema: an object, or its JSON")
 
 
-_STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf"}
-
-
-def with_our_names(body: Body) -> Body:
-    """Of a checked request."""
-    found = {name: body.get(name) for name in RENAMED if body.has(name)}
-    fields = {name: body.get(name) for name in body.fields() if name not in found}
-    if found.get("n_predict") == -1:
-        del found["n_predict"]
-    for name, value in found.items():
-        _put(body, fields, RENAMED[name], name, value)
-    if body.has("guided_choice"):
-        _put(body, fields, "regex", "guided_choice", _any_of(body, "guided_choice"))
-    if (structure := body.object("structured_outputs")) is not None:
-        for name in filter(structure.has, _STRUCTURES):
-            _put(body, fields, _STRUCTURES[name], structure.name(name), structure.get(name))
-        if structure.has("choice"):
-            choices = _any_of(structure, "choice")
-            _put(body, fields, "regex", structure.name("choice"), choices)
-        if structure.get("json_object"):
-            name = structure.name("json_object")
-            _put(body, fields, "json_schema", name, ANY_OBJECT)
-    return body.renamed(fields)
-
-
 def effort_of(body: Body) -> tuple[str | None, str]:
     """How much to reason, and the field that sets it: the first of those that are sent."""
-    if body.has("reasoning_effort"):
-        return body.get("reasoning_effort"), "reasoning_effort"
-    if (reasoning := body.object("reasoning")) is not None:
-        if reasoning.has("effort"):
-            return reasoning.get("effort"), reasoning.name("effort")
-        if reasoning.has("enabled"):
-            return _switched(reasoning.get("enabled")), reasoning.name("enabled")
-    if body.has("thinking"):
-        return _thinking(body), "thinking"
-    for field in ("enable_thinking", "think"):
-        if body.has(field):
-            return _switched(body.get(field)), field
+    reasoning = body.object("reasoning") or Body({})
+    thinking = body.get("thinking")
+    for holder, field in (
+        *((body, "reasoning_effort"), (reasoning, "effort"), (reasoning, "enabled")),
+        *((body, "thinking"), (body, "enable_thinking"), (body, "think")),
+    ):
+        if not holder.has(field):
+            continue
+        value = holder.get(field)
+        if field == "thinking" and isinstance(thinking, dict):
+            value = _thinking(body.required_object("thinking"))
+        if isinstance(value, bool):
+            value = "medium" if value else "none"
+        return value, holder.name(field)
     return None, "reasoning_effort"
 
 
-def _switched(on: bool) -> str:
-    return "medium" if on else "none"
-
-
-def _thinking(body: Body) -> str | None:
-    if isinstance(body.get("thinking"), bool):
-        return _switched(body.get("thinking"))
-    thinking = body.required_object("thinking")
+def _thinking(thinking: Body) -> bool | None:
     kind = thinking.one_of("type", ("enabled", "disabled", "adaptive", "auto"))
     if thinking.has("budget_tokens"):
         thinking.ignore("budget_tokens", "reasoning has no budget of its own")
-    return None if kind in (None, "auto") else _switched(kind != "disabled")
-
-
-def _put(body: Body, fields: dict[str, Any], ours: str, name: str, value: Any) -> None:
-    if fields.get(ours) is not None:
-        raise body.error(ours, f"and {name} are the same; send one of them")
-    fields[ours] = value
-
-
-def _any_of(body: Body, field: str) -> str:
-    """A regular expression of literal choices."""
-    choices = body.get(field)
-    is_list = isinstance(choices, list) and bool(choices)
-    if not is_list or not all(isinstance(choice, str) for choice in choices):
-        raise body.wrong(field, "a list of at least one string")
-    return "|".join("".join(map(_literal, choice)) for choice in choices)
-
-
-def _literal(character: str) -> str:
-    if character.isalnum() or not character.isascii():
-        return character
-    return f"\\x{ord(character):02x}"
+    return None if kind in (None, "auto") else kind != "disabled"
 
 
 PARAMS = FieldTable(
     {
         **SAMPLING,
+        **CHOICES,
+        **STRUCTURE,
         **SERVING,
+        "max_tokens": ValueKind(type=int),
         "logprobs": integer_from(0, MAX_LOGPROBS),
         "prompt_logprobs": integer_from(0, MAX_LOGPROBS),
     }
@@ -206,63 +155,28 @@ PARAMS = FieldTable(
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """A Python caller's parameters, read as a request with these fields would be."""
-    body = _checked_body(params, "params", vocab_size)
+    model = ModelInfo("", max_len=0, vocab_size=vocab_size, created_s=0)
+    rules = RequestRules(model, SamplingDefaults(), LimitsConfig(), strict_fields=True)
+    body = _read_params(params, "params", rules)
     max_tokens = body.get("max_tokens", SamplingParams.max_tokens)
     least = 0 if body.has("prompt_logprobs") else 1  # no reply is a way to score a prompt
-    FieldTable({"max_tokens": integer_from(least)}).check_values(body, _rules(vocab_size))
-    return replace(
-        read_sampling(body, _rules(vocab_size), max_tokens=max_tokens),
-        max_tokens=max_tokens,
-        logprobs=body.get("logprobs"),
-        prompt_logprobs=body.get("prompt_logprobs"),
-    )
+    if max_tokens < least:
+        raise body.wrong("max_tokens", integer_from(least).words(rules))
+    read = read_sampling(body, rules, body.get("logprobs"), body.get("prompt_logprobs"))
+    return replace(read, max_tokens=max_tokens)
 
 
 def check_priority(priority: int) -> int:
-    return int(_checked_body({"priority": priority}, "priority").get("priority", 0))
+    rules = RequestRules(ModelInfo("", 0, 1, 0), SamplingDefaults(), LimitsConfig())
+    return int(_read_params({"priority": priority}, "priority", rules).get("priority", 0))
 
 
-def read_sampling(body: Body, rules: RequestRules, *, max_tokens: int | None) -> SamplingParams:
-    """Of checked fields. Reply length and logprobs have other names in each dialect."""
-    defaults = rules.defaults
-    max_bytes, strict = rules.limits.max_schema_bytes, rules.strict_fields
-    structure = read_structure(body, max_bytes, strict=strict)
-    if max_tokens is not None and body.get("min_tokens", 0) > max_tokens:
-        raise body.wrong("min_tokens", integer_from(0, max_tokens).text)
-    constraint: dict[str, Any] = {} if structure is None else {structure.kind: structure.text}
-    stop = body.get("stop", ())
-    return SamplingParams(
-        min_tokens=body.get("min_tokens", 0),
-        temperature=float(body.get("temperature", defaults.temperature)),
-        top_k=max(0, body.get("top_k", defaults.top_k)),  # -1 is "all" elsewhere
-        top_p=float(body.get("top_p", defaults.top_p)),
-        min_p=float(body.get("min_p", defaults.min_p)),
-        repetition_penalty=float(body.get("repetition_penalty", defaults.repetition_penalty)),
-        presence_penalty=float(body.get("presence_penalty", 0)),
-        frequency_penalty=float(body.get("frequency_penalty", 0)),
-        logit_bias={int(id): float(b or 0) for id, b in body.get("logit_bias", {}).items()},
-        seed=body.get("seed"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(dict.fromkeys(body.get("stop_token_ids", ()))),
-        ignore_eos=body.get("ignore_eos", False),
-        speculate=body.get("speculate", True),
-        n=body.get("n", 1),
-        **constraint,
-    )
-
-
-def _checked_body(given: Any, name: str, vocab_size: int = 1) -> Body:
+def _read_params(given: Any, name: str, rules: RequestRules) -> Body:
     try:
-        body = Body(msgspec.to_builtins(given, str_keys=True, enc_hook=_plain_number))
+        fields = msgspec.to_builtins(given, str_keys=True, enc_hook=_plain_number)
     except TypeError as error:
         raise RequestError(f"{name} cannot be read: {error}", param=name) from error
-    PARAMS.check_values(body, _rules(vocab_size))
-    return body
-
-
-def _rules(vocab_size: int) -> RequestRules:
-    model = ModelInfo("", max_len=0, vocab_size=vocab_size, created_s=0)
-    return RequestRules(model, SamplingDefaults(), LimitsConfig(), strict_fields=True)
+    return PARAMS.read({name: fields[name] for name in fields.keys() & PARAMS.fields.keys()}, rules)
 
 
 def _plain_number(value: Any) -> Any:
@@ -273,36 +187,47 @@ def _plain_number(value: Any) -> Any:
     raise TypeError(f"{value!r} is no number, string or list of these")
 
 
+def read_sampling(
+    body: Body, rules: RequestRules, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """Without the length of a reply, which depends on its prompt."""
+    structure = read_structure(body, rules)
+    max_tokens = body.get("max_tokens")
+    if max_tokens is not None and body.get("min_tokens", 0) > max_tokens:
+        raise body.wrong("min_tokens", integer_from(0, max_tokens).words(rules))
+    fields: dict[str, Any] = {**vars(rules.defaults), "top_k": max(0, rules.defaults.top_k)}
+    fields |= {name: body.get(name) for name in _SAMPLED if body.has(name)}
+    if structure is not None:
+        fields[structure.kind] = structure.text
+    return SamplingParams(**fields, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
 def read_options(
     body: Body,
     rules: RequestRules,
-    num_logprobs: int | None = None,
+    logprobs: int | None = None,
     *,
     prompt_logprobs: int | None = None,
-    max_tokens_field: str = "max_tokens",
 ) -> Options:
-    most = rules.limits.max_tokens
-    max_tokens = body.get(max_tokens_field)
+    most, max_tokens = rules.limits.max_tokens, body.get("max_tokens")
     if max_tokens is not None and most is not None and max_tokens > most:
-        raise body.wrong(max_tokens_field, f"at most {most:,} (--max-tokens)")
+        raise body.wrong("max_tokens", f"at most {most:,} (--max-tokens)")
+    if (kept_tokens := body.get("truncate_prompt_tokens")) == 0:
+        raise body.wrong("truncate_prompt_tokens", "an integer of at least 1, or -1")
     if body.has("stream_options") and not body.get("stream"):
         raise body.error("stream_options", "needs stream to be true")
     return Options(
-        params=replace(
-            read_sampling(body, rules, max_tokens=max_tokens),
-            logprobs=num_logprobs,
-            prompt_logprobs=prompt_logprobs,
-        ),
+        params=read_sampling(body, rules, logprobs, prompt_logprobs),
         max_tokens=max_tokens,
-        max_tokens_field=max_tokens_field,
+        max_tokens_field=body.name("max_tokens"),
         priority=body.get("priority", 0),
-        salt=read_salt(body),
+        salt=body.get("cache_salt", b""),
         stream=body.get("stream", False),
         include_usage=bool(body.get("stream_options", {}).get("include_usage")),
         timeout_s=read_timeout(body, rules.limits),
         most_tokens=most,
         max_schema_bytes=rules.limits.max_schema_bytes,
-        kept_tokens=body.get("truncate_prompt_tokens"),
+        kept_tokens=kept_tokens,
         add_special_tokens=body.get("add_special_tokens"),
     )
 
@@ -333,9 +258,17 @@ def continues_final_message(body: Body) -> bool:
     return continues
 
 
+def num_logprobs(body: Body) -> int | None:
+    """Of dialects with a switch and a number."""
+    wanted = body.get("logprobs", False)
+    if body.has("top_logprobs") and not wanted:
+        raise body.error("top_logprobs", "needs logprobs to be true")
+    return body.get("top_logprobs", 0) if wanted else None
+
+
 def template_variables(body: Body) -> dict[str, Any]:
-    variables = body.object("chat_template_kwargs") or Body({})
-    for key in variables.fields():
-        if key in RESERVED_VARIABLES:
-            raise variables.error(key, "cannot be set: the server sets it")
-    return {key: variables.get(key) for key in variables.fields()}
+    variables: dict[str, Any] = body.get("chat_template_kwargs", {})
+    for key in variables.keys() & RESERVED_VARIABLES:
+        name = f"{body.name('chat_template_kwargs')}.{key}"
+        raise RequestError(f"{name} cannot be set: the server sets it", param=name)
+    return variables

@@ -1,4 +1,4 @@
-"""Declared tools and how a reply may call them, for every dialect. Knows no format of calls."""
+"""Declared tools and how a reply may call them, for every dialect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -189,42 +189,53 @@ def _without_halves(text: str) -> str:
 
 
 CONTAINERS = ("container_auto", "container_reference")  # of OpenAI's, in which a shell can run
-_STRINGS: Schema = {"type": "array", "items": _STRING}
-_MILLISECONDS: Schema = {"type": "integer", "minimum": 1, "description": "Time limit, in ms"}
 
 
-class _LocalShellAction(msgspec.Struct, omit_defaults=True):
-    command: list[str]
-    timeout_ms: int | None = None
-    user: str | None = None
-    working_directory: str | None = None
-    env: dict[str, str] | None = None
-
-    def wire(self) -> dict[str, Any]:
-        fields: dict[str, Any] = msgspec.to_builtins(self)
-        return {"type": "exec", **fields, "env": self.env or {}}
+def _meta(description: str, **schema: Any) -> Any:
+    return msgspec.Meta(description=description, extra_json_schema=schema)
 
 
-class _ShellAction(msgspec.Struct):
+Unset = msgspec.UnsetType
+Milliseconds = Annotated[int, _meta("Time limit, in ms", minimum=1)]
+
+
+class LocalShell(msgspec.Struct):
+    command: Annotated[list[str], _meta('The command in words: ["bash", "-lc", "ls"]')]
+    timeout_ms: Milliseconds | Unset = msgspec.UNSET
+    user: Annotated[str, _meta("The user to run it as")] | Unset = msgspec.UNSET
+    working_directory: str | Unset = msgspec.UNSET
+    env: dict[str, str] | Unset = msgspec.UNSET
+
+
+class Shell(msgspec.Struct):
     commands: list[str]
-    timeout_ms: int | None = None
-    max_output_length: int | None = None
+    timeout_ms: Milliseconds | Unset = msgspec.UNSET
+    max_output_length: (
+        Annotated[int, _meta("Characters to return of each command's output", minimum=1)] | Unset
+    ) = msgspec.UNSET
 
-    def wire(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
-
-class _PatchOperation(msgspec.Struct, omit_defaults=True):
-    type: Literal["create_file", "update_file", "delete_file"]
-    path: str
-    diff: str | None = None
+class ApplyPatch(msgspec.Struct):
+    type: Annotated[
+        Literal["create_file", "update_file", "delete_file"],
+        msgspec.Meta(extra_json_schema={"type": "string"}),
+    ]
+    path: Annotated[str, _meta("Path of the file")]
+    diff: (
+        Annotated[
+            str,
+            _meta(
+                "For create_file: the file's lines, each behind a +. For update_file: hunks, each "
+                "a line @@ and then lines that begin with a space (as it is), - (removed) or + "
+                "(added). None for delete_file"
+            ),
+        ]
+        | Unset
+    ) = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        if (self.diff is None) is not (self.type == "delete_file"):
+        if (self.diff is msgspec.UNSET) is not (self.type == "delete_file"):
             raise ValueError("all operations but delete_file have a diff")
-
-    def wire(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -233,63 +244,30 @@ class ShellTool:
 
     prefix: str  # of the ids of its calls
     field: str  # of a call: what is to be run
-    action: type[_LocalShellAction | _ShellAction | _PatchOperation]
+    action: type[msgspec.Struct]  # the function's arguments, and in its call
     description: str
-    parameters: Schema
+    always: Mapping[str, Any]  # what an action has besides
 
-
-def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
-    closed = {"additionalProperties": False}
-    return {"type": "object", "properties": properties, "required": list(required), **closed}
+    @property
+    def parameters(self) -> Schema:
+        (schema,) = msgspec.json.schema_components([self.action])[1].values()
+        kept = {key: schema[key] for key in ("type", "properties", "required")}
+        return {**kept, "additionalProperties": False}
 
 
 SHELL_TOOLS: Mapping[str, ShellTool] = {
     "local_shell": ShellTool(
-        "lsh",
-        "action",
-        _LocalShellAction,
+        *("lsh", "action", LocalShell),
         "Run a command on the user's computer and return its output",
-        _object(
-            ("command",),
-            command={**_STRINGS, "description": 'The command in words: ["bash", "-lc", "ls"]'},
-            timeout_ms=_MILLISECONDS,
-            user={**_STRING, "description": "The user to run it as"},
-            working_directory=_STRING,
-            env={"type": "object", "additionalProperties": _STRING},
-        ),
+        {"type": "exec", "env": {}},
     ),
     "shell": ShellTool(
-        "sh",
-        "action",
-        _ShellAction,
+        *("sh", "action", Shell),
         "Run shell commands, each in a shell of its own, and return their outputs",
-        _object(
-            ("commands",),
-            commands=_STRINGS,
-            timeout_ms=_MILLISECONDS,
-            max_output_length={
-                "type": "integer",
-                "minimum": 1,
-                "description": "Characters to return of each command's output",
-            },
-        ),
+        {"timeout_ms": None, "max_output_length": None},
     ),
     "apply_patch": ShellTool(
-        "apc",
-        "operation",
-        _PatchOperation,
-        "Create, update or delete one file",
-        _object(
-            ("type", "path"),
-            type={**_STRING, "enum": ["create_file", "update_file", "delete_file"]},
-            path={**_STRING, "description": "Path of the file"},
-            diff={
-                **_STRING,
-                "description": "For create_file: the file's lines, each behind a +. For "
-                "update_file: hunks, each a line @@ and then lines that begin with a space "
-                "(as it is), - (removed) or + (added). None for delete_file",
-            },
-        ),
+        *("apc", "operation", ApplyPatch), "Create, update or delete one file", {}
     ),
 }
 CALLS = {f"{name}_call": name for name in SHELL_TOOLS}
@@ -306,10 +284,12 @@ def call_fields(name: str, arguments: str) -> dict[str, Any] | None:
     """What is to be run, of a call's item; None: the model wrote other arguments."""
     tool = SHELL_TOOLS[name]
     try:
-        action = msgspec.json.decode(arguments, type=tool.action, strict=False)
+        given = msgspec.json.decode(arguments, type=dict[str, Any])
+        sent = {key: value for key, value in given.items() if value is not None}
+        action = msgspec.convert(sent, tool.action, strict=False)
     except msgspec.DecodeError:
         return None
-    return {"type": f"{name}_call", tool.field: action.wire()}
+    return {"type": f"{name}_call", tool.field: {**tool.always, **msgspec.to_builtins(action)}}
 
 
 def arguments_of_call(item: Body) -> str:

@@ -1,0 +1,56 @@
+"""A field of sampling is one row of a table: every dialect honours it and describes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+from qwen35_server import says, serving_qwen
+
+import pippin
+from cases import cases
+
+USER = {"role": "user", "content": "Hi."}
+NEW = {"speculate": False, "min_p": 0.25, "min_tokens": 1}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER], **NEW},
+    "/v1/completions": {"prompt": "Hi.", **NEW},
+    "/v1/responses": {"input": "Hi.", **NEW},
+    "/v1/messages": {"messages": [USER], "max_tokens": 5, **NEW},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", **NEW},
+    "/api/chat": {"messages": [USER], "options": NEW},
+    "/api/generate": {"prompt": "Hi.", "options": NEW},
+}
+
+
+@cases("path", BODIES)
+def test_a_field_of_sampling_is_honoured_in_every_dialect(path: str) -> None:
+    with serving_qwen(says("Hello.")) as (url, engine):
+        paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        body = {"model": model, **BODIES[path]}
+        if "options" in body:
+            schema = schema["properties"]["options"]["anyOf"][0]
+        assert NEW.keys() <= schema["properties"].keys()
+        reply = httpx.post(url + path, json=body)
+        assert reply.status_code == 200, reply.text
+        assert not NEW.keys() & reply.headers.get("x-pippin-ignored", "").split(", ")
+        plain = {name: body[name] for name in body.keys() - {*NEW, "options"}}
+        assert httpx.post(url + path, json=plain).status_code == 200
+    found = [{name: getattr(each.params, name) for name in NEW} for each in engine.submits]
+    assert found[0] == NEW
+    assert found[1]["speculate"] is True
+
+
+def test_such_a_field_is_named_in_two_files_before_the_sampler() -> None:
+    """And in one that has the checkpoint's advice for it."""
+    source = Path(pippin.__file__).parent
+    named = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if "backends" not in path.parts and re.search(r"\bmin_p\b", path.read_text())
+    }
+    assert named == {"api/fields/table.py", "types.py", "text/bundle.py"}
