@@ -110,7 +110,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine.engine_spec": {"config", "cache", "scheduler.request"},
     "engine.grammar_zygote": {"decode", "text", "types"},
     "engine.message_pump": {"engine.events", "messages", "scheduler.loop"},
-    "engine.engine_client": {"engine.events.schema", "messages"},
+    "engine.engine_client": {"engine.events.schema", "engine.kv_events.block_index", "messages"},
+    "engine.engine_pool": {"engine.engine_client", "engine.kv_events.block_index", "messages"},
     "engine.kv_events.block_index": {"cache.entries", "types", "cache"},
     "engine.events": {"backends.base", "cache", "messages", "metrics", "scheduler", "types"},
     "engine.events.schema": {"types"},
@@ -133,7 +134,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "config",
         "embedding",
         "engine.build_loop",
-        "engine.engine_client",
+        "engine.engine_pool",
         "engine.message_pump",
         "messages",
         "metrics",
@@ -265,7 +266,7 @@ def test_torchs_compiler_is_not_imported_at_a_start() -> None:
 
 SERVER_ONLY = (
     *("api", "bench", "cli", "offline", "startup", "supervision", "terminal"),
-    *("engine.engine_client", "engine.engine_client"),
+    *("engine.engine_client", "engine.engine_pool"),
 )
 
 

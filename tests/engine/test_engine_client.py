@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from one_engine import OneEngine
 from pippin.engine.engine_client import (
     MAX_DEATHS,
     MAX_ENGINES,
     REMEMBERED_SUSPECTS,
-    EngineClient,
     Suspects,
 )
 from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError, PoisonRequest
@@ -36,7 +36,7 @@ from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS
 
 LOST = "the engine process was killed by SIGKILL"
-Scenario = Callable[[EngineClient, "SentMessages"], Coroutine[Any, Any, None]]
+Scenario = Callable[[OneEngine, "SentMessages"], Coroutine[Any, Any, None]]
 
 
 class SentMessages(list[ToEngine]):
@@ -52,7 +52,7 @@ def run(scenario: Scenario) -> None:
     """With a client whose first engine is ready."""
 
     async def work() -> None:
-        client, sent = EngineClient(), SentMessages()
+        client, sent = OneEngine(), SentMessages()
         client.engine_ready(sent)
         await scenario(client, sent)
 
@@ -63,17 +63,17 @@ def submit(id: str = "a", **params: Any) -> Submit:
     return Submit(id, pack_tokens([1, ord(id[0])]), SamplingParams(**params))
 
 
-async def collect(client: EngineClient, id: str, **params: Any) -> list[TokenDelta]:
+async def collect(client: OneEngine, id: str, **params: Any) -> list[TokenDelta]:
     return [delta async for delta in client.generate(submit(id, **params))]
 
 
-async def open_requests(client: EngineClient, *ids: str) -> list[asyncio.Task[list[TokenDelta]]]:
+async def open_requests(client: OneEngine, *ids: str) -> list[asyncio.Task[list[TokenDelta]]]:
     tasks = [asyncio.create_task(collect(client, id)) for id in ids]
     await asyncio.sleep(0)  # each runs until it waits
     return tasks
 
 
-def say(client: EngineClient, *deltas: TokenDelta) -> None:
+def say(client: OneEngine, *deltas: TokenDelta) -> None:
     client.deliver(TokenBatch(list(deltas)))
 
 
@@ -82,7 +82,7 @@ def dead(id: str, reason: str = LOST) -> TokenDelta:
 
 
 def test_deltas_reach_the_request_they_belong_to() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         tasks = await open_requests(client, "a", "b")
         say(client, TokenDelta("a", [1]), TokenDelta("b", [2]))
         await asyncio.sleep(0)  # each reads what it got
@@ -98,7 +98,7 @@ def test_deltas_reach_the_request_they_belong_to() -> None:
 
 
 def test_closing_a_request_early_aborts_it() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         async with aclosing(client.generate(submit())) as deltas:
             first = asyncio.create_task(anext(deltas))
             await asyncio.sleep(0)
@@ -110,7 +110,7 @@ def test_closing_a_request_early_aborts_it() -> None:
 
 
 def test_a_request_finished_here_is_not_aborted() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         async with aclosing(client.generate(submit())) as deltas:
             first = asyncio.create_task(anext(deltas))
             await asyncio.sleep(0)
@@ -123,7 +123,7 @@ def test_a_request_finished_here_is_not_aborted() -> None:
 
 
 def test_status_and_flush_are_answered() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         tasks = [asyncio.create_task(ask()) for ask in (client.status, client.flush_cache)]
         await asyncio.sleep(0)
         status, flush = sent
@@ -137,7 +137,7 @@ def test_status_and_flush_are_answered() -> None:
 
 
 def test_a_question_that_could_not_be_answered_is_an_error() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         asking = asyncio.create_task(client.status())
         await asyncio.sleep(0)
         question = sent[0]
@@ -151,7 +151,7 @@ def test_a_question_that_could_not_be_answered_is_an_error() -> None:
 
 
 def test_what_an_engine_had_begun_ends_when_it_is_lost() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         started, speaking = await open_requests(client, "a", "b")
         asking = asyncio.create_task(client.status())
         await asyncio.sleep(0)
@@ -169,7 +169,7 @@ def test_what_an_engine_had_begun_ends_when_it_is_lost() -> None:
 
 
 def test_what_no_engine_had_begun_goes_to_the_next_in_its_order() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         started, left, *waiting = await open_requests(client, "a", "b", "c", "d")
         client.deliver(Started(["a"]))
         client.engine_lost(LOST)
@@ -191,7 +191,7 @@ def test_what_no_engine_had_begun_goes_to_the_next_in_its_order() -> None:
 
 
 def test_a_reply_that_is_whole_when_its_engine_is_lost_stays_whole() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         [task] = await open_requests(client, "a")
         say(client, TokenDelta("a", [1], finish="stop"))
         client.engine_lost(LOST)
@@ -206,7 +206,7 @@ def test_a_reply_that_is_whole_when_its_engine_is_lost_stays_whole() -> None:
 def test_a_request_that_may_have_been_alone_in_its_step_is_not_submitted_again() -> None:
     """An engine may die of it before what it said of it has left the process."""
 
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         tasks = await open_requests(client, "a", "b")
         client.engine_lost(LOST)
         assert await asyncio.gather(*tasks) == [[dead("a")], [dead("b")]]
@@ -218,7 +218,7 @@ def test_a_request_that_may_have_been_alone_in_its_step_is_not_submitted_again()
 
 
 def test_a_request_is_submitted_to_a_second_engine_and_to_no_third() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         [waiting] = await open_requests(client, "a")
         for number in range(MAX_ENGINES):
             [other] = await open_requests(client, f"other {number}")
@@ -237,7 +237,7 @@ def test_a_request_is_submitted_to_a_second_engine_and_to_no_third() -> None:
 def test_a_request_whose_grammar_may_have_been_compiling_is_not_submitted_again(
     compiled: bool,
 ) -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         [running] = await open_requests(client, "r")
         client.deliver(Started(["r"]))
         asking = asyncio.create_task(collect(client, "a", regex="x"))
@@ -258,7 +258,7 @@ def test_a_request_whose_grammar_may_have_been_compiling_is_not_submitted_again(
 def test_what_was_submitted_to_an_engine_that_had_died_goes_to_the_next() -> None:
     """However often: none of them can have died of it."""
 
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         sent.alive = False
         [task] = await open_requests(client, "a")
         for _ in range(5):
@@ -276,7 +276,7 @@ def test_what_was_submitted_to_an_engine_that_had_died_goes_to_the_next() -> Non
 
 
 def test_a_request_that_was_in_flight_at_two_deaths_is_refused_for_good() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         for _ in range(MAX_DEATHS):
             [task] = await open_requests(client, "a")
             client.deliver(Started(["a"]))
@@ -295,7 +295,7 @@ def test_a_request_that_was_in_flight_at_two_deaths_is_refused_for_good() -> Non
 
 
 def test_a_request_that_was_served_between_two_deaths_is_not_refused() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         for _ in range(3):
             [task] = await open_requests(client, "a")
             client.deliver(Started(["a"]))
@@ -330,7 +330,7 @@ def test_suspects_are_remembered_up_to_a_number() -> None:
 
 
 def test_an_engine_that_gives_up_for_all_does_not_end_what_it_had_not_begun() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         started, waiting = await open_requests(client, "a", "b")
         client.deliver(Started(["a"]))
         failed = [
@@ -348,7 +348,7 @@ def test_an_engine_that_gives_up_for_all_does_not_end_what_it_had_not_begun() ->
 
 
 def test_nothing_is_taken_while_there_is_no_engine() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         client.engine_lost(LOST)
         for refused in (collect(client, "a"), client.status(), client.flush_cache()):
             with pytest.raises(NotReady, match="SIGKILL; another is being started"):
@@ -357,11 +357,11 @@ def test_nothing_is_taken_while_there_is_no_engine() -> None:
 
     run(scenario)
     with pytest.raises(NotReady, match="being loaded"):
-        asyncio.run(collect(EngineClient(), "a"))
+        asyncio.run(collect(OneEngine(), "a"))
 
 
 def test_draining_takes_nothing_new_and_waits_for_what_there_is() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         first, last = await open_requests(client, "a", "b")
         client.drain()
         assert client.healthy
@@ -381,7 +381,7 @@ def test_draining_takes_nothing_new_and_waits_for_what_there_is() -> None:
 
 
 def test_an_engine_that_is_lost_while_draining_ends_everything() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         [waiting] = await open_requests(client, "a")
         client.drain()
         client.engine_lost(LOST)
@@ -392,7 +392,7 @@ def test_an_engine_that_is_lost_while_draining_ends_everything() -> None:
 
 
 def test_closing_ends_everything() -> None:
-    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+    async def scenario(client: OneEngine, sent: SentMessages) -> None:
         [waiting] = await open_requests(client, "a")
         client.close()
         assert await waiting == [dead("a", "the server is shutting down")]

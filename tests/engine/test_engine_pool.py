@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pippin.engine.engine_pool import EnginePool, Replica
+from pippin.engine.engine_pool import EnginePool
 from pippin.engine.kv_events.block_index import BLOCK_TOKENS, prompt_hashes
 from pippin.errors import EngineDead, NotReady, Overloaded, PoisonRequest, RequestError
 from pippin.messages import (
@@ -302,7 +302,7 @@ def test_a_replica_that_does_not_exist_cannot_be_watched() -> None:
 async def answer_shutdown(engines: Engines, number: int) -> None:
     await settle()
     assert engines.sent[number][-1] == Shutdown()
-    replica: Replica = engines.pool.replicas[number]
+    replica = engines.pool.replicas[number]
     assert replica.is_restarting
     replica.engine_lost("the engine process exited with status 0")
     assert replica.exited_as_asked()
@@ -340,7 +340,7 @@ def test_a_restart_ends_where_an_engine_cannot_be_replaced_and_the_others_serve(
     async def scenario(engines: Engines) -> None:
         engines.pool.restart()
         await settle()
-        replica: Replica = engines.pool.replicas[0]
+        replica = engines.pool.replicas[0]
         replica.engine_lost("the engine process exited with status 0")
         assert replica.exited_as_asked()
         for _ in range(3):  # what follows are failures, which a supervisor counts

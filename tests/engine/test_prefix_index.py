@@ -9,7 +9,8 @@ import pytest
 
 from builders import Client, make_loop
 from pippin.backends.fake import FakeBackend
-from pippin.engine.engine_pool import EnginePool, PrefixIndex
+from pippin.engine.engine_client import PrefixIndex
+from pippin.engine.engine_pool import EnginePool
 from pippin.engine.kv_events.announcer import Announcer, PrefixReports
 from pippin.engine.kv_events.block_index import BLOCK_TOKENS, prompt_hashes
 from pippin.messages import RestorablePrefixes, pack_tokens

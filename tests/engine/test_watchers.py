@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pippin.engine.engine_client import MAX_UNREAD, MAX_WATCHERS, EngineClient, Watchers, WatchEvent
+from one_engine import OneEngine
+from pippin.engine.engine_client import MAX_UNREAD, MAX_WATCHERS, Watchers, WatchEvent
 from pippin.errors import Overloaded, PippinError
 from pippin.messages import FeedMessage, ToEngine, Unwatch, Watch
 from processes import PATIENCE_SECONDS
@@ -133,10 +134,11 @@ def test_streams_end_with_an_error_when_nothing_can_be_told_any_more() -> None:
 
 def test_watchers_survive_an_engine() -> None:
     class Sent(list[ToEngine]):
+        alive = True
         send = list.append
 
     async def work() -> None:
-        client, first, second = EngineClient(), Sent(), Sent()
+        client, first, second = OneEngine(), Sent(), Sent()
         client.engine_ready(first)
         async with aclosing(client.watch()) as events:
             task = await begin(events)

@@ -82,7 +82,7 @@ def test_a_stop_string_ends_a_reply_and_frees_its_place() -> None:
             [cut] = await llm.generate("a fox", replace(ENDLESS, stop=(stop,)))
             assert cut.finish_reason == "stop"
             assert cut.text == whole.text[: whole.text.index(stop)]
-        told = await llm._engine.client.counters()
+        told = await llm._engine.engine.counters()
         assert told["metrics"]["requests_aborted"] == 0  # such a reply is complete, and is kept
 
     run(work, max_running=1, max_queue=1)
@@ -99,7 +99,7 @@ def test_streams_that_are_closed_and_calls_that_are_cancelled_leave_nothing_behi
         with pytest.raises(asyncio.CancelledError):
             await call
         assert await llm.generate([5, 6], GREEDY)  # there is one slot, and it is free
-        assert llm._engine.client.num_open == 0
+        assert llm._engine.engine.num_open == 0
 
     run(work, max_running=1)
 

@@ -72,7 +72,6 @@ def test_two_processes_serve_while_both_are_replaced_and_while_one_is_killed(
             ready = await supervised.loaded
             assert ready.num_slots == 8
             pool = supervised.engine
-            assert isinstance(pool, EnginePool)
             await replace_both(pool, started)
             await kill_one(pool, started[2:])
         finally:
@@ -122,7 +121,6 @@ def test_a_replica_that_keeps_dying_is_left_out_until_it_is_wanted(
     async def work() -> None:
         supervised = SupervisedEngine(config(engine_restarts=0), lambda stage: None)
         pool = supervised.engine
-        assert isinstance(pool, EnginePool)
         failures: asyncio.Queue[str] = asyncio.Queue()
         calls: list[int] = []
 

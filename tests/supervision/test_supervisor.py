@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from zmq import ZMQError
 
+from one_engine import OneEngine
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
-from pippin.engine.engine_client import EngineClient
 from pippin.errors import EngineDead, LoadError
 from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.startup.resolve import resolve
@@ -54,9 +54,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
 
 
 @asynccontextmanager
-async def supervised(config: Config = FAKE) -> AsyncIterator[tuple[EngineClient, Supervising]]:
-    client = EngineClient()
-    supervisor = Supervisor(resolve(config), client, on_loading=lambda stage: None)
+async def supervised(config: Config = FAKE) -> AsyncIterator[tuple[OneEngine, Supervising]]:
+    client = OneEngine()
+    supervisor = Supervisor(resolve(config), client.replica, on_loading=lambda stage: None)
     task = asyncio.create_task(supervisor.run())
     await supervisor.loaded
     try:
@@ -76,7 +76,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def collect(client: EngineClient, id: str, max_tokens: int = 4) -> list[TokenDelta]:
+async def collect(client: OneEngine, id: str, max_tokens: int = 4) -> list[TokenDelta]:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return [delta async for delta in client.generate(Submit(id, pack_tokens([1, 2, 3]), params))]
 
@@ -86,7 +86,7 @@ def tokens_of(deltas: list[TokenDelta]) -> list[int]:
 
 
 async def hold_up_with_one_begun_and_one_waiting(
-    client: EngineClient, process: EngineProcess
+    client: OneEngine, process: EngineProcess
 ) -> tuple[asyncio.Task[list[TokenDelta]], asyncio.Task[list[TokenDelta]]]:
     """The engine runs one request at a time, and is stopped in the middle of the first.
 
@@ -146,7 +146,7 @@ def test_a_first_engine_that_cannot_be_started_is_a_load_error(
     fail_to_start(monkeypatch, error, name=name, succeeding=0)
 
     async def work() -> None:
-        supervisor = Supervisor(resolve(FAKE), EngineClient(), on_loading=lambda stage: None)
+        supervisor = Supervisor(resolve(FAKE), OneEngine().replica, on_loading=lambda stage: None)
         with pytest.raises(LoadError, match="could not be started: ") as raised:
             await supervisor.run()
         assert str(error) in raised.value.message
@@ -265,7 +265,7 @@ def test_a_first_engine_that_cannot_load_is_the_end(
 
     async def work() -> None:
         with pytest.raises(LoadError, match="no_such_type"):
-            await Supervisor(config, EngineClient(), on_loading=lambda stage: None).run()
+            await Supervisor(config, OneEngine().replica, on_loading=lambda stage: None).run()
         assert len(engines) == 1
 
     run(work())

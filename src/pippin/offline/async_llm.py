@@ -32,7 +32,7 @@ import numpy as np
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
 from pippin.engine.build_loop import build_loop
-from pippin.engine.engine_client import EngineClient
+from pippin.engine.engine_pool import EnginePool
 from pippin.engine.message_pump import MessagePump
 from pippin.errors import EngineDead
 from pippin.messages import (
@@ -173,7 +173,7 @@ class AsyncLLM:
             async for delta in deltas:
                 piece = sequence.take(delta)
                 if piece.finish is not None and delta.finish is None:
-                    self._engine.client.finish(delta.id)  # a stop string
+                    self._engine.engine.finish(delta.id)  # a stop string
                 yield piece
                 if piece.finish is not None:
                     return
@@ -226,7 +226,8 @@ class _EngineThread:
         self._event_loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self.loaded: asyncio.Future[OfflineRequests] = self._event_loop.create_future()
-        self.client = EngineClient()
+        self.engine = EnginePool()
+        [self._client] = self.engine.replicas
         self._failure: str | None = None
         self._stopped = False
         self._thread = _ComputeThread(self._run)
@@ -235,14 +236,14 @@ class _EngineThread:
     def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         if self._failure is not None:
             raise EngineDead(self._failure)
-        return self.client.generate(submit)
+        return self.engine.generate(submit)
 
     def stop(self) -> None:
         self._stopped = True
         self._inbox.put(Shutdown())
 
     async def close(self) -> None:
-        self.client.close()
+        self.engine.close()
         self.stop()
         await asyncio.to_thread(self._thread.join)
         atexit.unregister(self._close_at_exit)
@@ -256,7 +257,7 @@ class _EngineThread:
 
     def _ready(self, requests: OfflineRequests) -> None:
         if not self.loaded.cancelled():
-            self.client.engine_ready(_Sender(self._inbox))
+            self._client.engine_ready(_Sender(self._inbox))
             self.loaded.set_result(requests)
 
     def _not_loaded(self, error: Exception) -> None:
@@ -265,8 +266,8 @@ class _EngineThread:
 
     def _lost(self, reason: str) -> None:
         self._failure = reason
-        self.client.drain()  # there will be no other
-        self.client.engine_lost(reason)
+        self.engine.drain()  # there will be no other
+        self._client.engine_lost(reason)
 
     # ---- in the thread ---------------------------------------------------------------------
 
@@ -305,7 +306,7 @@ class _EngineThread:
 
     def send(self, message: FromEngine) -> None:
         assert isinstance(message, TokenBatch | Started | Compiled | Answer | FeedMessage)
-        self._post(self.client.deliver, message)
+        self._post(self._client.deliver, message)
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
         messages: list[ToEngine] = []
