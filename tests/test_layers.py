@@ -189,7 +189,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "types",
         "version",
     },
-    "switching": {"engine.engine_client", "messages"},
+    "switching": {"engine.engine_pool", "messages"},
     "supervision": {"config", "engine.engine_client", "engine.engine_spec", "messages"},
     "bench": {"version"},
     **dict.fromkeys(["", "__main__", "cli"], ANYTHING),
