@@ -109,7 +109,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "engine.engine_spec": {"config", "cache", "scheduler.request"},
     "engine.grammar_zygote": {"decode", "text", "types"},
-    "engine.message_pump": {"engine.events", "messages", "scheduler.loop"},
     "engine.engine_client": {"engine.events.schema", "engine.kv_events.block_index", "messages"},
     "engine.engine_pool": {"engine.engine_client", "engine.kv_events.block_index", "messages"},
     "engine.kv_events.block_index": {"cache.entries", "types", "cache"},

@@ -22,8 +22,7 @@ from pippin.cache.tree.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import build_loop
 from pippin.engine.engine_spec import EngineSpec
-from pippin.engine.message_pump import MessagePump
-from pippin.engine.run import Channel, run_engine
+from pippin.engine.run import Channel, MessagePump, run_engine
 from pippin.errors import PippinError
 from pippin.messages import (
     Abort,

@@ -15,7 +15,7 @@ from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.schema import RequestEvent, StepEvent
 from pippin.engine.events.trace import TraceFile, TraceWriter
-from pippin.engine.message_pump import MessagePump
+from pippin.engine.run import MessagePump
 from pippin.messages import (
     FeedMessage,
     FromEngine,

@@ -1,4 +1,4 @@
-"""The engine process: loads a backend, runs the loop, speaks the channel. Knows no HTTP, no text.
+"""The engine process: loads a backend, and moves messages between its loop and the server.
 
     python -m pippin.engine.run      reads an `EngineSpec` from the first line of stdin
 
@@ -9,6 +9,7 @@ that the server stopped, however it died. Then the engine leaves too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -24,59 +26,70 @@ import zmq
 from pippin.config import ServerConfig
 from pippin.engine.build_loop import build_loop, listen
 from pippin.engine.engine_spec import EXIT_GRACE_SECONDS, EngineSpec
+from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.kv_events.announcer import Announcer, EventForm, EventPublisher, PrefixReports
-from pippin.engine.message_pump import MessagePump
 from pippin.errors import ConfigError, PippinError
 from pippin.logs import configure_logging
 from pippin.messages import (
+    Abort,
     Alive,
+    Answer,
+    Compiled,
     Failed,
+    Finish,
+    FlushCache,
     FromEngine,
+    GetCounters,
+    GetNode,
+    GetStatus,
     Loading,
     Ready,
     RestorablePrefixes,
     Shutdown,
+    Started,
+    Submit,
     ToEngine,
+    TokenBatch,
+    Unwatch,
+    Watch,
 )
 from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 
 
-def announce(config: ServerConfig, scheduler: Scheduler, replica: int = 0) -> Announcer | None:
-    """To subscribers from now on, in a thread; None where it is off. Raises ConfigError."""
-    if config.kv_events is None:
-        return None
-    if scheduler.cache is None:
-        raise ConfigError(
-            "kv_events requires the prefix cache, which is off: remove --kv-events or "
-            "--no-prefix-cache"
-        )
-    publisher = EventPublisher(config.kv_events, config.kv_events_replay)
-    form = EventForm(config.kv_events_form, scheduler.cache.tree.rules, replica)
-    return _start(Announcer(form, publisher), scheduler)
-
-
-def report_prefixes(
-    scheduler: Scheduler, send: Callable[[RestorablePrefixes], None]
-) -> Announcer | None:
-    """To the server, which routes requests by it; None without a prefix cache."""
-    if scheduler.cache is None:
-        return None
-    reports = PrefixReports(scheduler.cache.tree.rules, send)
-    return _start(Announcer(reports, reports), scheduler)
-
-
-def _start(announcer: Announcer, scheduler: Scheduler) -> Announcer:
-    assert scheduler.cache is not None
-    announcer.observe("memory", scheduler.cache.tree)
-    for tier, _ in scheduler.tiers:
-        if tier.kind.name != "peer":  # what prefill engines sent is on its way into memory
-            announcer.observe(tier.kind.name, tier.below.cache.tree, salted=False)
-    announcer.start()
-    return announcer
+def announcers(
+    config: ServerConfig,
+    scheduler: Scheduler,
+    send: Callable[[RestorablePrefixes], None],
+    replica: int | None,
+) -> list[Announcer]:
+    """To subscribers of --kv-events, and to the server, which routes requests to several replicas
+    by it. They have threads. Raises ConfigError."""
+    cache = scheduler.cache
+    found: list[Announcer] = []
+    if config.kv_events is not None:
+        if cache is None:
+            raise ConfigError(
+                "kv_events requires the prefix cache, which is off: remove --kv-events or "
+                "--no-prefix-cache"
+            )
+        publisher = EventPublisher(config.kv_events, config.kv_events_replay)
+        form = EventForm(config.kv_events_form, cache.tree.rules, replica or 0)
+        found.append(Announcer(form, publisher))
+    if replica is not None and cache is not None:
+        reports = PrefixReports(cache.tree.rules, send)
+        found.append(Announcer(reports, reports))
+    for announcer in found:
+        assert cache is not None
+        announcer.observe("memory", cache.tree)
+        for tier, _ in scheduler.tiers:
+            if tier.kind.name != "peer":  # what prefill engines sent is on its way into memory
+                announcer.observe(tier.kind.name, tier.below.cache.tree, salted=False)
+        announcer.start()
+    return found
 
 
 STDIN = 0
@@ -126,6 +139,84 @@ class Channel:
     def close(self) -> None:
         with self._sending:
             self._context.destroy(linger=200)
+
+
+IDLE_SECONDS = 0.5  # of a turn in which no message arrives
+
+
+class MessagePump:
+    """Moves messages between channel and loop until a Shutdown arrives, or the loop fails."""
+
+    def __init__(self, loop: Loop, channel: Channel, recorder: Recorder | None = None) -> None:
+        self._loop = loop
+        self._channel = channel
+        self._events = EventSender(loop, recorder or Recorder(loop.scheduler), channel.send)
+        loop.on_start = lambda ids: channel.send(Started(ids))
+        loop.scheduler.compiling.on_compiled = lambda ids: channel.send(Compiled(ids))
+        self.turn_began = time.monotonic()
+
+    def run(self) -> None:
+        while self._take_in(self._wait_seconds):
+            self.turn_began = time.monotonic()
+            self._events.flush()
+            if self._loop.idle:
+                if not self._loop.warm_up.done:
+                    self._loop.warm_up.run_next()
+                continue
+            deltas = self._loop.step()
+            if deltas:
+                self._channel.send(TokenBatch(deltas))
+            if self._loop.failure is not None:
+                raise self._loop.failure
+
+    @property
+    def _wait_seconds(self) -> float:
+        """For a message, where nothing else is to be done."""
+        if self._loop.idle and self._loop.warm_up.done:
+            return min(IDLE_SECONDS, self._events.due_in)
+        return 0.0
+
+    def _take_in(self, wait_seconds: float) -> bool:
+        """Handle what has arrived; False once a Shutdown is among it."""
+        for message in self._channel.receive(wait_seconds):
+            match message:
+                case Submit():
+                    self._loop.submit(message)
+                case Abort(id):
+                    self._loop.abort(id)
+                case Finish(id):
+                    self._loop.finish(id)
+                case GetStatus(id):
+                    self._answer(id, self._loop.status)
+                case GetCounters(id):
+                    self._answer(id, self._loop.counters)
+                case FlushCache(id):
+                    self._answer(id, functools.partial(self._loop.flush_cache, self._sender(id)))
+                case GetNode(id, node):
+                    self._answer(id, functools.partial(self._events.node, node))
+                case Watch():
+                    self._events.watch()
+                case Unwatch():
+                    self._events.unwatch()
+                case Shutdown():
+                    return False
+        return True
+
+    def _answer(self, id: str, find: Callable[[], dict[str, Any] | None]) -> None:
+        """A question that cannot be answered fails alone: requests go on. `find` returns None where
+        the answer is sent later."""
+        try:
+            found = find()
+        except Exception as error:
+            traceback.print_exc()
+            error_text = f"the engine could not answer: {error!r}"
+            self._channel.send(Answer(id, {}, error=error_text))
+            return
+        if found is not None:
+            self._channel.send(Answer(id, found))
+
+    def _sender(self, id: str) -> Callable[[dict[str, Any]], None]:
+        return lambda found: self._channel.send(Answer(id, found))
 
 
 @contextlib.contextmanager
@@ -195,9 +286,7 @@ def main() -> int:
         if compiler is not None:
             compiler.start_loading()
         listener = listen(spec.config, loop, channel.deliver)
-        announcers = [announce(server, loop.scheduler, spec.replica or 0)]
-        if spec.replica is not None:
-            announcers.append(report_prefixes(loop.scheduler, channel.send))
+        announced = announcers(server, loop.scheduler, channel.send, spec.replica)
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()
@@ -228,9 +317,8 @@ def main() -> int:
     status = run_engine(loop, channel, recorder)
     if listener is not None:
         listener.close()
-    for announcer in announcers:
-        if announcer is not None:
-            announcer.close()
+    for announcer in announced:
+        announcer.close()
     if trace is not None and status == 0:  # else another engine will add to it
         trace.close()
     if log is not None:
