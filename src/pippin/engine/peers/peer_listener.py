@@ -1,5 +1,5 @@
-"""The prefill engine's end: decode engines connect, ask for prompts, and are sent them. Knows no
-steps: a prompt is submitted to the engine like any request.
+"""The prefill engine's end: decode engines connect, ask for prompts, and are sent them. A prompt is
+submitted to the engine like any request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import msgspec
 import numpy as np
 
 from pippin.cache.entries.entry import Bytes, Entry
@@ -30,12 +29,13 @@ from pippin.engine.peers.connection import (
 )
 from pippin.engine.peers.wire_frames import (
     ASK_FRAME_BYTES,
+    TO_PREFILL,
     Ask,
     Cancel,
     End,
     EntryFrame,
+    PeerKeys,
     Taken,
-    ToPrefill,
     limited,
 )
 from pippin.errors import LoadError
@@ -58,15 +58,15 @@ class PeerListener:
     def __init__(
         self,
         address: PeerAddress,
-        tls: ssl.SSLContext | None,
-        secret: bytes,
+        keys: PeerKeys,
         facts: Facts,
         spec: ModelSpec,
         pushes: Pushes,
         deliver: Deliver,
     ) -> None:
         """Listens when this returns. Raises LoadError where that is impossible."""
-        self._secret = secret
+        tls = keys.server if address.is_tls else None
+        self._secret = keys.secret
         self._facts = facts
         self.shares_memory = tls is None  # then all decode engines are on this machine
         self.spec = spec
@@ -268,13 +268,4 @@ class AskingPeer:
 
     def _end(self, id: str, reason: str) -> None:
         if self._open.pop(id, None) is not None and not self._left:
-            task = asyncio.ensure_future(self._connection.write(End(id, limited(reason))))
-            task.add_done_callback(_note_failure)
-
-
-def _note_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.info("a message to a peer was lost: %r", task.exception())
-
-
-TO_PREFILL: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
+            self._connection.post(End(id, limited(reason)))
