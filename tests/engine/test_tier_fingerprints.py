@@ -6,8 +6,8 @@ from importlib.metadata import version
 
 import pytest
 
+from pippin.backends import fake as fake_backend
 from pippin.backends.fake import FakeBackend
-from pippin.backends.fake import backend as fake_backend
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import fingerprint
 
