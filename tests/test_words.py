@@ -29,9 +29,8 @@ WORDS = {
 # Names on the wire that the next release removes.
 DEPRECATED = {"retracted", "retractions"}
 KNOWS_DEPRECATED = {
-    *("docs/internals/events.md", "docs/operations/metrics.md", "src/pippin/metrics.py"),
+    "docs/operations/metrics.md",
     "src/pippin/api/endpoints/metrics_endpoint.py",
-    *(f"src/pippin/engine/events/{name}.py" for name in ("event_sender", "recorder", "schema")),
 }
 
 
@@ -80,8 +79,8 @@ def test_a_word_is_found_in_text_and_in_names_and_its_replacement_is_named() -> 
 
 
 def test_a_deprecated_name_is_allowed_only_where_it_is_sent_or_documented() -> None:
-    assert not faults_in("docs/internals/events.md", "`retractions` is now `preemptions`")
-    assert faults_in("docs/internals/events.md", "it was told of `retractions`")
+    assert not faults_in("docs/operations/metrics.md", "`retractions` is now `preemptions`")
+    assert faults_in("docs/operations/metrics.md", "it was told of `retractions`")
     assert faults_in("docs/api/overview.md", "`retractions`")
 
 

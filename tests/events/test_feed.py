@@ -133,9 +133,6 @@ def test_a_request_that_is_preempted_waits_again() -> None:
     assert "waiting" in one.replica.phases[preempted[0]][1:]
     request = one.replica.requests[preempted[0]]
     assert request.preemptions > 0
-    # The old names, for one release.
-    assert (request.retractions, request.came) == (request.preemptions, request.arrived)
-    assert all(step.retracted == step.preempted for step in one.replica.steps)
 
 
 @pytest.mark.parametrize(

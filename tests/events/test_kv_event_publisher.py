@@ -12,7 +12,7 @@ from events.kv_router import Router
 from pippin.config import ServerConfig
 from pippin.engine.kv_events import announcer as event_publisher
 from pippin.engine.kv_events.announcer import Announcer, EventForm, EventPublisher
-from pippin.engine.run import announce
+from pippin.engine.run import announcers
 from pippin.errors import ConfigError
 from pippin.types import Component
 
@@ -157,7 +157,7 @@ def test_options_that_require_others_say_so() -> None:
         ServerConfig(kv_events_replay="tcp://*:5558")
     without_cache = make_loop(cache=False).scheduler
     with pytest.raises(ConfigError, match="kv_events requires the prefix cache"):
-        announce(ServerConfig(kv_events="tcp://127.0.0.1:5557"), without_cache)
+        announcers(ServerConfig(kv_events="tcp://127.0.0.1:5557"), without_cache, print, None)
 
 
 def test_a_router_follows_an_engine(sockets: Sockets) -> None:

@@ -1,4 +1,4 @@
-"""Gathers an engine's events and sends them, at most ten times a second. Knows no watchers.
+"""Gathers an engine's events and sends them, at most ten times a second.
 
 watch     the next message is a snapshot, for watchers that are new
 flush     called after every step: sends what is new, if the last message was long enough ago
@@ -251,7 +251,6 @@ class EventSender:
             aborted=metrics.requests_aborted,
             failed=metrics.requests_failed,
             preemptions=metrics.preemptions,
-            retractions=metrics.preemptions,
             tokens_per_second=round(generated / seconds, 1) if seconds else 0.0,
             idle_share=self._idle_share(),
             received=scheduler.traffic.num_received,

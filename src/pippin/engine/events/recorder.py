@@ -1,4 +1,4 @@
-"""Records steps and requests while there are sinks for them. Knows no tree and no messages.
+"""Records steps and requests while there are sinks for them.
 
     scheduler, loop ── observer ──▶ Recorder ── StepEvent, RequestEvent ──▶ sinks: sender, trace
 
@@ -235,7 +235,6 @@ class Recorder:
             ghosts=record.ghosts,
             started=launched.started,
             preempted=launched.preempted,
-            retracted=launched.preempted,
             retired=[retire.slot for retire in plan.retire],
             captures=sum(captures),
             loads=len(plan.load),
@@ -282,9 +281,7 @@ class Recorder:
             max_tokens=request.params.max_tokens,
             priority=request.priority,
             preemptions=request.num_preemptions,
-            retractions=request.num_preemptions,
             arrived=life.arrived,
-            came=life.arrived,
             started=life.started,
             first_token=life.first_token,
             ended=life.ended,

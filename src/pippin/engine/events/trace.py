@@ -1,4 +1,4 @@
-"""Steps and requests as a file in Chrome's trace format, which Perfetto opens. Knows no messages.
+"""Steps and requests as a file in Chrome's trace format, which Perfetto opens.
 
     host      plan ▏ wait ▏ commit ▏ messages ▏ plan ...     every moment is in exactly one slice
     device    idle ▏ step 7 ▏ step 8 ▏ idle ...              likewise
