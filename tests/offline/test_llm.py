@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cases import cases
 from pippin import LLM, SamplingParams
@@ -20,6 +22,7 @@ from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, OutOfMemory, PippinError, RequestError
 from pippin.messages import Submit
 from pippin.offline import llm as llm_module
+from pippin.offline.offline_requests import progress_bar
 from pippin.scheduler.loop import Loop
 
 TOY = ModelConfig(backend="fake")
@@ -365,3 +368,22 @@ def test_what_cannot_be_warmed_up_later_is_at_load(monkeypatch: pytest.MonkeyPat
         other = llm.beside(prefix_cache=False)
         assert other.loop.warm_up.done
         assert other.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].tokens
+
+
+def drawn(*, shown: bool) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=100)
+    with progress_bar(3, shown=shown, console=console) as advance:
+        for _ in range(2):
+            advance(700, False)
+            advance(1, True)
+    return out.getvalue()
+
+
+def test_it_counts_prompts_that_are_done_and_tokens() -> None:
+    assert "2/3" in drawn(shown=True)
+    assert "1,402 tokens" in drawn(shown=True)
+
+
+def test_nothing_is_shown_unless_it_is_asked_for() -> None:
+    assert drawn(shown=False) == ""
