@@ -191,7 +191,8 @@ class MessagePump:
                 case GetCounters(id):
                     self._answer(id, self._loop.counters)
                 case FlushCache(id):
-                    self._answer(id, functools.partial(self._loop.flush_cache, self._sender(id)))
+                    later = functools.partial(self._send_answer, id)
+                    self._answer(id, functools.partial(self._loop.flush_cache, later))
                 case GetNode(id, node):
                     self._answer(id, functools.partial(self._events.node, node))
                 case Watch():
@@ -209,14 +210,13 @@ class MessagePump:
             found = find()
         except Exception as error:
             traceback.print_exc()
-            error_text = f"the engine could not answer: {error!r}"
-            self._channel.send(Answer(id, {}, error=error_text))
+            self._channel.send(Answer(id, {}, f"the engine could not answer: {error!r}"))
             return
         if found is not None:
-            self._channel.send(Answer(id, found))
+            self._send_answer(id, found)
 
-    def _sender(self, id: str) -> Callable[[dict[str, Any]], None]:
-        return lambda found: self._channel.send(Answer(id, found))
+    def _send_answer(self, id: str, found: dict[str, Any]) -> None:
+        self._channel.send(Answer(id, found))
 
 
 @contextlib.contextmanager

@@ -224,7 +224,7 @@ class _EngineThread:
         if self._end is not None:
             raise EngineDead(self._end)
         deltas = self._readers[submit.id] = DeltaQueue()
-        self._calls.put(lambda router: router.open(submit, self._take))
+        self._calls.put(lambda router: router.open(submit, self._arrived.append))
         try:
             while True:
                 delta = await deltas.get()
@@ -306,9 +306,6 @@ class _EngineThread:
         loop = build_loop(config, progress=self._check_stopped)
         return loop, OfflineRequests(text, loop.backend.spec)
 
-    def _take(self, delta: TokenDelta) -> None:
-        self._arrived.append(delta)
-
     def _check_stopped(self, stage: str) -> None:
         if self._stopped:
             raise EngineDead(f"closed before the model was loaded ({stage})")
@@ -328,7 +325,8 @@ class _EngineThread:
                 continue
             router.step()
             if self._arrived:
-                arrived, self._arrived = self._arrived, []
+                arrived = self._arrived.copy()
+                self._arrived.clear()
                 for delta in arrived:
                     if delta.finish is not None:
                         router.forget(delta.id)

@@ -138,7 +138,7 @@ class EventSender:
 
     def node(self, id: int) -> dict[str, Any]:
         """The first tokens of a node that watchers know; {} of another."""
-        node = None if self._mirror is None else self._mirror.find(id)
+        node = None if self._mirror is None else self._mirror.shown.get(id)
         if node is None:
             return {}
         return {

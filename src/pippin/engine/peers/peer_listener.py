@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import ssl
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,7 +78,16 @@ class PeerListener:
         self._connections: dict[asyncio.Task[None], Connection] = {}
         self._opening: dict[asyncio.Task[None], str] = {}  # their hosts: no secret was proven yet
         try:
-            self._server = self.thread.start(self._listen(address, tls)).result(START_SECONDS)
+            listening = asyncio.start_server(
+                self._serve,
+                address.host,
+                address.port,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
+                limit=BUFFER_BYTES,
+                reuse_address=True,
+            )
+            self._server = self.thread.start(listening).result(START_SECONDS)
         except OSError as error:
             self.thread.close()
             raise LoadError(
@@ -90,19 +98,6 @@ class PeerListener:
     @property
     def port(self) -> int:
         return int(self._server.sockets[0].getsockname()[1])
-
-    async def _listen(
-        self, address: PeerAddress, tls: ssl.SSLContext | None
-    ) -> asyncio.base_events.Server:
-        return await asyncio.start_server(
-            self._serve,
-            address.host,
-            address.port,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
-            limit=BUFFER_BYTES,
-            reuse_address=True,
-        )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name = str(writer.get_extra_info("peername"))
