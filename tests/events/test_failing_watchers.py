@@ -173,7 +173,7 @@ def test_a_trace_that_raises_is_closed_and_can_be_read(
     def fail(*args: object) -> None:
         raise ValueError("a bug of ours")
 
-    monkeypatch.setattr(writer, "_host_events", fail)
+    monkeypatch.setattr(writer, "_follow", fail)
     converse(client)
     writer.close()
     assert any(event["name"].startswith("step") for event in json.loads(path.read_bytes()))
