@@ -461,10 +461,12 @@ class EngineClient:
     # ---- requests --------------------------------------------------------------------------
 
     def open(self, request: OpenRequest) -> None:
-        restorable = self.prefixes.restorable_tokens(request.hashes)
-        request.num_to_compute = max(request.submit.prompt_len - restorable, 0)
+        request.num_to_compute = request.submit.prompt_len
+        if request.hashes:
+            restorable = self.prefixes.restorable_tokens(request.hashes)
+            request.num_to_compute = max(request.num_to_compute - restorable, 0)
+            self.prefixes.expect(request.hashes)
         self.num_to_compute += request.num_to_compute
-        self.prefixes.expect(request.hashes)
         self._requests[request.submit.id] = request
         self._none_open.clear()
         self._submit(request)
@@ -478,8 +480,10 @@ class EngineClient:
         """Its reply has ended. Whether it was open."""
         request = self._requests.pop(id, None)
         if request is not None:
-            self.computed(request)
-            self.prefixes.drop(request.hashes)
+            self.num_to_compute -= request.num_to_compute
+            request.num_to_compute = 0
+            if request.hashes:
+                self.prefixes.drop(request.hashes)
         if not self._requests:
             self._none_open.set()
         return request is not None

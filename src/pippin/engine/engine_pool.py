@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 class EnginePool:
     def __init__(self, num_replicas: int = 1) -> None:
+        self.draining = False
         self._suspects = Suspects()
         self._places: dict[str, EngineClient] = {}  # of open requests, by id
         self._restarting: asyncio.Task[None] | None = None
@@ -78,21 +79,20 @@ class EnginePool:
 
     @property
     def healthy(self) -> bool:
-        return any(replica.healthy for replica in self.replicas)
+        return self.reason is None
 
     @property
     def reason(self) -> str | None:
-        return None if self.healthy else self.replicas[0].reason
-
-    @property
-    def draining(self) -> bool:
-        return any(replica.draining for replica in self.replicas)
+        for replica in self.replicas:
+            if replica.reason is None:
+                return None
+        return self.replicas[0].reason
 
     def check_ready(self) -> None:
         if self.draining:
             raise NotReady("the server is shutting down")
-        if self.reason is not None:
-            raise NotReady(self.reason)
+        if (reason := self.reason) is not None:
+            raise NotReady(reason)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         self.check_ready()
@@ -170,6 +170,7 @@ class EnginePool:
         """Refuse new requests. `drained` waits for the open ones to end."""
         if self._restarting is not None:
             self._restarting.cancel()
+        self.draining = True
         for replica in self.replicas:
             replica.draining = True
 

@@ -123,10 +123,12 @@ class Channel:
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
         """Everything that has arrived; the first of it may take `wait_seconds`."""
-        self._inbox.poll(int(wait_seconds * 1000))
+        if wait_seconds:
+            self._inbox.poll(int(wait_seconds * 1000))
         messages: list[ToEngine] = []
-        while self._inbox.poll(0):
-            messages.append(self._decoder.decode(self._inbox.recv()))
+        with contextlib.suppress(zmq.Again):
+            while True:
+                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
         return messages
 
     def deliver(self, message: ToEngine) -> None:
@@ -158,7 +160,8 @@ class MessagePump:
     def run(self) -> None:
         while self._take_in(self._wait_seconds):
             self.turn_began = time.monotonic()
-            self._events.flush()
+            if self._events.watched:
+                self._events.flush()
             if self._loop.idle:
                 if not self._loop.warm_up.done:
                     self._loop.warm_up.run_next()
