@@ -286,8 +286,7 @@ class _EngineThread:
     def _run(self) -> None:
         try:
             with _collected_here():
-                loop, requests = self._load()
-                router = Router(loop)
+                loop, router, requests = self._load()
         except Exception as error:  # raised again by `load`
             self._post(self._end_load, error)
             return
@@ -300,11 +299,11 @@ class _EngineThread:
             loop.close()
             del loop, router, requests
 
-    def _load(self) -> tuple[Loop, OfflineRequests]:
+    def _load(self) -> tuple[Loop, Router, OfflineRequests]:
         config = resolve(self._config)
         text = TextBundle.load(Path(config.model.model))
         loop = build_loop(config, progress=self._check_stopped)
-        return loop, OfflineRequests(text, loop.backend.spec)
+        return loop, Router(loop), OfflineRequests(text, loop.backend.spec)
 
     def _check_stopped(self, stage: str) -> None:
         if self._stopped:
