@@ -229,7 +229,7 @@ class _EngineThread:
             while True:
                 delta = await deltas.get()
                 if delta.finish is not None:
-                    del self._readers[submit.id]
+                    self._readers.pop(submit.id, None)
                 yield delta
                 if delta.finish is not None:
                     return
