@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import pytest
+from pippin.service.service import STOP_MARGIN_S
 
 from pippin.backends import fake as fake_backend
 from pippin.backends.fake import FakeBackend
@@ -22,7 +23,6 @@ from pippin.engine.build_loop import (
 from pippin.engine.engine_spec import LAST_STEP_SECONDS, SLOWEST_DISK
 from pippin.errors import ConfigError
 from pippin.scheduler.request import FLUSH_SECONDS
-from pippin.service.service import STOP_MARGIN_S
 from pippin.supervision import engine_process
 
 AUTO, GIVEN = EngineConfig(), EngineConfig(max_running=5)

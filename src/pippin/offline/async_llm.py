@@ -33,7 +33,7 @@ from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
 from pippin.engine.build_loop import build_loop
 from pippin.engine.engine_client import DeltaQueue
-from pippin.errors import EngineDead
+from pippin.errors import STATUSES, EngineDead
 from pippin.messages import Submit, TokenDelta
 from pippin.offline.offline_requests import (
     Completion,
@@ -275,7 +275,7 @@ class _EngineThread:
     def _lose(self, reason: str) -> None:
         """Every open request ends."""
         self._end = self._end or reason
-        code, status = EngineDead.code, EngineDead.status
+        code, status = EngineDead.code, STATUSES[EngineDead.code]
         for id, reader in self._readers.items():
             reader.put(
                 TokenDelta(id, finish="error", error=reason, error_code=code, error_status=status)
