@@ -10,6 +10,7 @@ from pippin.service.service import STOP_MARGIN_S
 from pippin.backends import fake as fake_backend
 from pippin.backends.fake import FakeBackend
 from pippin.cache.disk.segment_log import MAX_SEGMENT_BYTES
+from pippin.cli.service import STOP_MARGIN_S
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine import build_loop as building
 from pippin.engine import run
