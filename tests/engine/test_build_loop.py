@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import pytest
-from pippin.service.service import STOP_MARGIN_S
 
 from pippin.backends import fake as fake_backend
 from pippin.backends.fake import FakeBackend
