@@ -13,8 +13,7 @@ import numpy as np
 import pippin.cache.tiers.tier_io as tier_io_module
 import pippin.scheduler.loop as loop_module
 from pippin.backends.base import Backend
-from pippin.backends.fake import FakeBackend, mix, placed
-from pippin.backends.fake.toy import MASK
+from pippin.backends.fake import MASK, FakeBackend, mix, placed
 from pippin.backends.masks import allowed_ids, num_words, pack
 from pippin.cache.entries import EntryStore
 from pippin.cache.policy import CheckpointPolicy

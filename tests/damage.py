@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.backends.fake.payloads import FakePayload
+from pippin.backends.fake import FakePayload
 
 
 def damage(payload: Any) -> None:

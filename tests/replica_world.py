@@ -14,8 +14,8 @@ from statistics import fmean
 from typing import Any
 
 from builders import make_loop
-from pippin.engine.engine_client import Engine, EngineClient
-from pippin.engine.engine_pool import EnginePool, Replica
+from pippin.engine.engine_client import EngineClient
+from pippin.engine.engine_pool import EnginePool
 from pippin.engine.kv_events import Announcer, prefix_reports
 from pippin.messages import Abort, Submit, ToEngine, TokenBatch, pack_tokens
 from pippin.types import SamplingParams
@@ -58,9 +58,9 @@ class RoundRobin(EnginePool):
 
     def __init__(self, num_replicas: int) -> None:
         super().__init__(num_replicas)
-        self._turns: Iterator[Replica] = cycle(self.replicas)
+        self._turns: Iterator[EngineClient] = cycle(self.replicas)
 
-    def _choose(self, hashes: list[int]) -> Replica:
+    def _choose(self, hashes: list[int]) -> EngineClient:
         return next(self._turns)
 
 
@@ -73,7 +73,7 @@ class Split(EnginePool):
         self._places = places
         self._seen: dict[int, int] = {}
 
-    def _choose(self, hashes: list[int]) -> Replica:
+    def _choose(self, hashes: list[int]) -> EngineClient:
         return self.replicas[self._places[self._seen.setdefault(hashes[0], len(self._seen))]]
 
 
@@ -88,10 +88,10 @@ class Counts:
 
 
 class ReplicaWorld:
-    def __init__(self, engine: EngineClient | EnginePool, capacity_bytes: int, seed: int) -> None:
+    def __init__(self, engine: EnginePool, capacity_bytes: int, seed: int) -> None:
         """`capacity_bytes`: of all caches together."""
-        self.engine: Engine = engine
-        clients = engine.replicas if isinstance(engine, EnginePool) else [engine]
+        self.engine = engine
+        clients = engine.replicas
         self.engines = [LoopEngine(each, capacity_bytes // len(clients)) for each in clients]
         for client, started in zip(clients, self.engines, strict=True):
             client.engine_ready(started)
@@ -163,8 +163,8 @@ async def branches(world: ReplicaWorld) -> None:
 
 WORKLOADS: dict[str, Scenario] = {"conversations": conversations, "branches": branches}
 NUM_STARTS = {"conversations": 4, "branches": 6}
-POLICIES: dict[str, Callable[[int], EngineClient | EnginePool]] = {
-    "one cache": lambda num_replicas: EngineClient(),
+POLICIES: dict[str, Callable[[int], EnginePool]] = {
+    "one cache": lambda num_replicas: EnginePool(),
     "routed by prefix": EnginePool,
     "round-robin": RoundRobin,
 }

@@ -109,8 +109,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "engine.engine_spec": {"config", "cache", "scheduler.request"},
     "engine.grammar_zygote": {"decode", "text", "types"},
-    "engine.message_pump": {"engine.events", "engine.kv_events", "messages", "scheduler.loop"},
-    "engine.engine_client": {"engine.events.schema", "messages"},
+    "engine.engine_client": {"engine.events.schema", "engine.kv_events", "messages"},
+    "engine.engine_pool": {"engine.engine_client", "engine.kv_events", "messages"},
     "engine.kv_events": {"cache", "messages", "types"},
     "engine.events": {"backends.base", "cache", "messages", "metrics", "scheduler", "types"},
     "engine.events.schema": {"types"},
@@ -134,7 +134,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "embedding",
         "engine.build_loop",
         "engine.engine_client",
-        "engine.message_pump",
         "messages",
         "metrics",
         "scheduler.loop",
@@ -188,7 +187,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "types",
         "version",
     },
-    "switching": {"engine.engine_client", "messages"},
+    "switching": {"engine.engine_pool", "messages"},
     "supervision": {"config", "engine.engine_client", "engine.engine_spec", "messages"},
     "bench": {"version"},
     **dict.fromkeys(["", "__main__", "cli"], ANYTHING),
@@ -265,7 +264,7 @@ def test_torchs_compiler_is_not_imported_at_a_start() -> None:
 
 SERVER_ONLY = (
     *("api", "bench", "cli", "offline", "startup", "supervision", "terminal"),
-    *("engine.engine_client", "engine.engine_client"),
+    *("engine.engine_client", "engine.engine_pool"),
 )
 
 

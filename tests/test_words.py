@@ -26,13 +26,6 @@ WORDS = {
     "let in": "admitted, has access",
     "hands over": "sends, passes",
 }
-# Names on the wire that the next release removes.
-DEPRECATED = {"retracted", "retractions"}
-KNOWS_DEPRECATED = {
-    *("docs/internals/events.md", "docs/operations/metrics.md", "src/pippin/metrics.py"),
-    "src/pippin/api/endpoints/metrics_endpoint.py",
-    *(f"src/pippin/engine/events/{name}.py" for name in ("event_sender", "recorder", "schema")),
-}
 
 
 def pattern_of(word: str) -> str:
@@ -47,8 +40,6 @@ def faults_in(name: str, text: str) -> list[str]:
     """Where a word of the table stands, and what to write instead."""
     faults = []
     for found in PATTERN.finditer(text):
-        if name in KNOWS_DEPRECATED and found[0] in DEPRECATED:
-            continue
         assert found.lastindex is not None
         instead = list(WORDS.values())[found.lastindex - 1]
         line = text.count("\n", 0, found.start()) + 1
@@ -77,14 +68,3 @@ def test_a_word_is_found_in_text_and_in_names_and_its_replacement_is_named() -> 
         f"a.py:2: 'Retractions'; write: {WORDS['retract*']}",
         f"a.py:2: 'was\\nbegun'; write: {WORDS['was begun']}",
     ]
-
-
-def test_a_deprecated_name_is_allowed_only_where_it_is_sent_or_documented() -> None:
-    assert not faults_in("docs/internals/events.md", "`retractions` is now `preemptions`")
-    assert faults_in("docs/internals/events.md", "it was told of `retractions`")
-    assert faults_in("docs/api/overview.md", "`retractions`")
-
-
-def test_the_files_that_know_deprecated_names_still_do() -> None:
-    for name in KNOWS_DEPRECATED:
-        assert re.search("|".join(DEPRECATED), (ROOT / name).read_text(encoding="utf-8")), name

@@ -1,4 +1,4 @@
-"""What each step did and when: the numbers behind "overlap hides the host". Knows no arrays."""
+"""What each step did and when: the numbers behind "overlap hides the host"."""
 
 from __future__ import annotations
 
@@ -214,7 +214,6 @@ class EngineMetrics:
             "requests_aborted": self.requests_aborted,
             "requests_failed": self.requests_failed,
             "preemptions": self.preemptions,
-            "retractions": self.preemptions,  # deprecated: the old name, for one release
             "watch_failures": self.watch_failures,
             "device_idle_share": round(self.device_idle_share, 4),
             "host_hidden_share": round(self.host_hidden_share, 4),

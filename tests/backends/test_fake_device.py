@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pippin.backends.fake import device
-from pippin.backends.fake.device import FakeDevice
+from pippin.backends import fake
+from pippin.backends.fake import FakeDevice
 from pippin.config import ModelConfig
 from pippin.errors import ConfigError
 
@@ -19,8 +19,8 @@ def test_steps_end_one_after_another_at_the_given_pace(monkeypatch: pytest.Monke
         waits.append(seconds)
         now += seconds
 
-    monkeypatch.setattr(device, "perf_counter", lambda: now)
-    monkeypatch.setattr(device, "sleep", sleep)
+    monkeypatch.setattr(fake, "perf_counter", lambda: now)
+    monkeypatch.setattr(fake, "sleep", sleep)
     paced = FakeDevice(step_seconds=2.0)
     for step in (0, 0, 1):  # a step has several pieces of work
         paced.enqueue(step, lambda: None)

@@ -16,13 +16,12 @@ import pytest
 
 from builders import make_loop
 from bundled import BUNDLED_PATH
+from one_engine import OneEngine
 from pippin.backends.base import PendingStep, StepPlan
 from pippin.cache.tree.canary import Canary
 from pippin.config import Config
-from pippin.engine.engine_client import EngineClient
 from pippin.engine.engine_spec import EngineSpec
-from pippin.engine.message_pump import MessagePump
-from pippin.engine.run import Channel, run_engine
+from pippin.engine.run import Channel, MessagePump, run_engine
 from pippin.errors import PippinError
 from pippin.messages import (
     Abort,
@@ -44,16 +43,16 @@ from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS, environment
 
 
-async def ask(engine: EngineClient, id: str, prompt: list[int]) -> TokenDelta:
+async def ask(engine: OneEngine, id: str, prompt: list[int]) -> TokenDelta:
     """The terminal delta."""
     submit = Submit(id, pack_tokens(prompt), SamplingParams(max_tokens=2, temperature=0.0))
     return [delta async for delta in engine.generate(submit)][-1]
 
 
-Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
+Scenario = Callable[[OneEngine], Coroutine[Any, Any, None]]
 
 
-async def listen(connection: Connection, engine: EngineClient, signs: list[Alive]) -> None:
+async def listen(connection: Connection, engine: OneEngine, signs: list[Alive]) -> None:
     while not isinstance(message := await connection.receive(), Failed):
         if isinstance(message, Alive):
             signs.append(message)
@@ -62,7 +61,7 @@ async def listen(connection: Connection, engine: EngineClient, signs: list[Alive
     engine.engine_lost(message.message, knows_all=True)
 
 
-async def loss_of(engine: EngineClient) -> str:
+async def loss_of(engine: OneEngine) -> str:
     while (reason := engine.reason) is None:
         await asyncio.sleep(0.01)
     return reason
@@ -81,7 +80,7 @@ def talk_to(
         channel.close()
 
     async def work() -> None:
-        connection, engine = Connection(spec.inbox, spec.outbox), EngineClient()
+        connection, engine = Connection(spec.inbox, spec.outbox), OneEngine()
         engine.engine_ready(connection)
         listening = asyncio.create_task(listen(connection, engine, [] if signs is None else signs))
         try:
@@ -105,7 +104,7 @@ def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: P
     cache = loop.scheduler.cache
     assert cache is not None
 
-    async def scenario(engine: EngineClient) -> None:
+    async def scenario(engine: OneEngine) -> None:
         prompt = list(range(80))
         assert (await ask(engine, "a", prompt)).finish == "length"
         node = next(iter(cache.radix.root.children.values()))
@@ -129,7 +128,7 @@ def test_a_question_that_cannot_be_answered_harms_no_request(
     loop = make_loop()
     monkeypatch.setattr(loop, question, lambda *_: {}["nothing"])
 
-    async def scenario(engine: EngineClient) -> None:
+    async def scenario(engine: OneEngine) -> None:
         running = asyncio.create_task(ask(engine, "a", list(range(80))))
         with pytest.raises(PippinError, match=r"could not answer.*nothing") as info:
             await getattr(engine, question)()
@@ -153,7 +152,7 @@ def test_an_engine_whose_device_is_gone_tells_its_requests_and_stops(
 
     monkeypatch.setattr(loop, "step", last_step)
 
-    async def scenario(engine: EngineClient) -> None:
+    async def scenario(engine: OneEngine) -> None:
         assert (await ask(engine, "a", [1, 2, 3])).error == "the device failed"
         assert (await loss_of(engine)).startswith(
             "the engine stopped: the device failed 5 steps in a row"
@@ -232,7 +231,7 @@ def test_signs_of_life_come_while_a_step_runs_and_say_how_long_it_has_taken(
 
     monkeypatch.setattr(loop, "step", long_step)
 
-    async def scenario(engine: EngineClient) -> None:
+    async def scenario(engine: OneEngine) -> None:
         running = asyncio.create_task(ask(engine, "a", [1, 2, 3]))
         while not signs or signs[-1].turn_seconds < 0.2:
             await asyncio.sleep(0.01)

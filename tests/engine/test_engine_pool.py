@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pippin.engine.engine_pool import EnginePool, Replica
+from pippin.engine.engine_pool import EnginePool
 from pippin.engine.kv_events import BLOCK_TOKENS, prompt_hashes
 from pippin.errors import EngineDead, NotReady, Overloaded, PoisonRequest, RequestError
 from pippin.messages import (
@@ -78,11 +78,11 @@ async def collect(pool: EnginePool, submit: Submit) -> list[TokenDelta]:
     return [delta async for delta in pool.generate(submit)]
 
 
-def run(scenario: Scenario, count: int = 2) -> None:
+def with_engines(scenario: Scenario) -> Callable[[], None]:
     async def work() -> None:
-        await scenario(Engines(count))
+        await scenario(Engines())
 
-    asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))
+    return lambda: asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))
 
 
 async def settle() -> None:
@@ -93,144 +93,131 @@ async def settle() -> None:
 # ---- routing -----------------------------------------------------------------------------------
 
 
-def test_a_prompt_goes_where_it_can_be_restored_and_others_where_there_is_less_to_do() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.report(1, PREFIX)
-        await engines.ask("a", [*PREFIX, 7])
-        await engines.ask("b", [5] * 10)
-        assert [sent.ids for sent in engines.sent] == [["b"], ["a"]]
-
-    run(scenario)
-
-
-def test_a_long_queue_outweighs_a_short_prefix() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.report(1, PREFIX)
-        await engines.ask("a", [*PREFIX, *[9] * 12 * BLOCK_TOKENS])
-        await engines.ask("b", [*PREFIX, 8])
-        assert [sent.ids for sent in engines.sent] == [["b"], ["a"]]
-        engines.say(1, TokenDelta("a", [1]))  # its prompt is computed
-        await settle()
-        await engines.ask("c", [*PREFIX, 7])
-        assert engines.sent[1].ids == ["a", "c"]
-
-    run(scenario)
+@with_engines
+async def test_a_prompt_goes_where_it_can_be_restored_and_others_where_there_is_less_to_do(
+    engines: Engines,
+) -> None:
+    engines.report(1, PREFIX)
+    await engines.ask("a", [*PREFIX, 7])
+    await engines.ask("b", [5] * 10)
+    assert [sent.ids for sent in engines.sent] == [["b"], ["a"]]
 
 
-def test_a_prefix_of_one_salt_is_none_of_another() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.report(1, PREFIX, salt=b"s" * 32)
-        await engines.ask("a", [*PREFIX, 7])
-        await engines.ask("b", [*PREFIX, 7], salt=b"s" * 32)
-        assert [sent.ids for sent in engines.sent] == [["a"], ["b"]]
-
-    run(scenario)
-
-
-def test_what_was_evicted_draws_no_requests() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.report(1, PREFIX)
-        hashes = prompt_hashes(pack_tokens(PREFIX), b"")
-        engines.pool.replicas[1].deliver(RestorablePrefixes(removed=hashes))
-        await engines.ask("a", [*PREFIX, 7])
-        assert engines.sent[0].ids == ["a"]
-
-    run(scenario)
+@with_engines
+async def test_a_long_queue_outweighs_a_short_prefix(engines: Engines) -> None:
+    engines.report(1, PREFIX)
+    await engines.ask("a", [*PREFIX, *[9] * 12 * BLOCK_TOKENS])
+    await engines.ask("b", [*PREFIX, 8])
+    assert [sent.ids for sent in engines.sent] == [["b"], ["a"]]
+    engines.say(1, TokenDelta("a", [1]))  # its prompt is computed
+    await settle()
+    await engines.ask("c", [*PREFIX, 7])
+    assert engines.sent[1].ids == ["a", "c"]
 
 
-def test_without_prefixes_requests_are_spread() -> None:
-    async def scenario(engines: Engines) -> None:
-        for number in range(9):
-            await engines.ask(f"{number}")
-        assert [len(sent.ids) for sent in engines.sent] == [3, 3, 3]
+@with_engines
+async def test_a_prefix_of_one_salt_is_none_of_another(engines: Engines) -> None:
+    engines.report(1, PREFIX, salt=b"s" * 32)
+    await engines.ask("a", [*PREFIX, 7])
+    await engines.ask("b", [*PREFIX, 7], salt=b"s" * 32)
+    assert [sent.ids for sent in engines.sent] == [["a"], ["b"]]
 
-    run(scenario, count=3)
+
+@with_engines
+async def test_what_was_evicted_draws_no_requests(engines: Engines) -> None:
+    engines.report(1, PREFIX)
+    hashes = prompt_hashes(pack_tokens(PREFIX), b"")
+    engines.pool.replicas[1].deliver(RestorablePrefixes(removed=hashes))
+    await engines.ask("a", [*PREFIX, 7])
+    assert engines.sent[0].ids == ["a"]
+
+
+@with_engines
+async def test_without_prefixes_requests_are_spread(engines: Engines) -> None:
+    engines = Engines(3)
+    for number in range(9):
+        await engines.ask(f"{number}")
+    assert [len(sent.ids) for sent in engines.sent] == [3, 3, 3]
 
 
 # ---- engines that are lost ---------------------------------------------------------------------
 
 
-def test_requests_that_had_not_started_move_at_once_and_the_others_end() -> None:
-    async def scenario(engines: Engines) -> None:
-        replica = engines.pool.replicas[0]
-        engines.report(0, PREFIX)
-        started = await engines.ask("a", PREFIX)
-        waiting = await engines.ask("b", PREFIX)
-        assert engines.sent[0].ids == ["a", "b"]
-        replica.deliver(Started(["a"]))
+@with_engines
+async def test_requests_that_had_not_started_move_at_once_and_the_others_end(
+    engines: Engines,
+) -> None:
+    replica = engines.pool.replicas[0]
+    engines.report(0, PREFIX)
+    started = await engines.ask("a", PREFIX)
+    waiting = await engines.ask("b", PREFIX)
+    assert engines.sent[0].ids == ["a", "b"]
+    replica.deliver(Started(["a"]))
+    replica.engine_lost(LOST)
+    assert engines.sent[1].ids == ["b"]
+    assert engines.pool.healthy
+    engines.say(1, TokenDelta("b", [3], finish="stop"))
+    assert (await started)[-1].error_code == EngineDead.code
+    assert await waiting == [TokenDelta("b", [3], finish="stop")]
+
+
+@with_engines
+async def test_requests_wait_while_no_engine_serves_and_the_first_that_does_takes_them(
+    engines: Engines,
+) -> None:
+    for sent in engines.sent:
+        sent.alive = False  # both died, and the server has not noticed
+    asked = await engines.ask("a")
+    for replica in engines.pool.replicas:
         replica.engine_lost(LOST)
-        assert engines.sent[1].ids == ["b"]
-        assert engines.pool.healthy
-        engines.say(1, TokenDelta("b", [3], finish="stop"))
-        assert (await started)[-1].error_code == EngineDead.code
-        assert await waiting == [TokenDelta("b", [3], finish="stop")]
-
-    run(scenario)
-
-
-def test_requests_wait_while_no_engine_serves_and_the_first_that_does_takes_them() -> None:
-    async def scenario(engines: Engines) -> None:
-        for sent in engines.sent:
-            sent.alive = False  # both died, and the server has not noticed
-        asked = await engines.ask("a")
-        for replica in engines.pool.replicas:
-            replica.engine_lost(LOST)
-        assert not engines.pool.healthy
-        with pytest.raises(NotReady):
-            await collect(engines.pool, Submit("b", pack_tokens([1]), SamplingParams()))
-        home = next(n for n, each in enumerate(engines.pool.replicas) if each.num_open)
-        sent = engines.start(1 - home)
-        assert sent.ids == ["a"]
-        engines.say(1 - home, TokenDelta("a", [4], finish="stop"))
-        assert await asked == [TokenDelta("a", [4], finish="stop")]
-
-    run(scenario)
+    assert not engines.pool.healthy
+    with pytest.raises(NotReady):
+        await collect(engines.pool, Submit("b", pack_tokens([1]), SamplingParams()))
+    home = next(n for n, each in enumerate(engines.pool.replicas) if each.num_open)
+    sent = engines.start(1 - home)
+    assert sent.ids == ["a"]
+    engines.say(1 - home, TokenDelta("a", [4], finish="stop"))
+    assert await asked == [TokenDelta("a", [4], finish="stop")]
 
 
-def test_a_request_that_two_engines_died_of_is_refused_by_all() -> None:
-    async def scenario(engines: Engines) -> None:
-        for number in (0, 1):
-            engines.pool.replicas[number].engine_lost(LOST)
-            sent = engines.start(number)
-            engines.report(number, PREFIX)
-            asked = await engines.ask(f"request-{number}", PREFIX)
-            assert sent.ids == [f"request-{number}"]
-            engines.pool.replicas[number].engine_lost(LOST)
-            assert (await asked)[-1].error_code == EngineDead.code
-            engines.start(number)
-        with pytest.raises(PoisonRequest):
-            await collect(engines.pool, Submit("again", pack_tokens(PREFIX), SamplingParams()))
-
-    run(scenario)
+@with_engines
+async def test_a_request_that_two_engines_died_of_is_refused_by_all(engines: Engines) -> None:
+    for number in (0, 1):
+        engines.pool.replicas[number].engine_lost(LOST)
+        sent = engines.start(number)
+        engines.report(number, PREFIX)
+        asked = await engines.ask(f"request-{number}", PREFIX)
+        assert sent.ids == [f"request-{number}"]
+        engines.pool.replicas[number].engine_lost(LOST)
+        assert (await asked)[-1].error_code == EngineDead.code
+        engines.start(number)
+    with pytest.raises(PoisonRequest):
+        await collect(engines.pool, Submit("again", pack_tokens(PREFIX), SamplingParams()))
 
 
-def test_a_lost_engine_has_no_prefixes() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.report(1, PREFIX)
-        engines.pool.replicas[1].engine_lost(LOST)
-        engines.start(1)
-        await engines.ask("a", PREFIX)
-        assert engines.pool.replicas[0].num_open == 1
-
-    run(scenario)
+@with_engines
+async def test_a_lost_engine_has_no_prefixes(engines: Engines) -> None:
+    engines.report(1, PREFIX)
+    engines.pool.replicas[1].engine_lost(LOST)
+    engines.start(1)
+    await engines.ask("a", PREFIX)
+    assert engines.pool.replicas[0].num_open == 1
 
 
 # ---- what else is asked of an engine -----------------------------------------------------------
 
 
-def test_ends_of_requests_reach_their_engine() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.report(1, PREFIX)
-        await engines.ask("a", PREFIX)
-        await engines.ask("b")
-        engines.pool.abort("a")
-        engines.pool.finish("b")
-        engines.pool.abort("unknown")
-        assert engines.sent[1][-1] == Abort("a")
-        assert engines.sent[0][-1] == Finish("b")
-        assert [replica.load for replica in engines.pool.replicas] == [0, 0]
-
-    run(scenario)
+@with_engines
+async def test_ends_of_requests_reach_their_engine(engines: Engines) -> None:
+    engines.report(1, PREFIX)
+    await engines.ask("a", PREFIX)
+    await engines.ask("b")
+    engines.pool.abort("a")
+    engines.pool.finish("b")
+    engines.pool.abort("unknown")
+    assert engines.sent[1][-1] == Abort("a")
+    assert engines.sent[0][-1] == Finish("b")
+    assert [replica.load for replica in engines.pool.replicas] == [0, 0]
 
 
 async def answer(engines: Engines, *answers: dict[str, Any]) -> None:
@@ -242,58 +229,52 @@ async def answer(engines: Engines, *answers: dict[str, Any]) -> None:
         replica.deliver(Answer(question.id, data))
 
 
-def test_a_status_is_the_sum_and_names_each_replica() -> None:
-    async def scenario(engines: Engines) -> None:
-        asked = asyncio.create_task(engines.pool.status())
-        paths = [{"recent_paths": [{"tokens": n}], "hits": n, "hit_rate": 0.5} for n in (1, 2)]
-        parts = [{"tokens_matched": 10 * n, "tokens_looked_up": 40} for n in (1, 2)]
-        first, second = (path | part for path, part in zip(paths, parts, strict=True))
-        await answer(
-            engines,
-            {"running": 1, "idle_share": 0.2, "cache": first, "host": None, "overlap": True},
-            {"running": 2, "idle_share": 0.4, "cache": second, "host": None, "overlap": True},
-        )
-        status = await asked
-        assert [each["state"] for each in status.pop("replicas")] == ["serving", "serving"]
-        assert status == {
-            "running": 3,
-            "idle_share": pytest.approx(0.3),
-            "cache": {
-                "recent_paths": [{"tokens": 1}, {"tokens": 2}],
-                "hits": 3,
-                "hit_rate": 30 / 80,
-                "tokens_matched": 30,
-                "tokens_looked_up": 80,
-            },
-            "host": None,
-            "overlap": True,
-        }
-
-    run(scenario)
+@with_engines
+async def test_a_status_is_the_sum_and_names_each_replica(engines: Engines) -> None:
+    asked = asyncio.create_task(engines.pool.status())
+    paths = [{"recent_paths": [{"tokens": n}], "hits": n, "hit_rate": 0.5} for n in (1, 2)]
+    parts = [{"tokens_matched": 10 * n, "tokens_looked_up": 40} for n in (1, 2)]
+    first, second = (path | part for path, part in zip(paths, parts, strict=True))
+    await answer(
+        engines,
+        {"running": 1, "idle_share": 0.2, "cache": first, "host": None, "overlap": True},
+        {"running": 2, "idle_share": 0.4, "cache": second, "host": None, "overlap": True},
+    )
+    status = await asked
+    assert [each["state"] for each in status.pop("replicas")] == ["serving", "serving"]
+    assert status == {
+        "running": 3,
+        "idle_share": pytest.approx(0.3),
+        "cache": {
+            "recent_paths": [{"tokens": 1}, {"tokens": 2}],
+            "hits": 3,
+            "hit_rate": 30 / 80,
+            "tokens_matched": 30,
+            "tokens_looked_up": 80,
+        },
+        "host": None,
+        "overlap": True,
+    }
 
 
-def test_a_flush_reaches_all_and_survives_the_loss_of_one() -> None:
-    async def scenario(engines: Engines) -> None:
-        asked = asyncio.create_task(engines.pool.flush_cache())
-        await answer(engines, {"freed_bytes": 1}, {"freed_bytes": 2})
-        assert await asked == {"freed_bytes": 3}
-        asked = asyncio.create_task(engines.pool.flush_cache())
-        await settle()
-        engines.pool.replicas[0].engine_lost(LOST)
-        flush = engines.sent[1][-1]
-        assert isinstance(flush, FlushCache)
-        engines.pool.replicas[1].deliver(Answer(flush.id, {"freed_bytes": 2}))
-        assert await asked == {"freed_bytes": 2}
-
-    run(scenario)
+@with_engines
+async def test_a_flush_reaches_all_and_survives_the_loss_of_one(engines: Engines) -> None:
+    asked = asyncio.create_task(engines.pool.flush_cache())
+    await answer(engines, {"freed_bytes": 1}, {"freed_bytes": 2})
+    assert await asked == {"freed_bytes": 3}
+    asked = asyncio.create_task(engines.pool.flush_cache())
+    await settle()
+    engines.pool.replicas[0].engine_lost(LOST)
+    flush = engines.sent[1][-1]
+    assert isinstance(flush, FlushCache)
+    engines.pool.replicas[1].deliver(Answer(flush.id, {"freed_bytes": 2}))
+    assert await asked == {"freed_bytes": 2}
 
 
-def test_a_replica_that_does_not_exist_cannot_be_watched() -> None:
-    async def scenario(engines: Engines) -> None:
-        with pytest.raises(RequestError, match="replica is 2: use 0 to 1"):
-            engines.pool.watch(2)
-
-    run(scenario)
+@with_engines
+async def test_a_replica_that_does_not_exist_cannot_be_watched(engines: Engines) -> None:
+    with pytest.raises(RequestError, match="replica is 2: use 0 to 1"):
+        engines.pool.watch(2)
 
 
 # ---- replacing engines one at a time -----------------------------------------------------------
@@ -302,7 +283,7 @@ def test_a_replica_that_does_not_exist_cannot_be_watched() -> None:
 async def answer_shutdown(engines: Engines, number: int) -> None:
     await settle()
     assert engines.sent[number][-1] == Shutdown()
-    replica: Replica = engines.pool.replicas[number]
+    replica = engines.pool.replicas[number]
     assert replica.is_restarting
     replica.engine_lost("the engine process exited with status 0")
     assert replica.exited_as_asked()
@@ -311,69 +292,67 @@ async def answer_shutdown(engines: Engines, number: int) -> None:
     await settle()
 
 
-def test_replicas_restart_one_after_another_and_no_stream_ends() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.report(0, PREFIX)
-        stream = await engines.ask("a", PREFIX)
-        engines.say(0, TokenDelta("a", [1]))
+@with_engines
+async def test_replicas_restart_one_after_another_and_no_stream_ends(engines: Engines) -> None:
+    engines.report(0, PREFIX)
+    stream = await engines.ask("a", PREFIX)
+    engines.say(0, TokenDelta("a", [1]))
+    engines.pool.restart()
+    with pytest.raises(Overloaded):
         engines.pool.restart()
-        with pytest.raises(Overloaded):
-            engines.pool.restart()
-        await settle()
-        assert Shutdown() not in engines.sent[0]
-        during = await engines.ask("b", PREFIX)  # could be restored there, but it is to be drained
-        assert engines.sent[1].ids == ["b"]
-        engines.say(0, TokenDelta("a", [2], finish="stop"))
-        assert [delta.tokens for delta in await stream] == [[1], [2]]
-        await answer_shutdown(engines, 0)
-        assert Shutdown() not in engines.sent[1]
-        engines.say(1, TokenDelta("b", [3], finish="stop"))
-        assert [delta.tokens for delta in await during] == [[3]]
-        await answer_shutdown(engines, 1)
-        assert [replica.state for replica in engines.pool.replicas] == ["serving", "serving"]
-        engines.pool.restart()  # that one is done
-
-    run(scenario)
+    await settle()
+    assert Shutdown() not in engines.sent[0]
+    during = await engines.ask("b", PREFIX)  # could be restored there, but it is to be drained
+    assert engines.sent[1].ids == ["b"]
+    engines.say(0, TokenDelta("a", [2], finish="stop"))
+    assert [delta.tokens for delta in await stream] == [[1], [2]]
+    await answer_shutdown(engines, 0)
+    assert Shutdown() not in engines.sent[1]
+    engines.say(1, TokenDelta("b", [3], finish="stop"))
+    assert [delta.tokens for delta in await during] == [[3]]
+    await answer_shutdown(engines, 1)
+    assert [replica.state for replica in engines.pool.replicas] == ["serving", "serving"]
+    engines.pool.restart()  # that one is done
 
 
-def test_a_restart_ends_where_an_engine_cannot_be_replaced_and_the_others_serve() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.pool.restart()
-        await settle()
-        replica: Replica = engines.pool.replicas[0]
-        replica.engine_lost("the engine process exited with status 0")
-        assert replica.exited_as_asked()
-        for _ in range(3):  # what follows are failures, which a supervisor counts
-            replica.engine_lost(LOST)
-            assert not replica.exited_as_asked()
-        replica.give_up("the engine failed 3 times in a row")
-        await settle()
-        assert replica.state == "the engine failed 3 times in a row"
-        assert Shutdown() not in engines.sent[1]
-        await engines.ask("a")
-        assert engines.sent[1].ids == ["a"]
-        engines.pool.restart()  # the one before has ended; this one tries that replica again
-        await settle()
-        assert replica.is_wanted.is_set()
-        engines.sent[0] = engines.start(0)
-        await settle()
-        assert replica.state == "serving"
+@with_engines
+async def test_a_restart_ends_where_an_engine_cannot_be_replaced_and_the_others_serve(
+    engines: Engines,
+) -> None:
+    engines.pool.restart()
+    await settle()
+    replica = engines.pool.replicas[0]
+    replica.engine_lost("the engine process exited with status 0")
+    assert replica.exited_as_asked()
+    for _ in range(3):  # what follows are failures, which a supervisor counts
+        replica.engine_lost(LOST)
+        assert not replica.exited_as_asked()
+    replica.give_up("the engine failed 3 times in a row")
+    await settle()
+    assert replica.state == "the engine failed 3 times in a row"
+    assert Shutdown() not in engines.sent[1]
+    await engines.ask("a")
+    assert engines.sent[1].ids == ["a"]
+    engines.pool.restart()  # the one before has ended; this one tries that replica again
+    await settle()
+    assert replica.is_wanted.is_set()
+    engines.sent[0] = engines.start(0)
+    await settle()
+    assert replica.state == "serving"
 
-    run(scenario)
 
-
-def test_requests_wait_for_an_engine_that_restarts_where_there_is_no_other() -> None:
-    async def scenario(engines: Engines) -> None:
-        engines.pool.restart()
-        await settle()
-        assert engines.sent[0][-1] == Shutdown()
-        engines.pool.replicas[1].engine_lost(LOST)
-        waiting = await engines.ask("a")
-        assert engines.sent[0].ids == engines.sent[1].ids == []
-        await answer_shutdown(engines, 0)
-        assert engines.sent[0].ids == ["a"]
-        engines.say(0, TokenDelta("a", [1], finish="stop"))
-        assert (await waiting)[-1].finish == "stop"
-        engines.pool.close()
-
-    run(scenario)
+@with_engines
+async def test_requests_wait_for_an_engine_that_restarts_where_there_is_no_other(
+    engines: Engines,
+) -> None:
+    engines.pool.restart()
+    await settle()
+    assert engines.sent[0][-1] == Shutdown()
+    engines.pool.replicas[1].engine_lost(LOST)
+    waiting = await engines.ask("a")
+    assert engines.sent[0].ids == engines.sent[1].ids == []
+    await answer_shutdown(engines, 0)
+    assert engines.sent[0].ids == ["a"]
+    engines.say(0, TokenDelta("a", [1], finish="stop"))
+    assert (await waiting)[-1].finish == "stop"
+    engines.pool.close()

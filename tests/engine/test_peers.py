@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -21,7 +23,14 @@ from live_peers import FAKE, LiveDecode, LivePrefill, ask, ask_all, pair_of, wri
 from pippin.cache.host_store import HostStore
 from pippin.config import Config, EngineConfig, PeersConfig
 from pippin.engine.peers import connection
-from pippin.engine.peers.connection import Facts, difference, peer_facts, prove
+from pippin.engine.peers.connection import (
+    Connection,
+    Facts,
+    WireThread,
+    difference,
+    peer_facts,
+    prove,
+)
 from pippin.engine.peers.peer_listener import MAX_OPENING
 from pippin.engine.peers.shared_memory import OutgoingMemory
 from pippin.engine.peers.wire_frames import (
@@ -633,3 +642,45 @@ def test_what_a_decode_engine_reads_is_bounded_before_it_is_read() -> None:
                 assert "a frame of 4,294,967,295 bytes, the limit is 8,192" in error
         finally:
             decode.close()
+
+
+def test_a_thread_that_ends_releases_connections_that_wait_for_their_peers() -> None:
+    """One that is left open is a ResourceWarning, and these fail tests."""
+    thread, sent = WireThread("test-peers"), Event()
+
+    async def send() -> None:
+        connection = Connection(*await asyncio.open_connection(*address))
+        connection._writer.write(bytes(64 << 20))  # more than sockets buffer
+        sent.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        thread.start(send())
+        accepted, _ = server.accept()
+        with accepted:
+            assert sent.wait(10)
+            thread.close()
+            gc.collect()
+
+
+def test_the_kernel_notices_an_end_that_is_gone() -> None:
+    """Within seconds."""
+
+    async def options() -> list[int]:
+        connection = Connection(*await asyncio.open_connection(*address))
+        connected = connection._writer.get_extra_info("socket")
+        names = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            names.append((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        connection.close()
+        return [connected.getsockopt(*name) for name in names]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        is_probed, *milliseconds = asyncio.run(options())
+    assert is_probed
+    assert all(0 < each <= 10_000 for each in milliseconds)

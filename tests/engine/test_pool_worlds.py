@@ -184,7 +184,7 @@ def test_every_request_ends_once_with_the_right_tokens(seed: int) -> None:
     assert world.outcomes["length"] > 10
     pool = world.pool
     assert pool.num_open == 0
-    assert not pool._routes
+    assert not pool._places
     for replica in pool.replicas:
         assert replica.load == 0
         assert not replica.prefixes._expected

@@ -9,13 +9,9 @@ import pytest
 
 from builders import Client, make_loop
 from pippin.backends.fake import FakeBackend
-from pippin.engine.engine_pool import EnginePool, PrefixIndex
-from pippin.engine.kv_events import (
-    BLOCK_TOKENS,
-    Announcer,
-    prefix_reports,
-    prompt_hashes,
-)
+from pippin.engine.engine_client import PrefixIndex
+from pippin.engine.engine_pool import EnginePool
+from pippin.engine.kv_events import BLOCK_TOKENS, Announcer, prefix_reports, prompt_hashes
 from pippin.messages import RestorablePrefixes, pack_tokens
 from pippin.types import GRID, Component
 from replica_world import WORKLOADS, ReplicaWorld, mean_hit_rate

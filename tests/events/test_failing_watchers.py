@@ -15,7 +15,7 @@ from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.schema import RequestEvent, StepEvent
 from pippin.engine.events.trace import TraceFile, TraceWriter
-from pippin.engine.message_pump import MessagePump
+from pippin.engine.run import MessagePump
 from pippin.messages import (
     FeedMessage,
     FromEngine,
@@ -173,7 +173,7 @@ def test_a_trace_that_raises_is_closed_and_can_be_read(
     def fail(*args: object) -> None:
         raise ValueError("a bug of ours")
 
-    monkeypatch.setattr(writer, "_host_events", fail)
+    monkeypatch.setattr(writer, "_follow", fail)
     converse(client)
     writer.close()
     assert any(event["name"].startswith("step") for event in json.loads(path.read_bytes()))

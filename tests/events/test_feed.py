@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +17,7 @@ from oracle_drafter import OracleDrafter
 from pippin.backends.fake import FakeBackend
 from pippin.engine.events import recorder
 from pippin.engine.events.event_sender import MAX_ROWS, MAX_STEPS
-from pippin.engine.events.schema import Frame
+from pippin.engine.events.schema import Frame, Snapshot
 from pippin.scheduler.speculation import Speculation
 from pippin.types import Component
 
@@ -133,9 +136,6 @@ def test_a_request_that_is_preempted_waits_again() -> None:
     assert "waiting" in one.replica.phases[preempted[0]][1:]
     request = one.replica.requests[preempted[0]]
     assert request.preemptions > 0
-    # The old names, for one release.
-    assert (request.retractions, request.came) == (request.preemptions, request.arrived)
-    assert all(step.retracted == step.preempted for step in one.replica.steps)
 
 
 @pytest.mark.parametrize(
@@ -303,3 +303,58 @@ def test_a_node_says_when_all_of_it_is_on_disk_too() -> None:
     one.flush()
     told = {node.start + node.tokens: node.tier for node in one.replica.nodes.values()}
     assert told[end] == "disk"
+
+
+SAMPLE = Path(__file__).parent / "sample.events"
+
+
+def recorded() -> list[tuple[str, bytes]]:
+    events = [event.split(b"\n") for event in SAMPLE.read_bytes().split(b"\n\n") if event]
+    names = [lines[0].removeprefix(b"event: ").decode() for lines in events]
+    return list(zip(names, [lines[1].removeprefix(b"data: ") for lines in events], strict=True))
+
+
+def decoded() -> list[Any]:
+    kinds: dict[str, type[Snapshot | Frame]] = {"snapshot": Snapshot, "frame": Frame}
+    return [msgspec.json.decode(json, type=kinds[name]) for name, json in recorded()]
+
+
+def test_every_message_has_the_fields_of_its_type_and_no_others() -> None:
+    assert [name for name, _ in recorded()] == ["snapshot"] + ["frame"] * (len(recorded()) - 1)
+    for (_, json), message in zip(recorded(), decoded(), strict=True):
+        assert msgspec.json.decode(json) == msgspec.to_builtins(message)
+
+
+def test_frames_count_on_from_the_snapshot() -> None:
+    numbers = [message.number for message in decoded()]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def test_memory_adds_up() -> None:
+    for message in decoded():
+        memory = message.memory
+        held = (
+            memory.rows
+            + memory.checkpoints
+            + memory.captures
+            + memory.loads
+            + sum(memory.tree.values())
+        )
+        assert held + memory.free == memory.capacity
+
+
+def test_the_hosts_lane_does_not_overlap_itself() -> None:
+    steps = [step for message in decoded() for step in message.steps]
+    spans = [(step.planned, step.launched) for step in steps]
+    spans += [(step.resumed - step.waited, step.committed) for step in steps]
+    for before, after in pairwise(sorted(spans)):
+        assert before[0] <= before[1] <= after[0] + 2e-6  # times are told to the microsecond
+
+
+def test_it_shows_a_prompt_that_was_reused() -> None:
+    messages = decoded()
+    chunks = [c for message in messages for step in message.steps for c in step.chunks]
+    assert any(chunk.restored for chunk in chunks)
+    ended = [r for message in messages for r in message.requests if r.phase == "ended"]
+    assert {request.finish for request in ended} == {"length"}
+    assert any(request.cached == request.prompt for request in ended)

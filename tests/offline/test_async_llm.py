@@ -74,7 +74,15 @@ def test_any_number_of_callers_are_served_at_once_whatever_the_queue_holds() -> 
     run(work, max_running=2, max_queue=3)
 
 
-def test_a_stop_string_ends_a_reply_and_frees_its_place() -> None:
+def test_a_stop_string_ends_a_reply_and_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Loop] = []
+
+    def build(*args: Any, **kwargs: Any) -> Loop:
+        made.append(build_loop(*args, **kwargs))
+        return made[0]
+
+    monkeypatch.setattr(async_llm, "build_loop", build)
+
     async def work(llm: AsyncLLM) -> None:
         [whole] = await llm.generate("a fox", GREEDY)
         stop = whole.text[4:8]
@@ -82,8 +90,9 @@ def test_a_stop_string_ends_a_reply_and_frees_its_place() -> None:
             [cut] = await llm.generate("a fox", replace(ENDLESS, stop=(stop,)))
             assert cut.finish_reason == "stop"
             assert cut.text == whole.text[: whole.text.index(stop)]
-        told = await llm._engine.client.counters()
-        assert told["metrics"]["requests_aborted"] == 0  # such a reply is complete, and is kept
+        assert (
+            made[0].counters()["metrics"]["requests_aborted"] == 0
+        )  # such a reply is complete, and is kept
 
     run(work, max_running=1, max_queue=1)
 
@@ -99,7 +108,7 @@ def test_streams_that_are_closed_and_calls_that_are_cancelled_leave_nothing_behi
         with pytest.raises(asyncio.CancelledError):
             await call
         assert await llm.generate([5, 6], GREEDY)  # there is one slot, and it is free
-        assert llm._engine.client.num_open == 0
+        assert not llm._engine._readers
 
     run(work, max_running=1)
 
@@ -154,8 +163,10 @@ def test_who_waits_when_it_is_closed_hears_so() -> None:
         call = asyncio.create_task(llm.generate([1, 2], ENDLESS))
         await asyncio.sleep(0.05)
         await llm.close()
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineDead, match="closed"):
             await call
+        with pytest.raises(EngineDead, match="closed"):
+            await llm.generate([1, 2])
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_SECONDS))
 

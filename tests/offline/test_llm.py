@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cases import cases
 from pippin import LLM, SamplingParams
@@ -20,6 +22,7 @@ from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, OutOfMemory, PippinError, RequestError
 from pippin.messages import Submit
 from pippin.offline import llm as llm_module
+from pippin.offline.offline_requests import progress_bar
 from pippin.scheduler.loop import Loop
 
 TOY = ModelConfig(backend="fake")
@@ -92,25 +95,11 @@ def test_closing_a_stream_stops_its_reply_and_no_other() -> None:
         assert said + "".join(crow) == expected
         assert llm.metrics.requests_aborted == 1
         assert llm.loop.idle
-
-
-def test_closing_the_only_stream_leaves_nothing_running() -> None:
-    with make_llm() as llm:
-        stream = llm.stream_chat(FOX, GREEDY)
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        only = llm.stream_chat(FOX, long)
+        next(only)
+        only.close()  # type: ignore[attr-defined]
         assert llm.loop.idle
         assert llm.loop.scheduler.slots.num_free == llm.loop.scheduler.slots.num_slots
-
-
-def test_other_calls_may_be_made_while_a_stream_is_open() -> None:
-    with make_llm() as llm:
-        expected = "".join(llm.stream_chat(FOX, GREEDY))
-        (solo,) = llm.generate([5, 6, 7], GREEDY)
-        stream = llm.stream_chat(FOX, GREEDY)
-        said = next(stream)
-        assert llm.generate([5, 6, 7], GREEDY)[0].tokens == solo.tokens
-        assert said + "".join(stream) == expected
 
 
 def test_a_stop_string_is_one_string_and_finishes_the_reply() -> None:
@@ -260,8 +249,10 @@ def test_prompts_that_the_model_cannot_read_are_refused() -> None:
 def test_a_request_that_fails_raises_its_own_error_and_leaves_others_alone() -> None:
     with make_llm(memory="256KB", prefix_cache=False) as llm:
         expected = "".join(llm.stream_chat(FOX, GREEDY))
+        (solo,) = llm.generate([5, 6, 7], GREEDY)
         stream = llm.stream_chat(FOX, GREEDY)
         said = next(stream)
+        assert llm.generate([5, 6, 7], GREEDY)[0].tokens == solo.tokens
         with pytest.raises(OutOfMemory, match="the budget holds"):
             llm.generate([[1, 2], [5] * 8000, [3, 4]], GREEDY)
         assert said + "".join(stream) == expected
@@ -365,3 +356,22 @@ def test_what_cannot_be_warmed_up_later_is_at_load(monkeypatch: pytest.MonkeyPat
         other = llm.beside(prefix_cache=False)
         assert other.loop.warm_up.done
         assert other.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].tokens
+
+
+def drawn(*, shown: bool) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=100)
+    with progress_bar(3, shown=shown, console=console) as advance:
+        for _ in range(2):
+            advance(700, False)
+            advance(1, True)
+    return out.getvalue()
+
+
+def test_it_counts_prompts_that_are_done_and_tokens() -> None:
+    assert "2/3" in drawn(shown=True)
+    assert "1,402 tokens" in drawn(shown=True)
+
+
+def test_nothing_is_shown_unless_it_is_asked_for() -> None:
+    assert drawn(shown=False) == ""

@@ -12,7 +12,7 @@ import pytest
 
 from builders import make_client
 from cases import cases
-from pippin.backends.fake.device import FutureMap as FakeFutureMap
+from pippin.backends.fake import FutureMap as FakeFutureMap
 from pippin.backends.mlx.step import future_map as mlx_future_map
 from processes import is_installed
 

@@ -238,7 +238,7 @@ def test_replies_that_outgrow_the_budget_together_all_finish(
         assert (reply.tokens, reply.finish) == expected
     assert client.loop.scheduler.metrics.preemptions > 0
     counted = client.loop.status()["metrics"]
-    assert counted["preemptions"] == counted["retractions"] > 0
+    assert counted["preemptions"] > 0
     check_idle(client)
 
 

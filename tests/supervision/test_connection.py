@@ -1,4 +1,4 @@
-"""The server's end of the channel, against sockets that a test holds."""
+"""The server's end of the channel, against sockets of a test, and when an engine counts as hung."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pippin.messages import (
     TokenDelta,
     pack_tokens,
 )
-from pippin.supervision.supervisor import Connection
+from pippin.supervision.supervisor import Connection, Pulse
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS
 
@@ -79,3 +79,23 @@ def test_a_message_that_makes_no_sense_is_an_error() -> None:
         other.close()
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_SECONDS))
+
+
+def test_an_engine_hangs_after_a_silence_or_in_a_step_but_may_load_for_long() -> None:
+    pulse = Pulse(silence_limit=30.0, step_limit=300.0)
+    pulse.pass_time(1e6)
+    assert pulse.complaint is None, "it loads"
+    for turn in range(100):
+        pulse.beat(float(turn))
+        pulse.pass_time(29)
+        assert pulse.complaint is None
+    pulse.pass_time(1)
+    assert pulse.complaint == (
+        "the engine hangs: no heartbeat for 30 s (limit: --heartbeat-timeout 30)"
+    )
+    pulse.beat(299.0)
+    assert pulse.complaint is None
+    pulse.beat(300.0)
+    assert pulse.complaint == (
+        "the engine hangs: one step has taken 300 s so far (limit: --engine-timeout 300)"
+    )

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 import pippin.supervision.supervisor as supervisor_module
+from one_engine import ask, noted_processes, tokens_of, until
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.engine.engine_pool import EnginePool
 from pippin.errors import EngineDead
-from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.startup.replicas import SupervisedEngine
 from pippin.startup.resolve import resolve
 from pippin.supervision.engine_process import EngineProcess
-from pippin.types import SamplingParams
-from processes import PATIENCE_SECONDS, environment
+from processes import PATIENCE_SECONDS
 
 PREFIX = list(range(90)) * 2
 
@@ -35,31 +33,7 @@ def config(**server: Any) -> Config:
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
-    """Every engine process, in order."""
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    started: list[EngineProcess] = []
-
-    class NotedProcess(EngineProcess):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            started.append(self)
-
-    monkeypatch.setattr(supervisor_module, "EngineProcess", NotedProcess)
-    return started
-
-
-async def ask(pool: EnginePool, id: str, tokens: list[int], max_tokens: int) -> list[TokenDelta]:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return [delta async for delta in pool.generate(Submit(id, pack_tokens(tokens), params))]
-
-
-def tokens_of(deltas: list[TokenDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.tokens]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
+    return noted_processes(monkeypatch)
 
 
 def test_two_processes_serve_while_both_are_replaced_and_while_one_is_killed(
@@ -72,7 +46,6 @@ def test_two_processes_serve_while_both_are_replaced_and_while_one_is_killed(
             ready = await supervised.loaded
             assert ready.num_slots == 8
             pool = supervised.engine
-            assert isinstance(pool, EnginePool)
             await replace_both(pool, started)
             await kill_one(pool, started[2:])
         finally:
@@ -122,7 +95,6 @@ def test_a_replica_that_keeps_dying_is_left_out_until_it_is_wanted(
     async def work() -> None:
         supervised = SupervisedEngine(config(engine_restarts=0), lambda stage: None)
         pool = supervised.engine
-        assert isinstance(pool, EnginePool)
         failures: asyncio.Queue[str] = asyncio.Queue()
         calls: list[int] = []
 

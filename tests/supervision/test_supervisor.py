@@ -7,7 +7,7 @@ import errno
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from zmq import ZMQError
 
+from one_engine import OneEngine, ask, noted_processes, tokens_of, until
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
-from pippin.engine.engine_client import EngineClient
 from pippin.errors import EngineDead, LoadError
 from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.startup.resolve import resolve
@@ -25,7 +25,7 @@ from pippin.supervision import supervisor as supervisor_module
 from pippin.supervision.engine_process import EngineProcess
 from pippin.supervision.supervisor import LONGEST_DELAY_SECONDS, Backoff, Supervisor
 from pippin.types import SamplingParams
-from processes import PATIENCE_SECONDS, environment, is_running
+from processes import PATIENCE_SECONDS, is_running
 
 FAKE = Config(
     model=ModelConfig(backend="fake"),
@@ -40,23 +40,13 @@ needs_processes = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
-    """Every engine process that was started, in order."""
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    started: list[EngineProcess] = []
-
-    class NotedProcess(EngineProcess):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            started.append(self)
-
-    monkeypatch.setattr(supervisor_module, "EngineProcess", NotedProcess)
-    return started
+    return noted_processes(monkeypatch)
 
 
 @asynccontextmanager
-async def supervised(config: Config = FAKE) -> AsyncIterator[tuple[EngineClient, Supervising]]:
-    client = EngineClient()
-    supervisor = Supervisor(resolve(config), client, on_loading=lambda stage: None)
+async def supervised(config: Config = FAKE) -> AsyncIterator[tuple[OneEngine, Supervising]]:
+    client = OneEngine()
+    supervisor = Supervisor(resolve(config), client.replica, on_loading=lambda stage: None)
     task = asyncio.create_task(supervisor.run())
     await supervisor.loaded
     try:
@@ -71,22 +61,12 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, PATIENCE_SECONDS))
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
-async def collect(client: EngineClient, id: str, max_tokens: int = 4) -> list[TokenDelta]:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return [delta async for delta in client.generate(Submit(id, pack_tokens([1, 2, 3]), params))]
-
-
-def tokens_of(deltas: list[TokenDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.tokens]
+def collect(client: OneEngine, id: str) -> Coroutine[Any, Any, list[TokenDelta]]:
+    return ask(client, id, [1, 2, 3], 4)
 
 
 async def hold_up_with_one_begun_and_one_waiting(
-    client: EngineClient, process: EngineProcess
+    client: OneEngine, process: EngineProcess
 ) -> tuple[asyncio.Task[list[TokenDelta]], asyncio.Task[list[TokenDelta]]]:
     """The engine runs one request at a time, and is stopped in the middle of the first.
 
@@ -146,7 +126,7 @@ def test_a_first_engine_that_cannot_be_started_is_a_load_error(
     fail_to_start(monkeypatch, error, name=name, succeeding=0)
 
     async def work() -> None:
-        supervisor = Supervisor(resolve(FAKE), EngineClient(), on_loading=lambda stage: None)
+        supervisor = Supervisor(resolve(FAKE), OneEngine().replica, on_loading=lambda stage: None)
         with pytest.raises(LoadError, match="could not be started: ") as raised:
             await supervisor.run()
         assert str(error) in raised.value.message
@@ -265,7 +245,7 @@ def test_a_first_engine_that_cannot_load_is_the_end(
 
     async def work() -> None:
         with pytest.raises(LoadError, match="no_such_type"):
-            await Supervisor(config, EngineClient(), on_loading=lambda stage: None).run()
+            await Supervisor(config, OneEngine().replica, on_loading=lambda stage: None).run()
         assert len(engines) == 1
 
     run(work())

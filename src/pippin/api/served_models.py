@@ -205,8 +205,8 @@ class SwitchedModel:
     @property
     def engine(self) -> Engine | None:
         """While it is loaded."""
-        loaded = self._engines.loaded(self.info.name)
-        return None if loaded is None else loaded.engine
+        host = self._engines.loaded.get(self.info.name)
+        return None if host is None else host.engine
 
     @property
     def residency(self) -> Residency:
@@ -240,7 +240,7 @@ class SwitchedModel:
     async def lease(self) -> ModelLease:
         lease = await self._engines.lease(self.info.name)
         try:
-            served, ready = await self.served_text(), lease.loaded.ready
+            served, ready = await self.served_text(), lease.host.loaded.result()
             self.info = replace(
                 served.model,
                 max_len=ready.max_len,
@@ -257,7 +257,7 @@ class SwitchedModel:
         self._engines.keep_alive(self.info.name, seconds)
 
     def _lease(self, lease: Lease, served: ServedText) -> ModelLease:
-        engine, place = lease.loaded.engine, lease.ticket.place
+        engine, place = lease.host.engine, lease.ticket.place
         return ModelLease(
             engine, served, place, lease.waited_s, lambda: self._engines.release(lease)
         )

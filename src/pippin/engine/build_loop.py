@@ -1,4 +1,4 @@
-"""Puts a backend, a prefix cache and a scheduler together. Knows no processes and no text."""
+"""Puts a backend, a prefix cache and a scheduler together."""
 
 from __future__ import annotations
 
@@ -89,75 +89,14 @@ def _rounded(rows: int) -> int:
     return max(LEAST, rows // MULTIPLE * MULTIPLE)
 
 
-@dataclass(frozen=True)
-class PeerBuilder:
-    config: Config
-    backend: Backend
-    cache: PrefixCache
-    batch_bytes: int
-
-    def tier(self, level: int) -> tuple[CacheTier, TierIO]:
-        """Of a decode engine, which connects from now on. Raises ConfigError."""
-        peers, backend = self.config.peers, self.backend
-        keys = read_keys(peers)
-        facts = peer_facts(self.config, backend)
-        links = PeerLinks(
-            peers.addresses,
-            keys.client,
-            keys.secret,
-            facts,
-            backend.payload_arrays,
-            self.batch_bytes,
-        )
-        try:
-            store = PeerStore(
-                parse_bytes("peer_memory", peers.peer_memory),
-                plain_memory,
-                self.batch_bytes,
-                facts_fingerprint(facts),
-                links,
-            )
-        except ValueError as error:
-            links.close()
-            raise ConfigError(f"peer_memory: {error}") from error
-        engine = self.config.engine
-        tier = CacheTier(
-            self.cache,
-            store,
-            backend.spec,
-            backend.payload_arrays,
-            canary=Canary("log" if engine.canary == "off" else engine.canary),
-            batch_bytes=self.batch_bytes,
-            kind=PEER,
-            level=level,
-            on_grid=engine.deterministic,
-        )
-        links.start(store)
-        return tier, TierIO(store, allocate=backend.host_memory)
-
-    def pushes(self) -> Pushes:
-        """Of a prefill engine."""
-        fingerprint = facts_fingerprint(peer_facts(self.config, self.backend))
-        return Pushes(
-            self.cache,
-            self.backend,
-            self.backend.payload_arrays,
-            fingerprint=fingerprint,
-            batch_bytes=self.batch_bytes,
-        )
-
-
 def listen(config: Config, loop: Loop, deliver: Deliver) -> PeerListener | None:
     """Accept decode engines from now on; None if this engine has no pushes."""
     pushes = loop.scheduler.pushes
     if pushes is None:
         return None
     (address,) = config.peers.listen_addresses
-    keys = read_keys(config.peers)
     facts = peer_facts(config, loop.backend)
-    tls = keys.server if address.is_tls else None
-    spec = loop.backend.spec
-    return PeerListener(address, tls, keys.secret, facts, spec, pushes, deliver)
+    return PeerListener(address, read_keys(config.peers), facts, loop.backend.spec, pushes, deliver)
 
 
 MOST_BATCH_BYTES = 32 << 20  # a step copies so much, and streams wait for it
@@ -185,6 +124,8 @@ def tier_kinds(config: Config, device: DeviceInfo) -> list[TierKind]:
         kinds.append(HOST)
     if config.engine.cache_dir is not None:
         kinds.append(DISK)
+    if config.peers.asks:
+        kinds.append(PEER)
     return kinds
 
 
@@ -215,7 +156,8 @@ def build_tiers(
     batch_bytes: int,
     progress: Callable[[str], None],
 ) -> list[tuple[CacheTier, TierIO]]:
-    """What is in the directory is in the tree on disk when this returns.
+    """What is in the directory is in the tree on disk when this returns, and prefill engines are
+    being connected to.
 
     Raises DiskCacheError if the directory cannot be used, and LoadError if there is not enough
     memory.
@@ -226,11 +168,13 @@ def build_tiers(
         if kind is HOST:
             progress("pinning memory")
             store: EntryStore[Any] = _open_host(config, backend, batch_bytes)
+        elif kind is PEER:
+            store = _open_peers(config, backend, batch_bytes)
         else:
             progress("the cache on disk")
             store = _open_disk(config, backend)
         canary = Canary("log" if engine.canary == "off" else engine.canary)
-        tiers = CacheTier(
+        tier = CacheTier(
             cache,
             store,
             backend.spec,
@@ -241,9 +185,28 @@ def build_tiers(
             level=level,
             on_grid=engine.deterministic,
         )
-        tier_io = TierIO(store, allocate=backend.host_memory, piece_bytes=batch_bytes)
-        found.append((tiers, tier_io))
+        piece_bytes = 0 if kind is PEER else batch_bytes
+        tier_io = TierIO(store, allocate=backend.host_memory, piece_bytes=piece_bytes)
+        found.append((tier, tier_io))
     return found
+
+
+def _open_peers(config: Config, backend: Backend, batch_bytes: int) -> PeerStore:
+    peers, facts = config.peers, peer_facts(config, backend)
+    links = PeerLinks(peers.addresses, read_keys(peers), facts, backend.payload_arrays, batch_bytes)
+    try:
+        store = PeerStore(
+            parse_bytes("peer_memory", peers.peer_memory),
+            plain_memory,
+            batch_bytes,
+            facts_fingerprint(facts),
+            links,
+        )
+    except ValueError as error:
+        links.close()
+        raise ConfigError(f"peer_memory: {error}") from error
+    links.start(store)
+    return store
 
 
 def _open_host(config: Config, backend: Backend, batch_bytes: int) -> HostStore:
@@ -332,7 +295,7 @@ def build_loop(
     kinds = tier_kinds(config, backend.device)
     batch_bytes = tier_batch_bytes(backend, capacity_bytes)
     peers = config.peers
-    num_tiers = len(kinds) + peers.asks + peers.listens
+    num_tiers = len(kinds) + peers.listens
     capacity_bytes -= num_tiers * BATCHES_IN_FLIGHT * batch_bytes
     loaded = rows_on(config.engine, backend.device)
     rows = rows_that_fit(config.engine, loaded, capacity_bytes, backend.row_bytes)
@@ -355,11 +318,14 @@ def build_loop(
     tiers, pushes = [], None
     if cache is not None:
         tiers = build_tiers(kinds, config, backend, cache, batch_bytes, progress)
-        builder = PeerBuilder(config, backend, cache, batch_bytes)
-        if peers.asks:
-            tiers.append(builder.tier(len(tiers)))
         if peers.listens:
-            pushes = builder.pushes()
+            pushes = Pushes(
+                cache,
+                backend,
+                backend.payload_arrays,
+                fingerprint=facts_fingerprint(peer_facts(config, backend)),
+                batch_bytes=batch_bytes,
+            )
     elif peers.role != "alone":
         raise ConfigError(
             f"role is {peers.role}, which requires the prefix cache: remove --no-prefix-cache"
@@ -452,7 +418,7 @@ def load_backend(config: Config, progress: Progress) -> Backend:
         "max_len": config.model.max_len,
         "deterministic": config.engine.deterministic,
         "safe": config.engine.safe,
-        "fingerprints": keeps_fingerprints(config.engine),
+        "fingerprints": config.engine.prefix_cache and config.engine.canary != "off",
         "max_depth": _max_depth(config.engine),
         "mtp": draft is None and config.engine.speculate in ("auto", "mtp"),
         "progress": progress,
@@ -492,10 +458,6 @@ def _load_torch(config: Config, options: dict[str, Any], draft: Path | None) -> 
         draft=draft,
         **options,
     )
-
-
-def keeps_fingerprints(config: EngineConfig) -> bool:
-    return config.prefix_cache and config.canary != "off"
 
 
 def _capacity_bytes(config: EngineConfig, backend: Backend) -> int:

@@ -1,10 +1,10 @@
-"""Requests on an engine, and on the next one if that is lost. Knows no text, no HTTP, no process.
+"""Requests on one engine, and on the next one if that is lost.
 
     open requests   [ waiting: the engine has not started | started ]
     engine lost       submitted to the next engine        ended with an error
 
 Nothing of a request that has not started was computed or sent, so it may be submitted to another
-engine, unless it may be what this one died of (`clients/suspects.py`).
+engine, unless it may be what this one died of (`Suspects`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from pippin.engine.events.schema import EngineLost
+from pippin.engine.kv_events import BLOCK_TOKENS
 from pippin.errors import (
     STATUSES,
     DeviceFailed,
@@ -29,7 +30,6 @@ from pippin.errors import (
     Overloaded,
     PippinError,
     PoisonRequest,
-    RequestError,
 )
 from pippin.messages import (
     Abort,
@@ -38,11 +38,9 @@ from pippin.messages import (
     Delivered,
     FeedMessage,
     Finish,
-    FlushCache,
-    GetCounters,
-    GetNode,
-    GetStatus,
     Question,
+    RestorablePrefixes,
+    Shutdown,
     Started,
     Submit,
     ToEngine,
@@ -51,13 +49,6 @@ from pippin.messages import (
     Unwatch,
     Watch,
 )
-
-
-def check_replica(number: int, count: int) -> None:
-    if not 0 <= number < count:
-        numbers = "0" if count == 1 else f"0 to {count - 1}"
-        raise RequestError(f"replica is {number}: use {numbers}", param="replica")
-
 
 FAILED = ("error", "abort")
 
@@ -117,20 +108,20 @@ REMEMBERED_SUSPECTS = 4096
 
 @dataclass(eq=False)
 class OpenRequest:
+    """A request, and how far it is on the engine that it was sent to."""
+
     submit: Submit
+    hashes: list[int] = field(default_factory=list)  # of the whole blocks of its prompt
     deltas: DeltaQueue = field(default_factory=DeltaQueue)
     started: bool = False  # an engine reported it, or sent some of the reply
     compiled: bool = False  # likewise; a request without a grammar has nothing to compile
     num_engines: int = 0  # it was sent to
     sent: bool = False  # to the present engine, which ran then
+    num_to_compute: int = 0  # tokens of its prompt; 0 once its reply has begun
 
     @property
     def waits_for_grammar(self) -> bool:
         return self.submit.params.grammar is not None and not (self.compiled or self.started)
-
-    def returned(self) -> None:
-        """No engine has it now."""
-        self.sent = self.compiled = False
 
 
 def to_resubmit(requests: Iterable[OpenRequest], *, knows_all: bool) -> list[OpenRequest]:
@@ -184,39 +175,6 @@ def _digest(submit: Submit) -> bytes:
     """Of all but the id and the salt, which change nothing that an engine computes."""
     body = msgspec.structs.replace(submit, id="", salt=b"")
     return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=16).digest()
-
-
-class Questions:
-    def __init__(self, send: Callable[[Question], None]) -> None:
-        self._send = send
-        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._ids = (f"call-{n}" for n in itertools.count())
-
-    async def ask(self, question: Callable[[str], Question]) -> dict[str, Any]:
-        """The answer to the question that `question` makes of an id."""
-        id = next(self._ids)
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[id] = future
-        self._send(question(id))
-        try:
-            return await future
-        finally:
-            del self._answers[id]
-
-    def answered(self, id: str, data: dict[str, Any], error: str | None) -> None:
-        future = self._answers.get(id)
-        if future is None or future.done():  # the client has disconnected
-            return
-        if error is None:
-            future.set_result(data)
-        else:
-            future.set_exception(PippinError(error))
-
-    def end(self, reason: str) -> None:
-        """There will be no answers."""
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(EngineDead(reason))
 
 
 MAX_WATCHERS = 32
@@ -373,90 +331,232 @@ class Sender(Protocol):
     def send(self, message: ToEngine) -> None: ...
 
 
-class EngineClient:
-    """A supervisor calls it: an engine is ready, it is lost, a message of it arrived."""
+MAX_PREFIXES = 1 << 18  # of 64 tokens each: 16 million tokens, in some 30 MB
 
-    def __init__(self, suspects: Suspects | None = None) -> None:
-        self._requests: dict[str, OpenRequest] = {}  # in order of arrival
-        self._questions = Questions(self._send)
-        self._sender: Sender | None = None
-        self.reason: str | None = "the model is being loaded"
-        self._watchers = Watchers(self._send)
-        self._suspects = suspects or Suspects()
+
+class PrefixIndex:
+    def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
+        """Of more prefixes, those that are reported later are not known."""
+        self._max_prefixes = max_prefixes
+        self._reported: dict[int, int] = {}  # hash: in how many tiers
+        self._expected: dict[int, int] = {}  # hash: by how many prompts
+        self._sent: OrderedDict[int, None] = OrderedDict()  # hashes, the latest last
+
+    def __len__(self) -> int:
+        return len(self._reported)
+
+    def change(self, message: RestorablePrefixes) -> None:
+        if message.cleared:
+            self._reported.clear()
+        room = self._max_prefixes
+        for hash in message.stored:
+            if hash in self._reported or len(self._reported) < room:
+                _count(self._reported, hash, 1)
+        for hash in message.removed:
+            _count(self._reported, hash, -1)
+
+    def clear(self) -> None:
+        """The engine is lost; prompts that it computes are dropped one by one."""
+        self._reported.clear()
+        self._sent.clear()
+
+    def expect(self, hashes: Iterable[int]) -> None:
+        for hash in hashes:
+            _count(self._expected, hash, 1)
+            self._sent[hash] = None
+            self._sent.move_to_end(hash)
+        while len(self._sent) > self._max_prefixes:
+            self._sent.popitem(last=False)
+
+    def drop(self, hashes: Iterable[int]) -> None:
+        for hash in hashes:
+            _count(self._expected, hash, -1)
+
+    def restorable_tokens(self, hashes: Sequence[int]) -> int:
+        """Of a prompt whose blocks have these hashes."""
+        for index in range(len(hashes) - 1, -1, -1):
+            if hashes[index] in self._reported or hashes[index] in self._expected:
+                return (index + 1) * BLOCK_TOKENS
+        return 0
+
+    def home_tokens(self, hashes: Sequence[int]) -> float:
+        """The memory that another replica would spend on a copy of what was sent here before.
+
+        Also of what was evicted since: prompts that come back to one replica leave the memory of
+        the others to other prompts. All prompts that share a block need one copy of it, so it is
+        divided among this one and those that are open here.
+        """
+        for index in range(len(hashes) - 1, -1, -1):
+            if hashes[index] in self._sent:
+                known = hashes[: index + 1]
+                return sum(BLOCK_TOKENS / (1 + self._expected.get(hash, 0)) for hash in known)
+        return 0.0
+
+
+def _count(counts: dict[int, int], hash: int, change: int) -> None:
+    """A hash that is not known cannot become less."""
+    count = counts.get(hash, 0) + change
+    if count > 0:
+        counts[hash] = count
+    else:
+        counts.pop(hash, None)
+
+
+# What an open request weighs, in tokens of a prompt: it delays the steps of others, and its row
+# takes memory from the cache. With less, one replica attracts most conversations, and evicts some.
+ROW_TOKENS = 128
+
+
+class EngineClient:
+    """One replica. A supervisor reports that an engine is ready or lost, and its messages."""
+
+    def __init__(self, suspects: Suspects, on_change: Callable[[], None]) -> None:
+        """`on_change`: its engine is ready, or lost."""
+        self.reason: str | None = "the model is being loaded"  # why it is not healthy
+        self.prefixes = PrefixIndex()
         self.draining = False
+        self.num_to_compute = 0  # tokens of prompts that have no reply yet
+        self.is_resting = False  # requests are routed elsewhere, if there is another
+        self.is_restarting = False  # requests wait for the next engine
+        self.is_wanted = asyncio.Event()  # not set: its engine failed too often, and stays down
+        self.is_wanted.set()
+        self.watchers = Watchers(self._send)
+        self._requests: dict[str, OpenRequest] = {}  # in order of arrival
+        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}  # by the question's id
+        self._question_ids = (f"call-{n}" for n in itertools.count())
+        self._sender: Sender | None = None
+        self._suspects = suspects
+        self._on_change = on_change
         self._none_open = asyncio.Event()
         self._none_open.set()
-
-    # ---- what the API asks for -------------------------------------------------------------
+        self._was_asked_to_exit = False
+        self._replaced = asyncio.Event()  # an engine is ready, or there will be none
 
     @property
     def healthy(self) -> bool:
         return self.reason is None
 
-    def check_ready(self) -> None:
-        if self.draining:
-            raise NotReady("the server is shutting down")
+    @property
+    def serves(self) -> bool:
+        sender = self._sender
+        return self.healthy and not self.is_restarting and sender is not None and sender.alive
+
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
+    @property
+    def load(self) -> int:
+        """In tokens that prefill would compute in that time."""
+        return self.num_to_compute + ROW_TOKENS * self.num_open
+
+    @property
+    def state(self) -> str:
+        if self.is_restarting:
+            return "restarting"
+        if not self.healthy:
+            return self.reason or "lost"
+        return "draining" if self.is_resting else "serving"
+
+    # ---- requests --------------------------------------------------------------------------
+
+    def open(self, request: OpenRequest) -> None:
+        request.num_to_compute = request.submit.prompt_len
+        if request.hashes:
+            restorable = self.prefixes.restorable_tokens(request.hashes)
+            request.num_to_compute = max(request.num_to_compute - restorable, 0)
+            self.prefixes.expect(request.hashes)
+        self.num_to_compute += request.num_to_compute
+        self._requests[request.submit.id] = request
+        self._none_open.clear()
+        self._submit(request)
+
+    def computed(self, request: OpenRequest) -> None:
+        """Its prompt."""
+        self.num_to_compute -= request.num_to_compute
+        request.num_to_compute = 0
+
+    def forget(self, id: str) -> bool:
+        """Its reply has ended. Whether it was open."""
+        request = self._requests.pop(id, None)
+        if request is not None:
+            self.num_to_compute -= request.num_to_compute
+            request.num_to_compute = 0
+            if request.hashes:
+                self.prefixes.drop(request.hashes)
+        if not self._requests:
+            self._none_open.set()
+        return request is not None
+
+    def leave(self, message: Abort | Finish) -> None:
+        """Before its reply has ended. Unknown and finished ids are ignored."""
+        if self.forget(message.id):
+            self._send(message)
+
+    def release_unsent(self) -> list[OpenRequest]:
+        """Requests that no engine has, in order of arrival: they are another replica's now."""
+        unsent = [request for request in self._requests.values() if not request.sent]
+        for request in unsent:
+            self.forget(request.submit.id)
+        return unsent
+
+    async def ask(self, question: Callable[[str], Question]) -> dict[str, Any]:
+        """The answer to the question that `question` makes of an id."""
         if self.reason is not None:
             raise NotReady(self.reason)
-
-    async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        self.check_ready()
-        self._suspects.check(submit)
-        request = OpenRequest(submit)
-        self.open(request)
+        id = next(self._question_ids)
+        self._answers[id] = asyncio.get_running_loop().create_future()
+        self._send(question(id))
         try:
-            while True:
-                delta = await request.deltas.get()
-                if delta.finish is not None:
-                    self._forget(submit.id)
-                if delta.finish in ("stop", "length"):
-                    self._suspects.finished(submit)
-                yield delta
-                if delta.finish is not None:
-                    return
+            return await self._answers[id]
         finally:
-            self.abort(submit.id)
+            del self._answers[id]
 
-    def abort(self, id: str) -> None:
-        if self._forget(id):
-            self._send(Abort(id))
+    # ---- the end ---------------------------------------------------------------------------
 
-    def finish(self, id: str) -> None:
-        if self._forget(id):
-            self._send(Finish(id))
+    async def drained(self) -> None:
+        await self._none_open.wait()
 
-    async def status(self) -> dict[str, Any]:
-        return await self._ask(GetStatus)
+    def close(self) -> None:
+        """There will be no engine any more: everything ends."""
+        self.draining = True
+        self._sender = None
+        self.reason = "the server is shutting down"
+        self.watchers.close()
+        self._end(self._requests.values(), self.reason)
 
-    async def counters(self) -> dict[str, Any]:
-        return await self._ask(GetCounters)
+    async def replace_engine(self) -> None:
+        """Its requests end, then its engine exits and another is loaded.
 
-    async def flush_cache(self) -> dict[str, Any]:
-        return await self._ask(FlushCache)
+        Raises EngineDead if engines failed to load until the supervisor gave up.
+        """
+        self.is_resting = True
+        self.is_wanted.set()
+        try:
+            while self.num_open:
+                await self.drained()
+            self._replaced.clear()
+            if self.healthy:
+                self.is_restarting = self._was_asked_to_exit = True
+                self._send(Shutdown())
+            await self._replaced.wait()
+        finally:
+            self.is_resting = False
+        if not self.is_wanted.is_set():
+            raise EngineDead(self.reason or "")
 
-    async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
-        check_replica(replica, 1)
-        return await self._ask(lambda id: GetNode(id, node))
-
-    def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
-        check_replica(replica, 1)
-        return self._watchers.watch()
-
-    def restart(self) -> None:
-        raise RequestError(
-            "there is one engine, and requests would be refused while it restarts: start the "
-            "server with --replicas 2 or more"
-        )
-
-    # ---- engines that start and end --------------------------------------------------------
+    # ---- what a supervisor calls -----------------------------------------------------------
 
     def engine_ready(self, sender: Sender) -> None:
         """From now on requests are sent there, first of all those that wait."""
+        self.is_restarting = self._was_asked_to_exit = False
         self._sender = sender
         self.reason = None
         for request in self._requests.values():
             self._submit(request)
-        self._watchers.engine_ready()
+        self.watchers.engine_ready()
+        self._replaced.set()
+        self._on_change()
 
     def deliver(self, message: Delivered) -> None:
         match message:
@@ -468,67 +568,54 @@ class EngineClient:
                     request.compiled = True
                     request.started |= isinstance(message, Started)
             case Answer(id=id, data=data, error=error):
-                self._questions.answered(id, data, error)
+                answer = self._answers.get(id)
+                if answer is None or answer.done():  # the client has disconnected
+                    return
+                if error is None:
+                    answer.set_result(data)
+                else:
+                    answer.set_exception(PippinError(error))
             case FeedMessage():
-                self._watchers.deliver(message)
+                self.watchers.deliver(message)
+            case RestorablePrefixes():
+                self.prefixes.change(message)
 
     def exited_as_asked(self) -> bool:
-        """Whether the engine that was lost was asked to exit: then that is no failure."""
-        return False
+        """Whether the engine that was lost was asked to exit: then that is no failure. Once: the
+        engines that follow are to serve."""
+        asked, self._was_asked_to_exit = self._was_asked_to_exit, False
+        return asked
 
     def engine_lost(self, reason: str, *, knows_all: bool = False) -> None:
         """Requests that had started end with an error; the others wait for the next engine.
 
         `knows_all`: the engine stopped by itself, and everything that it sent was delivered.
         """
+        self._replaced.clear()
+        self.prefixes.clear()
         self._sender = None
         self.reason = reason if self.draining else f"{reason}; another is being started"
-        self._questions.end(reason)
-        self._watchers.engine_lost(self.reason)
+        self.watchers.engine_lost(self.reason)
         requests = list(self._requests.values())
         kept = set(to_resubmit(requests, knows_all=knows_all))
         self._suspects.engine_lost(each.submit for each in requests if each not in kept)
-        for request in requests:
-            if request in kept and not self.draining:
-                request.returned()
-            else:
-                self._end(request.submit.id, reason)
+        for request in kept:
+            request.sent = request.compiled = False
+        self._end([each for each in requests if self.draining or each not in kept], reason)
+        self._on_change()
 
-    # ---- the end ---------------------------------------------------------------------------
-
-    @property
-    def num_open(self) -> int:
-        return len(self._requests)
-
-    def drain(self) -> None:
-        """Refuse new requests. `drained` waits for the open ones to end."""
-        self.draining = True
-
-    async def drained(self) -> None:
-        await self._none_open.wait()
-
-    def close(self) -> None:
-        """There will be no engine any more: everything ends."""
-        reason = "the server is shutting down"
-        self.draining = True
-        self._sender = None
+    def give_up(self, reason: str) -> None:
+        """Its engine is not restarted until it is wanted."""
+        self.is_wanted.clear()
+        self.is_restarting = False
         self.reason = reason
-        self._questions.end(reason)
-        self._watchers.close()
-        for id in list(self._requests):
-            self._end(id, reason)
+        self._replaced.set()
+        self._on_change()
 
     # ----------------------------------------------------------------------------------------
 
-    def open(self, request: OpenRequest) -> None:
-        id = request.submit.id
-        assert id not in self._requests, f"request id {id} is in use"
-        self._requests[id] = request
-        self._none_open.clear()
-        self._submit(request)
-
     def _submit(self, request: OpenRequest) -> None:
-        if self._sender is not None and self._sender.alive:
+        if self._sender is not None and self._sender.alive and not self.is_restarting:
             request.sent = True
             request.num_engines += 1
             self._sender.send(request.submit)
@@ -546,27 +633,19 @@ class EngineClient:
         request.started = True
         request.deltas.put(delta)
 
-    def _end(self, id: str, reason: str) -> None:
-        request = self._requests[id]
-        self._forget(id)
-        request.deltas.put(
-            TokenDelta(
-                id,
-                finish="error",
-                error=reason,
-                error_code=EngineDead.code,
-                error_status=STATUSES[EngineDead.code],
+    def _end(self, requests: Iterable[OpenRequest], reason: str) -> None:
+        """With an error, as all questions do."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(reason))
+        for id, deltas in [(each.submit.id, each.deltas) for each in requests]:
+            self.forget(id)
+            deltas.put(
+                TokenDelta(
+                    id,
+                    finish="error",
+                    error=reason,
+                    error_code=EngineDead.code,
+                    error_status=STATUSES[EngineDead.code],
+                )
             )
-        )
-
-    def _forget(self, id: str) -> bool:
-        """Whether the request was open."""
-        was_open = self._requests.pop(id, None) is not None
-        if not self._requests:
-            self._none_open.set()
-        return was_open
-
-    async def _ask(self, question: Callable[[str], Question]) -> dict[str, Any]:
-        if self.reason is not None:
-            raise NotReady(self.reason)
-        return await self._questions.ask(question)

@@ -1,26 +1,27 @@
-"""The statuses of several engines as one. Knows no field of a status but those that are no sums."""
+"""The engines of one model, one or several replicas: where requests go, and statuses as one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from pippin.engine.engine_client import (
-    EngineClient,
-    OpenRequest,
-    Sender,
-    Suspects,
-    WatchEvent,
-    check_replica,
+from pippin.engine.engine_client import EngineClient, OpenRequest, Suspects, WatchEvent
+from pippin.engine.kv_events import prompt_hashes
+from pippin.errors import EngineDead, NotReady, Overloaded, RequestError
+from pippin.messages import (
+    Abort,
+    Finish,
+    FlushCache,
+    GetCounters,
+    GetNode,
+    GetStatus,
+    Question,
+    Submit,
+    TokenDelta,
 )
-from pippin.engine.kv_events import BLOCK_TOKENS, prompt_hashes
-from pippin.errors import EngineDead, NotReady, Overloaded
-from pippin.messages import Delivered, RestorablePrefixes, Shutdown, Submit, TokenDelta
 
 SHARE = "_share"  # of time: the mean
 QUOTIENTS = {"hit_rate": ("tokens_matched", "tokens_looked_up")}
@@ -57,183 +58,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-MAX_PREFIXES = 1 << 18  # of 64 tokens each: 16 million tokens, in some 30 MB
-
-
-class PrefixIndex:
-    def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
-        """Of more prefixes, those that are reported later are not known."""
-        self._max_prefixes = max_prefixes
-        self._reported: dict[int, int] = {}  # hash: in how many tiers
-        self._expected: dict[int, int] = {}  # hash: by how many prompts
-        self._sent: OrderedDict[int, None] = OrderedDict()  # hashes, the latest last
-
-    def __len__(self) -> int:
-        return len(self._reported)
-
-    def change(self, message: RestorablePrefixes) -> None:
-        if message.cleared:
-            self._reported.clear()
-        room = self._max_prefixes
-        for hash in message.stored:
-            if hash in self._reported or len(self._reported) < room:
-                _count(self._reported, hash, 1)
-        for hash in message.removed:
-            _count(self._reported, hash, -1)
-
-    def clear(self) -> None:
-        """The engine is lost; prompts that it computes are dropped one by one."""
-        self._reported.clear()
-        self._sent.clear()
-
-    def expect(self, hashes: Iterable[int]) -> None:
-        for hash in hashes:
-            _count(self._expected, hash, 1)
-            self._sent[hash] = None
-            self._sent.move_to_end(hash)
-        while len(self._sent) > self._max_prefixes:
-            self._sent.popitem(last=False)
-
-    def drop(self, hashes: Iterable[int]) -> None:
-        for hash in hashes:
-            _count(self._expected, hash, -1)
-
-    def restorable_tokens(self, hashes: Sequence[int]) -> int:
-        """Of a prompt whose blocks have these hashes."""
-        for index in range(len(hashes) - 1, -1, -1):
-            if hashes[index] in self._reported or hashes[index] in self._expected:
-                return (index + 1) * BLOCK_TOKENS
-        return 0
-
-    def home_tokens(self, hashes: Sequence[int]) -> float:
-        """The memory that another replica would spend on a copy of what was sent here before.
-
-        Also of what was evicted since: prompts that come back to one replica leave the memory of
-        the others to other prompts. All prompts that share a block need one copy of it, so it is
-        divided among this one and those that are open here.
-        """
-        for index in range(len(hashes) - 1, -1, -1):
-            if hashes[index] in self._sent:
-                known = hashes[: index + 1]
-                return sum(BLOCK_TOKENS / (1 + self._expected.get(hash, 0)) for hash in known)
-        return 0.0
-
-
-def _count(counts: dict[int, int], hash: int, change: int) -> None:
-    """A hash that is not known cannot become less."""
-    count = counts.get(hash, 0) + change
-    if count > 0:
-        counts[hash] = count
-    else:
-        counts.pop(hash, None)
-
-
-# What an open request weighs, in tokens of a prompt: it delays the steps of others, and its row
-# takes memory from the cache. With less, one replica attracts most conversations, and evicts some.
-ROW_TOKENS = 128
-
-
-class Replica(EngineClient):
-    def __init__(self, suspects: Suspects, on_change: Callable[[], None]) -> None:
-        """`on_change`: its engine is ready, or lost."""
-        super().__init__(suspects)
-        self.prefixes = PrefixIndex()
-        self.num_to_compute = 0  # tokens of prompts that have no reply yet
-        self.is_resting = False  # requests are routed elsewhere, if there is another
-        self.is_restarting = False  # requests wait for the next engine
-        self._was_asked_to_exit = False
-        self._on_change = on_change
-        self._replaced = asyncio.Event()  # an engine is ready, or there will be none
-        self.is_wanted = asyncio.Event()  # not set: its engine failed too often, and stays down
-        self.is_wanted.set()
-
-    @property
-    def serves(self) -> bool:
-        sender = self._sender
-        return self.healthy and not self.is_restarting and sender is not None and sender.alive
-
-    @property
-    def load(self) -> int:
-        """In tokens that prefill would compute in that time."""
-        return self.num_to_compute + ROW_TOKENS * self.num_open
-
-    @property
-    def state(self) -> str:
-        if self.is_restarting:
-            return "restarting"
-        if not self.healthy:
-            return self.reason or "lost"
-        return "draining" if self.is_resting else "serving"
-
-    def forget(self, id: str) -> None:
-        """Its reply has ended."""
-        self._forget(id)
-
-    def release_unsent(self) -> list[OpenRequest]:
-        """Requests that no engine has, in order of arrival: they are another replica's now."""
-        unsent = [request for request in self._requests.values() if not request.sent]
-        for request in unsent:
-            self._forget(request.submit.id)
-        return unsent
-
-    async def replace_engine(self) -> None:
-        """Its requests end, then its engine exits and another is loaded.
-
-        Raises EngineDead if engines failed to load until the supervisor gave up.
-        """
-        self.is_resting = True
-        self.is_wanted.set()
-        try:
-            while self.num_open:
-                await self.drained()
-            self._replaced.clear()
-            if self.healthy:
-                self.is_restarting = self._was_asked_to_exit = True
-                self._send(Shutdown())
-            await self._replaced.wait()
-        finally:
-            self.is_resting = False
-        if not self.is_wanted.is_set():
-            raise EngineDead(self.reason or "")
-
-    # ---- what a supervisor calls ---------------------------------------------------------------
-
-    def engine_ready(self, sender: Sender) -> None:
-        self.is_restarting = self._was_asked_to_exit = False
-        super().engine_ready(sender)
-        self._replaced.set()
-        self._on_change()
-
-    def exited_as_asked(self) -> bool:
-        """Once: the engines that follow are to serve."""
-        asked, self._was_asked_to_exit = self._was_asked_to_exit, False
-        return asked
-
-    def engine_lost(self, reason: str, *, knows_all: bool = False) -> None:
-        self._replaced.clear()
-        self.prefixes.clear()
-        super().engine_lost(reason, knows_all=knows_all)
-        self._on_change()
-
-    def give_up(self, reason: str) -> None:
-        """Its engine is not restarted until it is wanted."""
-        self.is_wanted.clear()
-        self.is_restarting = False
-        self.reason = reason
-        self._replaced.set()
-        self._on_change()
-
-    def deliver(self, message: Delivered) -> None:
-        if isinstance(message, RestorablePrefixes):
-            self.prefixes.change(message)
-        else:
-            super().deliver(message)
-
-    def _submit(self, request: OpenRequest) -> None:
-        if not self.is_restarting:
-            super()._submit(request)
-
-
 # What a copy elsewhere costs, in tokens computed for each of its own: those it evicts there, of
 # prompts that come back as well, and which evict others then.
 HOME_WORTH = 3
@@ -241,77 +65,52 @@ HOME_WORTH = 3
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Route:
-    """A request, and where it is."""
-
-    request: OpenRequest
-    hashes: list[int]  # of the whole blocks of its prompt
-    replica: Replica | None = None
-    num_to_compute: int = 0  # tokens of its prompt; 0 once its reply has begun
-
-    def enter(self, replica: Replica) -> None:
-        restorable = replica.prefixes.restorable_tokens(self.hashes)
-        self.replica = replica
-        self.num_to_compute = max(self.request.submit.prompt_len - restorable, 0)
-        replica.num_to_compute += self.num_to_compute
-        replica.prefixes.expect(self.hashes)
-
-    def computed(self) -> None:
-        if self.replica is not None:
-            self.replica.num_to_compute -= self.num_to_compute
-            self.num_to_compute = 0
-
-    def leave(self) -> None:
-        self.computed()
-        if self.replica is not None:
-            self.replica.prefixes.drop(self.hashes)
-            self.replica = None
-
-
 class EnginePool:
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int = 1) -> None:
+        self.draining = False
         self._suspects = Suspects()
-        self._routes: dict[str, Route] = {}
+        self._places: dict[str, EngineClient] = {}  # of open requests, by id
         self._restarting: asyncio.Task[None] | None = None
-        self.replicas = [Replica(self._suspects, self._route_again) for _ in range(num_replicas)]
+        self.replicas = [
+            EngineClient(self._suspects, self._route_again) for _ in range(num_replicas)
+        ]
 
     # ---- what the API asks for -----------------------------------------------------------------
 
     @property
     def healthy(self) -> bool:
-        return any(replica.healthy for replica in self.replicas)
+        return self.reason is None
 
     @property
     def reason(self) -> str | None:
-        return None if self.healthy else self.replicas[0].reason
-
-    @property
-    def draining(self) -> bool:
-        return any(replica.draining for replica in self.replicas)
+        for replica in self.replicas:
+            if replica.reason is None:
+                return None
+        return self.replicas[0].reason
 
     def check_ready(self) -> None:
         if self.draining:
             raise NotReady("the server is shutting down")
-        if self.reason is not None:
-            raise NotReady(self.reason)
+        if (reason := self.reason) is not None:
+            raise NotReady(reason)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         self.check_ready()
         self._suspects.check(submit)
-        assert submit.id not in self._routes, f"request id {submit.id} is in use"
-        request = OpenRequest(submit)
-        route = Route(request, prompt_hashes(submit.tokens, submit.salt))
-        self._routes[submit.id] = route
-        self._place(route)
+        assert submit.id not in self._places, f"request id {submit.id} is in use"
+        hashes = prompt_hashes(submit.tokens, submit.salt) if len(self.replicas) > 1 else []
+        request = OpenRequest(submit, hashes)
+        self._place(request)
         try:
             while True:
                 delta = await request.deltas.get()
-                route.computed()
-                if delta.finish is not None and (replica := self._leave(submit.id)) is not None:
-                    replica.forget(submit.id)
-                if delta.finish in ("stop", "length"):
-                    self._suspects.finished(submit)
+                if request.num_to_compute and (replica := self._places.get(submit.id)):
+                    replica.computed(request)
+                if delta.finish is not None:
+                    if (replica := self._places.pop(submit.id, None)) is not None:
+                        replica.forget(submit.id)
+                    if delta.finish in ("stop", "length"):
+                        self._suspects.finished(submit)
                 yield delta
                 if delta.finish is not None:
                     return
@@ -319,40 +118,44 @@ class EnginePool:
             self.abort(submit.id)
 
     def abort(self, id: str) -> None:
-        if (replica := self._leave(id)) is not None:
-            replica.abort(id)
+        if (replica := self._places.pop(id, None)) is not None:
+            replica.leave(Abort(id))
 
     def finish(self, id: str) -> None:
-        if (replica := self._leave(id)) is not None:
-            replica.finish(id)
+        if (replica := self._places.pop(id, None)) is not None:
+            replica.leave(Finish(id))
 
     async def status(self) -> dict[str, Any]:
-        statuses = await self._of_each(*(replica.status() for replica in self._answering()))
+        _, statuses = await self._ask_each(GetStatus)
+        if len(self.replicas) == 1:
+            return statuses[0]
         return merged_status(statuses) | {"replicas": [*map(_summary, self.replicas)]}
 
     async def counters(self) -> dict[str, Any]:
         """The sums, and in `replicas` those of each replica; None for one that does not answer."""
-        answering = self._answering()
-        counters = await self._of_each(*(replica.counters() for replica in answering))
+        answering, counters = await self._ask_each(GetCounters)
+        if len(self.replicas) == 1:
+            return counters[0]
         known = dict(zip(answering, counters, strict=True))
         of_each = [known.get(replica) or None for replica in self.replicas]
         return merged_status(counters) | {"replicas": of_each}
 
     async def flush_cache(self) -> dict[str, Any]:
         """One that is not healthy has lost its cache in memory already."""
-        return merged_status(
-            await self._of_each(*(replica.flush_cache() for replica in self._answering()))
-        )
+        return merged_status((await self._ask_each(FlushCache))[1])
 
     def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
-        check_replica(replica, len(self.replicas))
-        return self.replicas[replica].watch()
+        return self._replica(replica).watchers.watch()
 
     async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
-        check_replica(replica, len(self.replicas))
-        return await self.replicas[replica].node(node)
+        return await self._replica(replica).ask(lambda id: GetNode(id, node))
 
     def restart(self) -> None:
+        if len(self.replicas) == 1:
+            raise RequestError(
+                "there is one engine, and requests would be refused while it restarts: start the "
+                "server with --replicas 2 or more"
+            )
         if self._restarting is not None and not self._restarting.done():
             raise Overloaded("the replicas are being restarted already: wait until that is done")
         self._restarting = asyncio.create_task(self._restart_all())
@@ -365,9 +168,11 @@ class EnginePool:
 
     def drain(self) -> None:
         """Refuse new requests. `drained` waits for the open ones to end."""
-        self._end_restart()
+        if self._restarting is not None:
+            self._restarting.cancel()
+        self.draining = True
         for replica in self.replicas:
-            replica.drain()
+            replica.draining = True
 
     async def drained(self) -> None:
         for replica in self.replicas:
@@ -375,20 +180,21 @@ class EnginePool:
 
     def close(self) -> None:
         """There will be no engine any more: everything ends."""
-        self._end_restart()
+        self.drain()
         for replica in self.replicas:
             replica.close()
 
     # --------------------------------------------------------------------------------------------
 
-    def _place(self, route: Route) -> None:
-        replica = self._choose(route.hashes)
-        route.enter(replica)
-        replica.open(route.request)
+    def _place(self, request: OpenRequest) -> None:
+        replica = self._places[request.submit.id] = self._choose(request.hashes)
+        replica.open(request)
 
-    def _choose(self, hashes: list[int]) -> Replica:
+    def _choose(self, hashes: list[int]) -> EngineClient:
         """By the tokens that need not be computed there, and those that need no copy elsewhere,
         less its load; then the least loaded; then the least cached."""
+        if len(self.replicas) == 1:
+            return self.replicas[0]
         serving = [replica for replica in self.replicas if replica.serves]
         awake = [replica for replica in serving if not replica.is_resting]
         return max(
@@ -402,41 +208,38 @@ class EnginePool:
             ),
         )
 
-    def _leave(self, id: str) -> Replica | None:
-        """The replica that had the request; None if it has ended."""
-        route = self._routes.pop(id, None)
-        if route is None:
-            return None
-        replica = route.replica
-        route.leave()
-        return replica
-
     def _route_again(self) -> None:
         """What waits at replicas that do not serve, to those that do."""
-        if not any(replica.serves for replica in self.replicas):
-            return
-        for replica in self.replicas:
-            if replica.serves:
-                continue
-            for request in replica.release_unsent():
-                route = self._routes[request.submit.id]
-                route.leave()
-                self._place(route)
+        serving = [replica for replica in self.replicas if replica.serves]
+        for replica in self.replicas if serving else ():
+            if replica not in serving:
+                for request in replica.release_unsent():
+                    self._place(request)
 
-    def _answering(self) -> list[Replica]:
-        """Raises NotReady if there is none."""
+    def _replica(self, number: int) -> EngineClient:
+        count = len(self.replicas)
+        if not 0 <= number < count:
+            numbers = "0" if count == 1 else f"0 to {count - 1}"
+            raise RequestError(f"replica is {number}: use {numbers}", param="replica")
+        return self.replicas[number]
+
+    async def _ask_each(
+        self, question: Callable[[str], Question]
+    ) -> tuple[list[EngineClient], list[dict[str, Any]]]:
+        """The healthy replicas and their answers: {} for one that is lost meanwhile, unless all
+        are. Raises NotReady if there is none."""
+        if len(self.replicas) == 1:
+            return self.replicas, [await self.replicas[0].ask(question)]
         if self.reason is not None:
             raise NotReady(self.reason)
-        return [replica for replica in self.replicas if replica.healthy]
-
-    async def _of_each(self, *answers: Any) -> list[dict[str, Any]]:
-        """{} for an engine that is lost meanwhile, unless all are."""
+        healthy = [replica for replica in self.replicas if replica.healthy]
+        answers = [replica.ask(question) for replica in healthy]
         found = await asyncio.gather(*answers, return_exceptions=True)
         lost = [each for each in found if isinstance(each, BaseException)]
         for error in lost:
             if not isinstance(error, EngineDead | NotReady) or len(lost) == len(found):
                 raise error
-        return [{} if isinstance(each, BaseException) else each for each in found]
+        return healthy, [{} if isinstance(each, BaseException) else each for each in found]
 
     async def _restart_all(self) -> None:
         for number, replica in enumerate(self.replicas):
@@ -451,12 +254,8 @@ class EnginePool:
                 return
         logger.warning("all %d replicas were restarted", len(self.replicas))
 
-    def _end_restart(self) -> None:
-        if self._restarting is not None:
-            self._restarting.cancel()
 
-
-def _summary(replica: Replica) -> dict[str, Any]:
+def _summary(replica: EngineClient) -> dict[str, Any]:
     return {
         "state": replica.state,
         "open_requests": replica.num_open,

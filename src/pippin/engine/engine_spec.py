@@ -1,4 +1,4 @@
-"""What the server sends to a new engine process, and where they meet. Knows no engine."""
+"""What the server sends to a new engine process, and where they meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process whose children compile grammars: loads a checkpoint's vocabulary. Knows no engine.
+"""The process whose children compile grammars: loads a checkpoint's vocabulary.
 
     python -m pippin.engine.grammar_zygote      reads its setup from the first line of stdin
 

@@ -1,4 +1,4 @@
-"""The engine process: loads a backend, runs the loop, speaks the channel. Knows no HTTP, no text.
+"""The engine process: loads a backend, and moves messages between its loop and the server.
 
     python -m pippin.engine.run      reads an `EngineSpec` from the first line of stdin
 
@@ -9,14 +9,16 @@ that the server stopped, however it died. Then the engine leaves too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -24,6 +26,7 @@ import zmq
 from pippin.config import ServerConfig
 from pippin.engine.build_loop import build_loop, listen
 from pippin.engine.engine_spec import EXIT_GRACE_SECONDS, EngineSpec
+from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.kv_events import (
@@ -34,17 +37,29 @@ from pippin.engine.kv_events import (
     PublishingThread,
     prefix_reports,
 )
-from pippin.engine.message_pump import MessagePump
 from pippin.errors import ConfigError, PippinError
 from pippin.logs import configure_logging
 from pippin.messages import (
+    Abort,
     Alive,
+    Answer,
+    Compiled,
     Failed,
+    Finish,
+    FlushCache,
     FromEngine,
+    GetCounters,
+    GetNode,
+    GetStatus,
     Loading,
     Ready,
     Shutdown,
+    Started,
+    Submit,
     ToEngine,
+    TokenBatch,
+    Unwatch,
+    Watch,
 )
 from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
@@ -112,10 +127,12 @@ class Channel:
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
         """Everything that has arrived; the first of it may take `wait_seconds`."""
-        self._inbox.poll(int(wait_seconds * 1000))
+        if wait_seconds:
+            self._inbox.poll(int(wait_seconds * 1000))
         messages: list[ToEngine] = []
-        while self._inbox.poll(0):
-            messages.append(self._decoder.decode(self._inbox.recv()))
+        with contextlib.suppress(zmq.Again):
+            while True:
+                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
         return messages
 
     def deliver(self, message: ToEngine) -> None:
@@ -128,6 +145,94 @@ class Channel:
     def close(self) -> None:
         with self._sending:
             self._context.destroy(linger=200)
+
+
+IDLE_SECONDS = 0.5  # of a turn in which no message arrives
+
+
+class MessagePump:
+    """Moves messages between channel and loop until a Shutdown arrives, or the loop fails."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        channel: Channel,
+        recorder: Recorder | None = None,
+        announcer: Announcer | None = None,
+    ) -> None:
+        self._loop = loop
+        self._channel = channel
+        self._announcer = announcer
+        self._events = EventSender(loop, recorder or Recorder(loop.scheduler), channel.send)
+        loop.on_start = lambda ids: channel.send(Started(ids))
+        loop.scheduler.compiling.on_compiled = lambda ids: channel.send(Compiled(ids))
+        self.turn_began = time.monotonic()
+
+    def run(self) -> None:
+        while self._take_in(self._wait_seconds):
+            self.turn_began = time.monotonic()
+            if self._events.watched:
+                self._events.flush()
+            if self._loop.idle:
+                if not self._loop.warm_up.done:
+                    self._loop.warm_up.run_next()
+            else:
+                deltas = self._loop.step()
+                if deltas:
+                    self._channel.send(TokenBatch(deltas))
+                if self._loop.failure is not None:
+                    raise self._loop.failure
+            if self._announcer is not None:
+                self._announcer.collect()
+
+    @property
+    def _wait_seconds(self) -> float:
+        """For a message, where nothing else is to be done."""
+        if self._loop.idle and self._loop.warm_up.done:
+            return min(IDLE_SECONDS, self._events.due_in)
+        return 0.0
+
+    def _take_in(self, wait_seconds: float) -> bool:
+        """Handle what has arrived; False once a Shutdown is among it."""
+        for message in self._channel.receive(wait_seconds):
+            match message:
+                case Submit():
+                    self._loop.submit(message)
+                case Abort(id):
+                    self._loop.abort(id)
+                case Finish(id):
+                    self._loop.finish(id)
+                case GetStatus(id):
+                    self._answer(id, self._loop.status)
+                case GetCounters(id):
+                    self._answer(id, self._loop.counters)
+                case FlushCache(id):
+                    later = functools.partial(self._send_answer, id)
+                    self._answer(id, functools.partial(self._loop.flush_cache, later))
+                case GetNode(id, node):
+                    self._answer(id, functools.partial(self._events.node, node))
+                case Watch():
+                    self._events.watch()
+                case Unwatch():
+                    self._events.unwatch()
+                case Shutdown():
+                    return False
+        return True
+
+    def _answer(self, id: str, find: Callable[[], dict[str, Any] | None]) -> None:
+        """A question that cannot be answered fails alone: requests go on. `find` returns None where
+        the answer is sent later."""
+        try:
+            found = find()
+        except Exception as error:
+            traceback.print_exc()
+            self._channel.send(Answer(id, {}, f"the engine could not answer: {error!r}"))
+            return
+        if found is not None:
+            self._send_answer(id, found)
+
+    def _send_answer(self, id: str, found: dict[str, Any]) -> None:
+        self._channel.send(Answer(id, found))
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""The offline API: `LLM` and `AsyncLLM`, an engine in a program's own process. Knows no HTTP."""
+"""The offline API: `LLM` and `AsyncLLM`, an engine in a program's own process."""

@@ -1,4 +1,4 @@
-"""`LLM` for asyncio: many callers at once, the engine in a thread of its own. Knows no HTTP.
+"""`LLM` for asyncio: many callers at once, the engine in a thread of its own.
 
 import asyncio
 from pippin import AsyncLLM
@@ -22,7 +22,7 @@ import queue
 import threading
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -32,21 +32,9 @@ import numpy as np
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
 from pippin.engine.build_loop import build_loop
-from pippin.engine.engine_client import EngineClient
-from pippin.engine.message_pump import MessagePump
-from pippin.errors import EngineDead
-from pippin.messages import (
-    Answer,
-    Compiled,
-    FeedMessage,
-    FromEngine,
-    Shutdown,
-    Started,
-    Submit,
-    ToEngine,
-    TokenBatch,
-    TokenDelta,
-)
+from pippin.engine.engine_client import DeltaQueue
+from pippin.errors import STATUSES, EngineDead
+from pippin.messages import Submit, TokenDelta
 from pippin.offline.offline_requests import (
     Completion,
     Conversations,
@@ -60,6 +48,7 @@ from pippin.offline.offline_requests import (
     offline_config,
     only_one,
 )
+from pippin.offline.router import Router
 from pippin.scheduler.loop import Loop
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve
@@ -76,11 +65,10 @@ _ROUTINE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 class AsyncLLM:
     """A loaded model. Use it from the event loop that loaded it; close it, or use `async with`."""
 
-    def __init__(self, engine: _EngineThread, requests: OfflineRequests, max_queue: int) -> None:
+    def __init__(self, engine: _EngineThread, requests: OfflineRequests) -> None:
         """`AsyncLLM.load` makes one."""
         self._engine = engine
         self._requests = requests
-        self._room = asyncio.Semaphore(max_queue)  # the engine refuses more
 
     @classmethod
     async def load(
@@ -91,14 +79,13 @@ class AsyncLLM:
         engine: EngineConfig | None = None,
         config: Config | None = None,
     ) -> AsyncLLM:
-        chosen = offline_config(model, dtype, engine, config)
-        thread = _EngineThread(chosen)
+        thread = _EngineThread(offline_config(model, dtype, engine, config))
         try:
             requests = await thread.loaded
         except BaseException:
             thread.stop()
             raise
-        return cls(thread, requests, chosen.engine.max_queue)
+        return cls(thread, requests)
 
     async def generate(
         self, prompts: Prompts, params: Params = None, **options: Unpack[ReplyOptions]
@@ -169,17 +156,17 @@ class AsyncLLM:
         return completion
 
     async def _pieces(self, sequence: GeneratedSequence) -> AsyncGenerator[SequencePiece, None]:
-        async with self._room, aclosing(self._engine.generate(sequence.submit)) as deltas:
+        async with aclosing(self._engine.generate(sequence.submit)) as deltas:
             async for delta in deltas:
                 piece = sequence.take(delta)
                 if piece.finish is not None and delta.finish is None:
-                    self._engine.client.finish(delta.id)  # a stop string
+                    self._engine.finish(delta.id)  # a stop string
                 yield piece
                 if piece.finish is not None:
                     return
 
     async def _vector(self, submit: Submit) -> np.ndarray:
-        async with self._room, aclosing(self._engine.generate(submit)) as deltas:
+        async with aclosing(self._engine.generate(submit)) as deltas:
             async for delta in deltas:
                 if delta.finish is not None:
                     return embedding_of(delta)
@@ -224,25 +211,43 @@ class _EngineThread:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._event_loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[Router], None] | None] = queue.SimpleQueue()
         self.loaded: asyncio.Future[OfflineRequests] = self._event_loop.create_future()
-        self.client = EngineClient()
-        self._failure: str | None = None
+        self._readers: dict[str, DeltaQueue] = {}  # of open requests
+        self._arrived: list[TokenDelta] = []  # in the present step
+        self._end: str | None = None  # why no more requests are taken
         self._stopped = False
         self._thread = _ComputeThread(self._run)
         atexit.register(self._close_at_exit)
 
-    def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        if self._failure is not None:
-            raise EngineDead(self._failure)
-        return self.client.generate(submit)
+    async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
+        if self._end is not None:
+            raise EngineDead(self._end)
+        deltas = self._readers[submit.id] = DeltaQueue()
+        self._calls.put(lambda router: router.open(submit, self._arrived.append))
+        try:
+            while True:
+                delta = await deltas.get()
+                if delta.finish is not None:
+                    self._readers.pop(submit.id, None)
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            if self._readers.pop(submit.id, None) is not None:
+                self._calls.put(lambda router: router.abort(submit.id))
+
+    def finish(self, id: str) -> None:
+        """The reply is complete (a stop string)."""
+        if self._readers.pop(id, None) is not None:
+            self._calls.put(lambda router: router.finish(id))
 
     def stop(self) -> None:
         self._stopped = True
-        self._inbox.put(Shutdown())
+        self._calls.put(None)
 
     async def close(self) -> None:
-        self.client.close()
+        self._lose("the model has been closed")
         self.stop()
         await asyncio.to_thread(self._thread.join)
         atexit.unregister(self._close_at_exit)
@@ -254,47 +259,79 @@ class _EngineThread:
 
     # ---- in the event loop -----------------------------------------------------------------
 
-    def _ready(self, requests: OfflineRequests) -> None:
-        if not self.loaded.cancelled():
-            self.client.engine_ready(_Sender(self._inbox))
-            self.loaded.set_result(requests)
+    def _end_load(self, result: OfflineRequests | Exception) -> None:
+        if self.loaded.cancelled():
+            return
+        if isinstance(result, Exception):
+            self.loaded.set_exception(result)
+        else:
+            self.loaded.set_result(result)
 
-    def _not_loaded(self, error: Exception) -> None:
-        if not self.loaded.cancelled():
-            self.loaded.set_exception(error)
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if (reader := self._readers.get(delta.id)) is not None:  # else its caller has left
+                reader.put(delta)
 
-    def _lost(self, reason: str) -> None:
-        self._failure = reason
-        self.client.drain()  # there will be no other
-        self.client.engine_lost(reason)
+    def _lose(self, reason: str) -> None:
+        """Every open request ends."""
+        self._end = self._end or reason
+        code, status = EngineDead.code, STATUSES[EngineDead.code]
+        for id, reader in self._readers.items():
+            reader.put(
+                TokenDelta(id, finish="error", error=reason, error_code=code, error_status=status)
+            )
 
     # ---- in the thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             with _collected_here():
-                loop, requests = self._load()
+                loop, router, requests = self._load()
         except Exception as error:  # raised again by `load`
-            self._post(self._not_loaded, error)
+            self._post(self._end_load, error)
             return
-        self._post(self._ready, requests)
+        self._post(self._end_load, requests)
         try:
-            MessagePump(loop, self).run()
-        except Exception as error:  # every open request ends with it
-            self._post(self._lost, f"the engine stopped: {str(error) or repr(error)}")
+            self._serve(loop, router)
+        except Exception as error:
+            self._post(self._lose, f"the engine stopped: {str(error) or repr(error)}")
         with _collected_here():
             loop.close()
-            del loop, requests
+            del loop, router, requests
 
-    def _load(self) -> tuple[Loop, OfflineRequests]:
+    def _load(self) -> tuple[Loop, Router, OfflineRequests]:
         config = resolve(self._config)
         text = TextBundle.load(Path(config.model.model))
         loop = build_loop(config, progress=self._check_stopped)
-        return loop, OfflineRequests(text, loop.backend.spec)
+        return loop, Router(loop), OfflineRequests(text, loop.backend.spec)
 
     def _check_stopped(self, stage: str) -> None:
         if self._stopped:
             raise EngineDead(f"closed before the model was loaded ({stage})")
+
+    def _serve(self, loop: Loop, router: Router) -> None:
+        """Until it is stopped."""
+        while True:
+            with suppress(queue.Empty):
+                while True:
+                    call = self._calls.get(block=router.idle and loop.warm_up.done)
+                    if call is None:
+                        return
+                    call(router)
+            if router.idle:
+                if not loop.warm_up.done:
+                    loop.warm_up.run_next()
+                continue
+            router.step()
+            if self._arrived:
+                arrived = self._arrived.copy()
+                self._arrived.clear()
+                for delta in arrived:
+                    if delta.finish is not None:
+                        router.forget(delta.id)
+                self._post(self._deliver, arrived)
+            if loop.failure is not None:
+                raise loop.failure
 
     def _post(self, call: Callable[[Any], None], arg: object) -> None:
         try:
@@ -302,19 +339,6 @@ class _EngineThread:
         except RuntimeError:
             if not self._event_loop.is_closed():  # nothing waits for what is closed
                 raise
-
-    def send(self, message: FromEngine) -> None:
-        assert isinstance(message, TokenBatch | Started | Compiled | Answer | FeedMessage)
-        self._post(self.client.deliver, message)
-
-    def receive(self, wait_seconds: float) -> list[ToEngine]:
-        messages: list[ToEngine] = []
-        try:
-            messages.append(self._inbox.get(block=wait_seconds > 0, timeout=wait_seconds or None))
-            while True:
-                messages.append(self._inbox.get_nowait())
-        except queue.Empty:
-            return messages
 
 
 @contextmanager
@@ -331,13 +355,3 @@ def _collected_here() -> Iterator[None]:
         gc.collect()
         if was_enabled:
             gc.enable()
-
-
-class _Sender:
-    alive = True
-
-    def __init__(self, inbox: queue.SimpleQueue[ToEngine]) -> None:
-        self._inbox = inbox
-
-    def send(self, message: ToEngine) -> None:
-        self._inbox.put(message)

@@ -8,7 +8,6 @@ print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].text)
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -56,7 +55,6 @@ class LLM:
         self.config = resolve(offline_config(model, dtype, engine, config))
         self.text = TextBundle.load(Path(self.config.model.model))
         self.loop = build_loop(self.config, lambda _: None, for_streams=False)
-        self._warm_up()
         self._router = Router(self.loop)
         self._requests = OfflineRequests(self.text, self.loop.backend.spec)
 
@@ -87,7 +85,6 @@ class LLM:
         other.loop = build_loop(
             other.config, lambda _: None, for_streams=False, backend=self.loop.backend
         )
-        other._warm_up()
         other._router = Router(other.loop)
         return other
 
@@ -195,11 +192,6 @@ class LLM:
         for completion, sequence in zip(completions, sequences, strict=True):
             completion.close(sequence)
         return completions
-
-    def _warm_up(self) -> None:
-        """Where it cannot be done later: no step is captured while requests run."""
-        if self.loop.backend.warm_up_seconds == math.inf:
-            self.loop.warm_up.run_at_load(lambda _: None)
 
     def _stream(self, sequences: Sequence[GeneratedSequence]) -> Iterator[str]:
         with closing(self._run([only_one(sequences)])) as pieces:

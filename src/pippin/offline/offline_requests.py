@@ -1,7 +1,4 @@
-"""What a Python caller gives, as sequences ready to submit: for `LLM` and `AsyncLLM`.
-
-Knows no engine and no threads.
-"""
+"""What a Python caller gives, as sequences ready to submit: for `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 

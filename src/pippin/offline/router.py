@@ -1,15 +1,17 @@
 """Steps a loop for several callers at once and returns to each of them its own deltas.
 
 callers' submits  ──▶  backlog: what the loop's queue has no room for yet  ──▶  loop
-callers' inboxes  ◀──  deltas, by request id                               ◀──
+callers' readers  ◀──  deltas, by request id                               ◀──
 
-The loop runs only while a caller waits for a delta, in that caller's thread. Knows no text.
+`LLM` steps it only while a caller waits for a delta, in that caller's thread; `AsyncLLM` does so in
+a thread of its own, as long as there is something to do.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import signal
 import threading
 from collections import deque
@@ -21,7 +23,7 @@ from pippin.errors import EngineDead
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.loop import Loop
 
-Inbox = deque[TokenDelta]
+Reader = Callable[[TokenDelta], None]
 
 
 class Router:
@@ -29,34 +31,52 @@ class Router:
         self._loop = loop
         self._backlog: list[tuple[int, int, Submit]] = []  # a heap: by priority, then arrival
         self._arrivals = itertools.count()
-        self._inboxes: dict[str, Inbox] = {}  # by request id, until its last delta was read
+        self._readers: dict[str, Reader] = {}  # by request id, until its last delta was read
         self._leaving: list[tuple[Callable[[str], None], str]] = []  # before the next step
         # Still set after a step that raised: nothing is known of the state it left.
         self._in_step = False
         self._closed = False
+        if loop.backend.warm_up_seconds == math.inf:  # no step is captured while requests run
+            loop.warm_up.run_at_load(lambda _: None)
+
+    @property
+    def idle(self) -> bool:
+        return self._loop.idle and not (self._backlog or self._leaving)
 
     def run(self, submits: Sequence[Submit]) -> Generator[TokenDelta, None, None]:
         """Deltas of these requests as they arrive. Closing it aborts those that still run."""
-        inbox: Inbox = deque()
+        inbox: deque[TokenDelta] = deque()
         try:
             for submit in submits:
-                self._inboxes[submit.id] = inbox
-                heapq.heappush(self._backlog, (-submit.priority, next(self._arrivals), submit))
+                self.open(submit, inbox.append)
             num_open = len(submits)
             while num_open:
                 while not inbox:
                     assert self._backlog or not self._loop.idle, "nothing will ever come"
-                    self._step()
+                    self.step()
                 delta = inbox.popleft()
-                if delta.id in self._inboxes:  # else it was sent before the loop knew of `finish`
+                if delta.id in self._readers:  # else it was sent before the loop knew of `finish`
                     yield delta
                     if delta.finish is not None:
-                        self._inboxes.pop(delta.id, None)
-                    num_open -= delta.id not in self._inboxes
+                        self.forget(delta.id)
+                    num_open -= delta.id not in self._readers
         finally:
             for submit in submits:
-                self._leave(submit.id, self._loop.abort)
+                self.abort(submit.id)
             self._drain()
+
+    def open(self, submit: Submit, reader: Reader) -> None:
+        """`reader` is called with each delta until the request is forgotten, or left."""
+        self._readers[submit.id] = reader
+        heapq.heappush(self._backlog, (-submit.priority, next(self._arrivals), submit))
+
+    def forget(self, request_id: str) -> None:
+        """Its last delta was read."""
+        self._readers.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        """Its caller has left. Ended requests are ignored."""
+        self._leave(request_id, self._loop.abort)
 
     def finish(self, request_id: str) -> None:
         """The reply is complete (a stop string). Ended requests are ignored."""
@@ -64,10 +84,10 @@ class Router:
 
     def _drain(self) -> None:
         """If no request is open any more, step until the loop has released everything."""
-        if self._inboxes or self._in_step or self._closed or self._loop.failure is not None:
+        if self._readers or self._in_step or self._closed or self._loop.failure is not None:
             return
-        while self._leaving or not self._loop.idle:
-            self._step()
+        while not self.idle:
+            self.step()
 
     def close(self) -> None:
         """The loop is about to be closed: requests that are still open raise EngineDead."""
@@ -75,10 +95,10 @@ class Router:
 
     def _leave(self, request_id: str, leave: Callable[[str], None]) -> None:
         # Called before the next step: an iterator may be closed by the garbage collector amid one.
-        if self._inboxes.pop(request_id, None) is not None:
+        if self._readers.pop(request_id, None) is not None:
             self._leaving.append((leave, request_id))
 
-    def _step(self) -> None:
+    def step(self) -> None:
         if self._closed:
             raise EngineDead("the model has been closed")
         if self._in_step:
@@ -92,22 +112,18 @@ class Router:
                 leave(request_id)
             self._feed()
             for delta in self._loop.step():
-                self._deliver(delta)
+                if (reader := self._readers.get(delta.id)) is not None:  # else its caller has left
+                    reader(delta)
             self._in_step = False
 
     def _feed(self) -> None:
         while self._backlog:
             submit = self._backlog[0][-1]
-            if submit.id in self._inboxes:  # else its caller has left
+            if submit.id in self._readers:  # else its caller has left
                 if not self._loop.has_room(submit):
                     return
                 self._loop.submit(submit)
             heapq.heappop(self._backlog)
-
-    def _deliver(self, delta: TokenDelta) -> None:
-        inbox = self._inboxes.get(delta.id)
-        if inbox is not None:  # else its caller has left
-            inbox.append(delta)
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from pippin.api.http.workers import return_freed_memory
 from pippin.api.served_models import FixedModel, ServedModels
 from pippin.backends.nvidia import gpu_ids
 from pippin.config import Config, LimitsConfig, ServerConfig
-from pippin.engine.engine_client import EngineClient
 from pippin.engine.engine_pool import EnginePool
 from pippin.engine.events.trace import TraceFile
 from pippin.errors import ConfigError, LoadError
@@ -179,7 +178,7 @@ class Entrance:
             await self.loaded.close()
 
 
-Engines = EngineClient | EnginePool | ModelEngines  # one, replicas, or those of several models
+Engines = EnginePool | ModelEngines  # of one model, or of several
 NUM_WAITING = 2_048  # connections, to be accepted
 
 

@@ -20,7 +20,7 @@ from pippin.backends.nvidia import memory_bytes
 from pippin.config import Config
 from pippin.config.server import event_address
 from pippin.engine.engine_client import EngineClient
-from pippin.engine.engine_pool import EnginePool, Replica
+from pippin.engine.engine_pool import EnginePool
 from pippin.errors import ConfigError, EngineDead, LoadError
 from pippin.messages import Ready
 from pippin.startup.checkpoint import text_options
@@ -217,14 +217,7 @@ class SupervisedEngine:
         """
         self._config = config
         plans = plan_replicas(config)
-        self.engine: EngineClient | EnginePool
-        clients: list[EngineClient]
-        if len(plans) == 1:
-            self.engine = EngineClient()
-            clients = [self.engine]
-        else:
-            self.engine = EnginePool(len(plans))
-            clients = [*self.engine.replicas]
+        self.engine = EnginePool(len(plans))
         self._supervisors = [
             Supervisor(
                 plan.config,
@@ -233,7 +226,7 @@ class SupervisedEngine:
                 environment=plan.environment,
                 replica=number if len(plans) > 1 else None,
             )
-            for number, (plan, client) in enumerate(zip(plans, clients, strict=True))
+            for number, (plan, client) in enumerate(zip(plans, self.engine.replicas, strict=True))
         ]
         self.loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
 
@@ -242,11 +235,8 @@ class SupervisedEngine:
 
         Raises LoadError if the model cannot be loaded, EngineDead after too many restarts.
         """
-        if isinstance(self.engine, EnginePool):
-            works = [*map(self._keep, self.engine.replicas, self._supervisors)]
-        else:
-            works = [self._supervisors[0].run()]
-        running = [asyncio.create_task(work) for work in works]
+        keeping = map(self._keep, self.engine.replicas, self._supervisors)
+        running = [asyncio.create_task(work) for work in keeping]
         loading = asyncio.create_task(self._load())
         try:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
@@ -265,9 +255,8 @@ class SupervisedEngine:
         if not self.loaded.done():
             self.loaded.set_result(msgspec.structs.replace(ready[0], num_slots=num_slots))
 
-    async def _keep(self, replica: Replica, supervisor: Supervisor) -> None:
+    async def _keep(self, replica: EngineClient, supervisor: Supervisor) -> None:
         """One that failed too often waits until it is wanted again, while another one serves."""
-        assert isinstance(self.engine, EnginePool)
         while True:
             try:
                 return await supervisor.run()

@@ -1,1 +1,1 @@
-"""Keeps an engine process running behind the server. Knows no HTTP, no text and no arrays."""
+"""Keeps an engine process running behind the server."""

@@ -1,4 +1,4 @@
-"""A child process that runs `pippin.engine.run`. Knows no request and no restart policy.
+"""A child process that runs `pippin.engine.run`.
 
 server                                    engine (child)
   Connection      ── ToEngine (zmq) ──▶     Channel

@@ -5,7 +5,6 @@
        └──── after a while ◀─┘    too many in a row: the supervisor gives up
 
 The first engine must load: what keeps it from that would keep the next one from it too.
-Knows no HTTP and nothing of what requests ask for.
 """
 
 from __future__ import annotations
@@ -27,15 +26,11 @@ from pippin.errors import EngineDead, LoadError
 from pippin.messages import (
     Alive,
     Answer,
-    Compiled,
     Failed,
-    FeedMessage,
     FromEngine,
     GetStatus,
     Loading,
     Ready,
-    RestorablePrefixes,
-    Started,
     ToEngine,
     TokenBatch,
 )
@@ -255,22 +250,20 @@ class Supervisor:
                 case Ready():
                     pulse.beat(0.0)
                     connection.send(GetStatus(HANDSHAKE))
-                    self._serve_on(connection, message, time.monotonic() - began)
+                    if self.loaded.done():
+                        load_s = time.monotonic() - began
+                        logger.warning("%s was restarted and loaded in %.1f s", self._name, load_s)
+                    else:
+                        self.loaded.set_result(message)
+                    self._client.engine_ready(connection)
                 case Answer(id=id) if id == HANDSHAKE:
                     process.remove_socket_names()
                 case TokenBatch(deltas=deltas):
                     if any(delta.finish in ("stop", "length") for delta in deltas):
                         self._backoff.finished_request()
                     self._client.deliver(message)
-                case Started() | Compiled() | Answer() | FeedMessage() | RestorablePrefixes():
+                case _:
                     self._client.deliver(message)
-
-    def _serve_on(self, connection: Connection, ready: Ready, load_seconds: float) -> None:
-        if self.loaded.done():
-            logger.warning("%s was restarted and loaded in %.1f s", self._name, load_seconds)
-        else:
-            self.loaded.set_result(ready)
-        self._client.engine_ready(connection)
 
 
 async def _hang(pulse: Pulse) -> str:

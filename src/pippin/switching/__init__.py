@@ -1,1 +1,1 @@
-"""Several models in memory for few: which engines run, and which requests wait. Knows no HTTP."""
+"""Several models in memory for few: which engines run, and which requests wait."""

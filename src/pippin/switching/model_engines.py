@@ -1,4 +1,4 @@
-"""Starts and stops the engines of several models as `turns.py` decides. Knows no HTTP and no text.
+"""Starts and stops the engines of several models as `turns.py` decides.
 
 lease(name) ──▶ waits for its turn ──▶ Lease: its engine is not stopped before it is released
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_pool import EnginePool
 from pippin.errors import NotReady, PippinError
 from pippin.messages import Ready
 from pippin.switching.turns import ModelTurn, Ticket, Turns
@@ -22,17 +22,11 @@ SHUTTING_DOWN = "the server is shutting down"
 logger = logging.getLogger(__name__)
 
 
-class HostedEngine(Engine, Protocol):
-    def close(self) -> None:
-        """There will be no engine any more: what is open ends."""
-        ...
-
-
 class EngineHost(Protocol):
     """An engine, and what keeps it running; see `startup/replicas.py`."""
 
     @property
-    def engine(self) -> HostedEngine: ...
+    def engine(self) -> EnginePool: ...
 
     @property
     def loaded(self) -> asyncio.Future[Ready]: ...
@@ -43,14 +37,8 @@ class EngineHost(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadedEngine:
-    engine: HostedEngine
-    ready: Ready
-
-
-@dataclass(frozen=True)
 class Lease:
-    loaded: LoadedEngine
+    host: EngineHost
     ticket: Ticket
     waited_s: float  # for the model to be loaded
 
@@ -65,9 +53,9 @@ class ModelEngines:
         self._turns = turns
         self._start = start
         self._clock = clock
-        self._loaded: dict[str, LoadedEngine] = {}
+        self.loaded: dict[str, EngineHost] = {}
         self._runs: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
-        self._waiting: dict[int, asyncio.Future[LoadedEngine]] = {}  # by ticket
+        self._waiting: dict[int, asyncio.Future[EngineHost]] = {}  # by ticket
         self._timer: asyncio.TimerHandle | None = None
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -76,9 +64,6 @@ class ModelEngines:
         self.num_loads = dict.fromkeys(turns.models, 0)
 
     # ---- requests --------------------------------------------------------------------------
-
-    def loaded(self, name: str) -> LoadedEngine | None:
-        return self._loaded.get(name)
 
     def turn(self, name: str) -> ModelTurn:
         return self._turns.models[name]
@@ -98,7 +83,7 @@ class ModelEngines:
         if ticket is None:
             return None
         self._none_open.clear()
-        return Lease(self._loaded[name], ticket, 0.0)
+        return Lease(self.loaded[name], ticket, 0.0)
 
     async def lease(self, name: str) -> Lease:
         """When the model is loaded. Overloaded or NotReady if the request is turned away."""
@@ -108,7 +93,7 @@ class ModelEngines:
         granted = self._waiting[ticket.id] = asyncio.get_running_loop().create_future()
         self.advance()
         try:
-            loaded = await granted
+            host = await granted
         except BaseException:
             if granted.cancelled() or granted.exception() is not None:
                 self._turns.cancel(ticket)
@@ -118,7 +103,7 @@ class ModelEngines:
             raise
         finally:
             del self._waiting[ticket.id]
-        return Lease(loaded, ticket, self._clock() - asked_at)
+        return Lease(host, ticket, self._clock() - asked_at)
 
     def release(self, lease: Lease) -> None:
         self._turns.release(lease.ticket.name, self._clock())
@@ -157,8 +142,8 @@ class ModelEngines:
 
     def close(self) -> None:
         self.drain()
-        for loaded in self._loaded.values():
-            loaded.engine.close()
+        for host in self.loaded.values():
+            host.engine.close()
 
     # ----------------------------------------------------------------------------------------
 
@@ -178,7 +163,7 @@ class ModelEngines:
             if granted.done():  # its client has disconnected, or the server shuts down
                 self._turns.release(ticket.name, now)
             else:
-                granted.set_result(self._loaded[ticket.name])
+                granted.set_result(self.loaded[ticket.name])
         if self.num_open:
             self._none_open.clear()
         else:
@@ -213,7 +198,7 @@ class ModelEngines:
             await asyncio.wait((running, host.loaded), return_when=asyncio.FIRST_COMPLETED)
             if host.loaded.done():
                 self._turns.loaded(name, self._clock())
-                self._loaded[name] = LoadedEngine(host.engine, host.loaded.result())
+                self.loaded[name] = host
                 self.num_loads[name] += 1
                 logger.info(
                     "the model %s was loaded in %.1f s", name, self._turns.models[name].load_s
@@ -226,7 +211,7 @@ class ModelEngines:
             return None
         finally:
             self._turns.ending(name)
-            self._loaded.pop(name, None)
+            self.loaded.pop(name, None)
             host.engine.close()
             stopping.cancel()
             running.cancel()

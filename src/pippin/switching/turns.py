@@ -1,4 +1,4 @@
-"""Decides which models are loaded and which requests wait for one. Knows no process and no clock.
+"""Decides which models are loaded and which requests wait for one.
 
     stopped ──▶ loading ──▶ ready ──▶ stopping ──▶ stopped
                    └─ failed ──▶ stopped

@@ -1,4 +1,4 @@
-"""Gathers an engine's events and sends them, at most ten times a second. Knows no watchers.
+"""Gathers an engine's events and sends them, at most ten times a second.
 
 watch     the next message is a snapshot, for watchers that are new
 flush     called after every step: sends what is new, if the last message was long enough ago
@@ -49,7 +49,7 @@ class EventSender:
         self._recorder = recorder
         self._send = send
         self._encoder = msgspec.json.Encoder()
-        self._watched = False
+        self.watched = False
         self._is_lost = False
         self._snapshot_wanted = False
         self._last_at = -math.inf
@@ -71,8 +71,8 @@ class EventSender:
             self._send_lost()
             return
         self._snapshot_wanted = True
-        if not self._watched:
-            self._watched = True
+        if not self.watched:
+            self.watched = True
             self._recorder.add(self)
             self._last_generated = self._loop.scheduler.metrics.generated_tokens
             scheduler = self._loop.scheduler
@@ -83,7 +83,7 @@ class EventSender:
         self.flush()
 
     def unwatch(self) -> None:
-        if not self._watched:
+        if not self.watched:
             return
         self._recorder.remove(self)
         self._forget()
@@ -102,7 +102,7 @@ class EventSender:
         self._send(FeedMessage("lost", b""))
 
     def _forget(self) -> None:
-        self._watched = self._snapshot_wanted = False
+        self.watched = self._snapshot_wanted = False
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
@@ -114,14 +114,14 @@ class EventSender:
     @property
     def due_in(self) -> float:
         """Seconds until something is to be sent if nothing more happens; infinite if nothing is."""
-        if not self._watched or not (self._snapshot_wanted or self._num_steps or self._requests):
+        if not self.watched or not (self._snapshot_wanted or self._num_steps or self._requests):
             return math.inf
         return max(0.0, self._last_at + INTERVAL_SECONDS - self._recorder.now)
 
     @never_raises
     def flush(self) -> None:
         """Send what is new, unless it is too soon."""
-        if not self._watched:
+        if not self.watched:
             return
         now = self._recorder.now
         if now - self._last_at < INTERVAL_SECONDS:
@@ -138,7 +138,7 @@ class EventSender:
 
     def node(self, id: int) -> dict[str, Any]:
         """The first tokens of a node that watchers know; {} of another."""
-        node = None if self._mirror is None else self._mirror.find(id)
+        node = None if self._mirror is None else self._mirror.shown.get(id)
         if node is None:
             return {}
         return {
@@ -251,7 +251,6 @@ class EventSender:
             aborted=metrics.requests_aborted,
             failed=metrics.requests_failed,
             preemptions=metrics.preemptions,
-            retractions=metrics.preemptions,
             tokens_per_second=round(generated / seconds, 1) if seconds else 0.0,
             idle_share=self._idle_share(),
             received=scheduler.traffic.num_received,

@@ -1,4 +1,4 @@
-"""Records steps and requests while there are sinks for them. Knows no tree and no messages.
+"""Records steps and requests while there are sinks for them.
 
     scheduler, loop ── observer ──▶ Recorder ── StepEvent, RequestEvent ──▶ sinks: sender, trace
 
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from pippin.backends.base import StepPlan
 from pippin.cache.prefix_cache import PrefixCache
@@ -33,30 +33,21 @@ from pippin.metrics import StepRecord
 from pippin.scheduler.request import Request, RunningSlot
 from pippin.scheduler.scheduler import Scheduler
 
-
-class Guarded(Protocol):
-    def give_up(self, error: Exception) -> None:
-        """One of its calls raised: observe and send nothing more. Does not raise itself."""
-        ...
+_Event = TypeVar("_Event")
+_Method = TypeVar("_Method", bound=Callable[..., None])
 
 
-_Guarded = TypeVar("_Guarded", bound=Guarded)
-_Arguments = ParamSpec("_Arguments")
-
-
-def never_raises(
-    method: Callable[Concatenate[_Guarded, _Arguments], None],
-) -> Callable[Concatenate[_Guarded, _Arguments], None]:
-    """For methods that the engine calls while it plans and commits."""
+def never_raises(method: _Method) -> _Method:
+    """For methods that the engine calls while it plans and commits: `give_up` is called instead."""
 
     @functools.wraps(method)
-    def guarded(self: _Guarded, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+    def guarded(self: Any, *args: Any) -> None:
         try:
-            method(self, *args, **kwargs)
+            method(self, *args)
         except Exception as error:
             self.give_up(error)
 
-    return guarded
+    return cast(_Method, guarded)
 
 
 logger = logging.getLogger(__name__)
@@ -200,7 +191,8 @@ class Recorder:
             return  # launched before there was a sink
         event = self._step_event(plan, record, launched)
         self._last = record
-        self._send(lambda sink: sink.step(event))
+        for sink in list(self._sinks):
+            self._send(sink, sink.step, event)
         for id in launched.samples:
             if (life := self._lives.get(id)) is not None and life.first_token is None:
                 life.first_token = event.resumed
@@ -235,7 +227,6 @@ class Recorder:
             ghosts=record.ghosts,
             started=launched.started,
             preempted=launched.preempted,
-            retracted=launched.preempted,
             retired=[retire.slot for retire in plan.retire],
             captures=sum(captures),
             loads=len(plan.load),
@@ -253,14 +244,14 @@ class Recorder:
 
     def _send_request(self, life: _Life) -> None:
         event = self._request_event(life)
-        self._send(lambda sink: sink.request(event))
-
-    def _send(self, send: Callable[[EventSink], None]) -> None:
         for sink in list(self._sinks):
-            try:
-                send(sink)
-            except Exception as error:
-                self.lose(sink, error)
+            self._send(sink, sink.request, event)
+
+    def _send(self, sink: EventSink, call: Callable[[_Event], None], event: _Event) -> None:
+        try:
+            call(event)
+        except Exception as error:
+            self.lose(sink, error)
 
     def _request_event(self, life: _Life) -> RequestEvent:
         request = life.request
@@ -282,9 +273,7 @@ class Recorder:
             max_tokens=request.params.max_tokens,
             priority=request.priority,
             preemptions=request.num_preemptions,
-            retractions=request.num_preemptions,
             arrived=life.arrived,
-            came=life.arrived,
             started=life.started,
             first_token=life.first_token,
             ended=life.ended,
@@ -292,7 +281,7 @@ class Recorder:
         )
 
     def _since_zero(self, seconds: float) -> float:
-        """A time of the clock as events have it, to the microsecond."""
+        """To the microsecond."""
         return round(seconds - self.zero, 6)
 
 
@@ -313,7 +302,7 @@ class TreeMirror(TreeObserver):
         self._cache = cache
         self._tier_below = tier_below
         self.give_up = on_failure
-        self._shown: dict[int, Node] = {node.id: node for node in _used_last(cache.radix.root)}
+        self.shown = {node.id: node for node in _used_last(cache.radix.root)}  # that watchers know
         self._changes: dict[int, Change] = {}
         self._evicted: list[int] = []
         self._used: dict[int, None] = {}  # in order
@@ -324,25 +313,21 @@ class TreeMirror(TreeObserver):
         tree = self._cache.tree
         tree.observers = tuple(one for one in tree.observers if one is not self)
 
-    def find(self, id: int) -> Node | None:
-        """A node that watchers know."""
-        return self._shown.get(id)
-
     def snapshot(self) -> TreeEvent:
         """All nodes that watchers should know, after `changes` has returned what was new."""
-        nodes = sorted(self._shown.values(), key=lambda node: node.start)
+        nodes = sorted(self.shown.values(), key=lambda node: node.start)
         return self._event([self._view(node, "show") for node in nodes], [], [], [])
 
     def changes(self) -> TreeEvent | None:
         """What is new since the last call, if anything is."""
-        hidden = self._hide() if len(self._shown) > MAX_NODES else []
-        locked = sorted(node.id for node in self._cache.locked_ends if node.id in self._shown)
+        hidden = self._hide() if len(self.shown) > MAX_NODES else []
+        locked = sorted(node.id for node in self._cache.locked_ends if node.id in self.shown)
         nothing_new = not (self._changes or self._evicted or hidden or self._used)
         if nothing_new and locked == self._locked:
             return None
-        nodes = sorted((self._shown[id] for id in self._changes), key=lambda node: node.start)
+        nodes = sorted((self.shown[id] for id in self._changes), key=lambda node: node.start)
         changed = [self._view(node, self._changes[node.id]) for node in nodes]
-        used = [id for id in self._used if id in self._shown]
+        used = [id for id in self._used if id in self.shown]
         tree = self._event(changed, self._evicted, hidden, used)
         self._changes, self._evicted, self._used = {}, [], {}
         self._locked = locked
@@ -359,13 +344,13 @@ class TreeMirror(TreeObserver):
 
     @never_raises
     def split(self, upper: Node, lower: Node) -> None:
-        if lower.id in self._shown:
+        if lower.id in self.shown:
             self._show(upper, "split")
             self.changed(lower)
 
     @never_raises
     def changed(self, node: Node) -> None:
-        if node.id in self._shown:
+        if node.id in self.shown:
             self._changes.setdefault(node.id, "change")
 
     @never_raises
@@ -384,25 +369,25 @@ class TreeMirror(TreeObserver):
     # --------------------------------------------------------------------------------------------
 
     def _show(self, node: Node, why: Change) -> None:
-        self._shown[node.id] = node
+        self.shown[node.id] = node
         self._changes[node.id] = why
 
     def _show_path(self, node: Node) -> None:
         for above in node.ancestors():
-            if above.id in self._shown:
+            if above.id in self.shown:
                 break  # and so is all above it
             self._show(above, "show")
 
     def _forget(self, id: int) -> bool:
         """Whether watchers knew it."""
-        if self._shown.pop(id, None) is None:
+        if self.shown.pop(id, None) is None:
             return False
         return self._changes.pop(id, "change") == "change"
 
     def _hide(self) -> list[int]:
         """Remove the least recently used ones."""
         kept = {node.id for node in _used_last(self._cache.radix.root, NUM_KEPT)}
-        return [id for id in list(self._shown) if id not in kept and self._forget(id)]
+        return [id for id in list(self.shown) if id not in kept and self._forget(id)]
 
     def _event(
         self, nodes: list[NodeEvent], evicted: list[int], hidden: list[int], used: list[int]
@@ -413,7 +398,7 @@ class TreeMirror(TreeObserver):
             evicted=evicted,
             hidden=hidden,
             used=used,
-            locked=sorted(node.id for node in cache.locked_ends if node.id in self._shown),
+            locked=sorted(node.id for node in cache.locked_ends if node.id in self.shown),
             tick=cache.tree.tick,
             num_nodes=cache.radix.num_nodes,
             num_tokens=cache.radix.num_tokens,

@@ -1,4 +1,4 @@
-"""The events of an engine as JSON, as docs/internals/events.md has them. Knows no engine.
+"""The events of an engine as JSON, as docs/internals/events.md has them.
 
     snapshot   everything, to a watcher that is new or fell behind
     frame      what is new since the message before
@@ -62,13 +62,10 @@ class StepEvent(msgspec.Struct, frozen=True, gc=False):
     started: list[str]  # requests that got a slot
     preempted: list[str]  # requests that are back in the queue
     retired: list[int]  # slots that were freed
-    captures: (
-        int  # chunks, rows and ends whose KV or state is inserted into the tree, or kept for it
-    )
+    captures: int  # chunks, rows and ends whose KV or state the tree gets, or that are kept for it
     loads: int  # payloads that arrived from a tier below
     spills: int  # payloads that were written there
     forwards: StepForwards
-    retracted: list[str]  # deprecated: `preempted`, for one release
 
 
 class RequestEvent(msgspec.Struct, frozen=True, gc=False):
@@ -90,8 +87,6 @@ class RequestEvent(msgspec.Struct, frozen=True, gc=False):
     first_token: float | None
     ended: float | None
     finish: FinishReason | None
-    retractions: int  # deprecated: `preemptions`, for one release
-    came: float  # deprecated: `arrived`, for one release
     host: int = 0  # of `cached`, loaded for it from the host's memory
     peer: int = 0  # of `cached`, computed by a prefill engine
 
@@ -165,7 +160,6 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     aborted: int
     failed: int
     preemptions: int
-    retractions: int  # deprecated: `preemptions`, for one release
     tokens_per_second: float  # generated in the steps of this message
     idle_share: float | None  # of the device, over the steps of this message; None: of too few
     received: int | None = None  # whole prompts of prefill engines; None: it asks none

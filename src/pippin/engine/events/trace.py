@@ -1,4 +1,4 @@
-"""Steps and requests as a file in Chrome's trace format, which Perfetto opens. Knows no messages.
+"""Steps and requests as a file in Chrome's trace format, which Perfetto opens.
 
     host      plan ▏ wait ▏ commit ▏ messages ▏ plan ...     every moment is in exactly one slice
     device    idle ▏ step 7 ▏ step 8 ▏ idle ...              likewise
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 200_000_000  # a browser holds several times as much when it has read them
 HOST, DEVICE, QUEUE, FIRST_SLOT = 1, 2, 3, 10  # lanes, in this order
+
+WORK = ("chunks", "decode", "drafts", "ghosts", "captures", "loads", "spills", "forwards", "seen")
 
 Event = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -75,8 +76,7 @@ class TraceFile:
             logger.warning("the trace %s ends here: %s", self._path, error)
 
 
-@dataclass(frozen=True)
-class _Slice:
+class _Slice(NamedTuple):
     """A stretch of a lane, in seconds of the recorder's clock."""
 
     begins: float
@@ -84,26 +84,6 @@ class _Slice:
     name: str
     args: Event
     gap: str = "messages"  # what a lane did before it, where nothing else is known
-
-
-class _Lane:
-    """Slices one after the other; what is between them is a slice, too."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.end: float | None = None
-
-    def add(self, one: _Slice) -> list[_Slice]:
-        """The slice, and one for the time before it."""
-        begins = one.begins if self.end is None else max(one.begins, self.end)
-        before = self.fill(begins, one.gap)
-        ends = self.end = max(begins, one.ends)
-        return [*before, _Slice(begins, ends, one.name, one.args)]
-
-    def fill(self, until: float, name: str) -> list[_Slice]:
-        begins = until if self.end is None else self.end
-        self.end = max(begins, until)
-        return [_Slice(begins, until, name, {})] if until > begins else []
 
 
 class TraceWriter:
@@ -114,7 +94,7 @@ class TraceWriter:
         self._recorder = recorder
         self._pid = os.getpid()
         self._is_lost = False
-        self._host, self._device = _Lane(HOST), _Lane(DEVICE)
+        self._ends: dict[int, float] = {}  # of the host's and the device's lane, so far
         self._held_back: list[_Slice] = []  # of the host; the next step's plan may come before them
         self._committed = 0.0
         self._running: dict[str, tuple[Phase, float, int]] = {}  # phase, since when, slot
@@ -139,9 +119,8 @@ class TraceWriter:
         if self._is_lost:
             return
         self._recorder.remove(self)
-        events = self._host_events(self._held_back)
-        left = self._device.fill(self._committed, "idle")
-        self._file.write(events + [self._slice(one, DEVICE) for one in left])
+        events = [event for one in self._held_back for event in self._follow(HOST, one)]
+        self._file.write(events + self._fill(DEVICE, self._committed, "idle"))
         self._file.close()
 
     # ---- the recorder's sink -------------------------------------------------------------------
@@ -160,12 +139,14 @@ class TraceWriter:
             _Slice(step.resumed, step.committed, f"commit {step.step}", {"ghosts": step.ghosts}),
         ]
         self._committed = step.committed
-        events = self._host_events(known)
-        device = [] if self._device.end is not None else self._device.fill(step.planned, "idle")
-        work = _Slice(step.dispatched, step.done, f"step {step.step}", _work(step), "idle")
-        device += self._device.add(work)
-        events += [self._slice(one, DEVICE) for one in device]
-        events.append(self._counted(step))
+        events = [event for one in known for event in self._follow(HOST, one)]
+        self._ends.setdefault(DEVICE, step.planned)
+        args = {name: getattr(step, name) for name in WORK}
+        work = _Slice(step.dispatched, step.done, f"step {step.step}", args, "idle")
+        events += self._follow(DEVICE, work)
+        tokens = sum(chunk.tokens for chunk in step.chunks)
+        counts = {"decode rows": len(step.decode), "prompt tokens": tokens}
+        events.append(self._event("C", "work", 0, step.dispatched, args=counts))
         self._file.write(events)
 
     def request(self, request: RequestEvent) -> None:
@@ -188,8 +169,17 @@ class TraceWriter:
 
     # ---- events --------------------------------------------------------------------------------
 
-    def _host_events(self, slices: list[_Slice]) -> list[Event]:
-        return [self._slice(each, HOST) for one in slices for each in self._host.add(one)]
+    def _follow(self, lane: int, one: _Slice) -> list[Event]:
+        """The slice behind those before it, and one for the time between."""
+        begins = max(one.begins, self._ends.get(lane, one.begins))
+        before = self._fill(lane, begins, one.gap)
+        ends = self._ends[lane] = max(begins, one.ends)
+        return [*before, self._slice(one._replace(begins=begins, ends=ends), lane)]
+
+    def _fill(self, lane: int, until: float, name: str) -> list[Event]:
+        begins = self._ends.get(lane, until)
+        self._ends[lane] = max(begins, until)
+        return [self._slice(_Slice(begins, until, name, {}), lane)] if until > begins else []
 
     def _wait(self, request: RequestEvent, now: float) -> list[Event]:
         """Its time in the queue starts or ends."""
@@ -207,11 +197,6 @@ class TraceWriter:
         duration = self._us(one.ends) - self._us(one.begins)
         return self._event("X", one.name, lane, one.begins, dur=duration, args=one.args)
 
-    def _counted(self, step: StepEvent) -> Event:
-        tokens = sum(chunk.tokens for chunk in step.chunks)
-        args = {"decode rows": len(step.decode), "prompt tokens": tokens}
-        return self._event("C", "work", 0, step.dispatched, args=args)
-
     def _event(self, ph: str, name: str, lane: int, at: float | None = None, **more: Any) -> Event:
         when = {} if at is None else {"ts": self._us(at)}
         return {"ph": ph, "name": name, **when, "pid": self._pid, "tid": lane, **more}
@@ -219,9 +204,3 @@ class TraceWriter:
     def _us(self, seconds: float) -> int:
         """Microseconds on the machine's clock, which all engines share."""
         return round((self._recorder.zero + seconds) * 1e6)
-
-
-def _work(step: StepEvent) -> Event:
-    names = ["chunks", "decode", "drafts", "ghosts", "captures", "loads", "spills"]
-    names += ["forwards", "seen"]
-    return {name: getattr(step, name) for name in names}

@@ -1,4 +1,4 @@
-"""Frames and payloads on one connection, and how it is opened. Knows no requests and no entries.
+"""Frames and payloads on one connection, and how it is opened.
 
 Whatever the other end sends is bounded before it is read: frames by a limit that the caller gives,
 payloads by the sizes that this end expects.
@@ -32,13 +32,13 @@ from pippin.engine.peers.wire_frames import (
     LENGTH_BYTES,
     MAX_HANDSHAKE_BYTES,
     NONCE_BYTES,
+    OPENINGS,
     PROTOCOL,
     EntryFrame,
     Frame,
     Hello,
     Mapped,
     Memory,
-    Opening,
     Proof,
     Refusal,
     Taken,
@@ -154,12 +154,6 @@ def prove(secret: bytes, role: str, nonces: tuple[bytes, bytes], facts: Facts) -
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
-def is_proof(
-    proof: bytes, secret: bytes, role: str, nonces: tuple[bytes, bytes], facts: Facts
-) -> bool:
-    return hmac.compare_digest(proof, prove(secret, role, nonces, facts))
-
-
 def _encoded(facts: Facts) -> bytes:
     return repr(sorted(facts.items())).encode()
 
@@ -211,18 +205,19 @@ class Connection:
         for view in entries.views(arrays):
             at = 0
             while at < len(view):
-                data = await self._reader.read(min(READ_BYTES, len(view) - at))
-                if not data:
-                    raise asyncio.IncompleteReadError(b"", len(view) - at)
+                data = await self._read_some(len(view) - at)
                 view[at : at + len(data)] = data
                 at += len(data)
 
     async def skip_payload(self, nbytes: int) -> None:
         while nbytes:
-            data = await self._reader.read(min(READ_BYTES, nbytes))
-            if not data:
-                raise asyncio.IncompleteReadError(b"", nbytes)
-            nbytes -= len(data)
+            nbytes -= len(await self._read_some(nbytes))
+
+    async def _read_some(self, most: int) -> bytes:
+        data = await self._reader.read(min(READ_BYTES, most))
+        if not data:
+            raise asyncio.IncompleteReadError(b"", most)
+        return data
 
     async def write(self, frame: Frame, payload: Sequence[Bytes] = ()) -> None:
         body = msgspec.msgpack.encode(frame)
@@ -233,6 +228,10 @@ class Connection:
                     self._writer.write(view[at : at + WRITE_BYTES])
                     await self._writer.drain()
             await self._writer.drain()
+
+    def post(self, frame: Frame) -> None:
+        """Soon; it is lost where the other end has disconnected."""
+        asyncio.ensure_future(self.write(frame)).add_done_callback(_note_failure)
 
     def close(self) -> None:
         """What was written is sent first, unless the task is cancelled: then its thread ends."""
@@ -350,7 +349,8 @@ class Connection:
         else:
             await self.write(hello)
         theirs = await self._expect(Proof)
-        if not is_proof(theirs.proof, secret, them, nonces, theirs.facts):
+        expected = prove(secret, them, nonces, theirs.facts)
+        if not hmac.compare_digest(theirs.proof, expected):
             raise PeerRefused("the secrets differ: both ends need the same --peer-secret-file")
         ends = (theirs.facts, facts) if asks else (facts, theirs.facts)
         if found := difference(*ends):
@@ -366,6 +366,11 @@ class Connection:
         if not isinstance(frame, kind):
             raise PeerRefused(f"a {type(frame).__name__} in place of a {kind.__name__}")
         return frame
+
+
+def _note_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.info("a message to a peer was lost: %r", task.exception())
 
 
 def reason_of(error: OSError) -> str:
@@ -384,4 +389,3 @@ def notice_lost_peer(connected: socket.socket) -> None:
 
 
 REFUSED_US = "refused by the other end: "
-OPENINGS: msgspec.msgpack.Decoder[Opening] = msgspec.msgpack.Decoder(Opening)

@@ -1,5 +1,5 @@
-"""The decode engine's end: connects to prefill engines, asks them for prompts, receives entries.
-Knows no steps: what arrives is announced by the store.
+"""The decode engine's end: connects to prefill engines, asks them for prompts, receives entries,
+which the store announces.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-import msgspec
 
 from pippin.cache.peer_store import Arrival, PeerStore, Wanted
 from pippin.cache.tiers.cache_tier import Format
@@ -27,12 +25,13 @@ from pippin.engine.peers.connection import (
 )
 from pippin.engine.peers.wire_frames import (
     MAX_ENTRY_FRAME_BYTES,
+    TO_DECODE,
     Ask,
     Cancel,
     End,
     EntryFrame,
     Memory,
-    ToDecode,
+    PeerKeys,
     ToPrefill,
 )
 from pippin.types import Component
@@ -51,18 +50,17 @@ class PeerLinks:
     def __init__(
         self,
         addresses: Sequence[PeerAddress],
-        tls: ssl.SSLContext | None,
-        secret: bytes,
+        keys: PeerKeys,
         facts: Facts,
         format: Format,
         max_entry_bytes: int,
     ) -> None:
-        self.secret = secret
+        self.secret = keys.secret
         self.facts = facts
         self.format = format
         self.max_entry_bytes = max_entry_bytes
         self.thread = WireThread("pippin-peers")
-        self._links = [Link(self, one, tls if one.is_tls else None) for one in addresses]
+        self._links = [Link(self, one, keys.client if one.is_tls else None) for one in addresses]
 
     def start(self, store: PeerStore) -> None:
         for link in self._links:
@@ -146,12 +144,11 @@ class Link:
             self._write(Cancel(id))
 
     def _write(self, frame: ToPrefill) -> None:
-        self._links.thread.call(lambda: self._start_write(frame))
+        def write() -> None:
+            if self._connection is not None:
+                self._connection.post(frame)
 
-    def _start_write(self, frame: ToPrefill) -> None:
-        if self._connection is not None:
-            task = asyncio.ensure_future(self._connection.write(frame))
-            task.add_done_callback(_note_failure)
+        self._links.thread.call(write)
 
     # ---- the thread of the connections -----------------------------------------------------
 
@@ -274,11 +271,3 @@ def _cause(error: OSError | asyncio.IncompleteReadError) -> str:
     if isinstance(error, TimeoutError):
         return f"no connection within {CONNECT_SECONDS:g} seconds; it is tried again"
     return f"{reason_of(error)}; it is tried again"
-
-
-def _note_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.info("a message to a peer was lost: %r", task.exception())
-
-
-TO_DECODE: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)

@@ -1,5 +1,5 @@
-"""The prefill engine's end: decode engines connect, ask for prompts, and are sent them. Knows no
-steps: a prompt is submitted to the engine like any request.
+"""The prefill engine's end: decode engines connect, ask for prompts, and are sent them. A prompt is
+submitted to the engine like any request.
 """
 
 from __future__ import annotations
@@ -7,12 +7,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import ssl
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import msgspec
 import numpy as np
 
 from pippin.cache.entries import Bytes, Entry
@@ -30,12 +28,13 @@ from pippin.engine.peers.connection import (
 )
 from pippin.engine.peers.wire_frames import (
     ASK_FRAME_BYTES,
+    TO_PREFILL,
     Ask,
     Cancel,
     End,
     EntryFrame,
+    PeerKeys,
     Taken,
-    ToPrefill,
     limited,
 )
 from pippin.errors import LoadError
@@ -58,15 +57,15 @@ class PeerListener:
     def __init__(
         self,
         address: PeerAddress,
-        tls: ssl.SSLContext | None,
-        secret: bytes,
+        keys: PeerKeys,
         facts: Facts,
         spec: ModelSpec,
         pushes: Pushes,
         deliver: Deliver,
     ) -> None:
         """Listens when this returns. Raises LoadError where that is impossible."""
-        self._secret = secret
+        tls = keys.server if address.is_tls else None
+        self._secret = keys.secret
         self._facts = facts
         self.shares_memory = tls is None  # then all decode engines are on this machine
         self.spec = spec
@@ -79,7 +78,16 @@ class PeerListener:
         self._connections: dict[asyncio.Task[None], Connection] = {}
         self._opening: dict[asyncio.Task[None], str] = {}  # their hosts: no secret was proven yet
         try:
-            self._server = self.thread.start(self._listen(address, tls)).result(START_SECONDS)
+            listening = asyncio.start_server(
+                self._serve,
+                address.host,
+                address.port,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
+                limit=BUFFER_BYTES,
+                reuse_address=True,
+            )
+            self._server = self.thread.start(listening).result(START_SECONDS)
         except OSError as error:
             self.thread.close()
             raise LoadError(
@@ -90,19 +98,6 @@ class PeerListener:
     @property
     def port(self) -> int:
         return int(self._server.sockets[0].getsockname()[1])
-
-    async def _listen(
-        self, address: PeerAddress, tls: ssl.SSLContext | None
-    ) -> asyncio.base_events.Server:
-        return await asyncio.start_server(
-            self._serve,
-            address.host,
-            address.port,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
-            limit=BUFFER_BYTES,
-            reuse_address=True,
-        )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name = str(writer.get_extra_info("peername"))
@@ -268,13 +263,4 @@ class AskingPeer:
 
     def _end(self, id: str, reason: str) -> None:
         if self._open.pop(id, None) is not None and not self._left:
-            task = asyncio.ensure_future(self._connection.write(End(id, limited(reason))))
-            task.add_done_callback(_note_failure)
-
-
-def _note_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.info("a message to a peer was lost: %r", task.exception())
-
-
-TO_PREFILL: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
+            self._connection.post(End(id, limited(reason)))

@@ -1,4 +1,4 @@
-"""Memory that two engines on one machine have mapped: payloads pass through it. Knows no frames.
+"""Memory that two engines on one machine have mapped: payloads pass through it.
 
     sender     copies a payload to its place behind the last one, if enough was taken before
     receiver   copies it out, and says how far it has come

@@ -1,4 +1,4 @@
-"""The messages between a prefill engine and a decode engine, and their limits. Knows no sockets.
+"""The messages between a prefill engine and a decode engine, their limits, and the keys.
 
     decode engine    Hello ▶             Proof ▶                     Ask ▶  Cancel ▶
     prefill engine           ◀ Hello             ◀ Proof | Refusal          ◀ Entry ... ◀ End
@@ -108,6 +108,9 @@ Opening = Hello | Proof | Refusal
 ToPrefill = Ask | Cancel | Mapped | Taken
 ToDecode = EntryFrame | End | Memory
 Frame = Opening | ToPrefill | ToDecode
+OPENINGS: msgspec.msgpack.Decoder[Opening] = msgspec.msgpack.Decoder(Opening)
+TO_PREFILL: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
+TO_DECODE: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
 
 
 def limited(text: str) -> str:
