@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +214,12 @@ def test_what_is_proven_can_be_followed_on_a_small_stack(prover: Prover) -> None
 
                 def follow(grammar: Any = grammar, done: threading.Event = done) -> None:
                     copied = grammar.copy()
-                    for _ in range(8):
-                        tokens = copied.forced()
-                        copied.advance(tokens)
-                        if not tokens or copied.finished:
-                            break
+                    with suppress(RequestError):  # too complex: an error is what it may be
+                        for _ in range(8):
+                            tokens = copied.forced()
+                            copied.advance(tokens)
+                            if not tokens or copied.finished:
+                                break
                     done.set()
 
                 before = threading.stack_size(512 << 10)

@@ -129,10 +129,10 @@ SLOW_SECONDS = 0.001  # a step that takes longer builds states, which all copies
 MAX_SLOW_SECONDS = 0.03
 
 
-# A small grammar is followed between steps until it has become slow. One step of it then takes at
-# most 60 ms of CPU time: what a row of the parser takes grows with the square of its items, and it
-# has no more of them than the grammar has symbols. 40 tools of 8 parameters are small.
-SMALL = LLParserLimits(verbose_errors=False, max_grammar_size=2_000, step_max_items=3_000)
+# A small grammar is followed between steps until it has become slow. One step of it takes 0.1 s of
+# CPU time at most: what a row of the parser takes grows with the square of its items, and it has
+# hardly more of them than the grammar has symbols. 20 tools of 8 parameters are small.
+SMALL = LLParserLimits(verbose_errors=False, max_grammar_size=1_000, step_max_items=10_000)
 LARGE = LLParserLimits(verbose_errors=False)
 
 
