@@ -83,20 +83,24 @@ def test_an_expert_of_every_token_follows_those_that_are_chosen() -> None:
         assert mx.allclose(their_weights, expected, rtol=1e-5).item()
 
 
-def test_no_expert_is_chosen_twice_nor_one_that_there_is_not() -> None:
-    """Equal scores, infinite ones and those that are not numbers."""
-    rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
-    experts = np.array(ExpertChoice(40, 12, normed=True).choose(mx.array(rows))[0])
-    assert [len(set(row)) for row in experts.tolist()] == [12] * 4
-    assert experts.max() < 40
-    np.testing.assert_array_equal(experts[0], range(12))
-    np.testing.assert_array_equal(experts[3], [*range(3, 40, 4), 1, 5])
-
-
 def in_groups(
     num_experts: int, num_chosen: int, groups: int, kept: int, factor: float, *, normed: bool
 ) -> ExpertChoice:
     return ExpertChoice(num_experts, num_chosen, normed, True, groups, kept, factor)
+
+
+def test_no_expert_is_chosen_twice_nor_one_that_there_is_not() -> None:
+    """Equal scores, infinite ones and those that are not numbers."""
+    rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
+    plain, biased = ExpertChoice(40, 12, normed=True), {"bias": mx.zeros(40)}
+    grouped = [in_groups(40, 12, 5, kept, 1.0, normed=True) for kept in (2, 5)]
+    for choice, given in ((plain, {}), *((each, biased) for each in grouped)):
+        experts = np.array(choice.choose(mx.array(rows), **given)[0])
+        assert [len(set(row)) for row in experts.tolist()] == [12] * 4
+        assert experts.max() < 40
+        if choice is plain:
+            np.testing.assert_array_equal(experts[0], range(12))
+            np.testing.assert_array_equal(experts[3], [*range(3, 40, 4), 1, 5])
 
 
 @pytest.mark.parametrize(
@@ -130,15 +134,6 @@ def test_the_best_groups_and_the_largest_of_them_are_chosen(
         own = share[row][np.array(experts)[row, 0]]
         own = own * choice.factor / (own.sum() if choice.normed else 1.0)
         np.testing.assert_allclose(np.array(weights)[row, 0], own, rtol=1e-5)
-
-
-def test_no_expert_of_groups_is_chosen_twice_nor_one_that_there_is_not() -> None:
-    rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
-    for kept in (2, 5):
-        choice = in_groups(40, 12, 5, kept, 1.0, normed=True)
-        experts = np.array(choice.choose(mx.array(rows), mx.zeros(40))[0])
-        assert [len(set(row)) for row in experts.tolist()] == [12] * 4
-        assert experts.max() < 40
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])

@@ -12,7 +12,7 @@ import pytest
 
 from metal.compiled_kernel import CompileError
 from metal.emulator import EmulatedKernel, needs_clang, use_emulator
-from metal.faults import KernelFault
+from metal.generated_source import KernelFault
 from metal.packed_rows import Rows
 from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.packed_attention import attend_packed

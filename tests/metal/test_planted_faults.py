@@ -16,7 +16,7 @@ from mlx_lm.models import gated_delta, ssm
 
 from metal.compiled_kernel import CompileError
 from metal.emulator import RANDOM, EmulatedKernel, needs_clang, use_emulator
-from metal.faults import KernelFault
+from metal.generated_source import KernelFault
 
 pytestmark = [needs_clang, pytest.mark.slow]
 
