@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from kv_layouts import kv_layout
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.layout import LayerCache, Layout, Reads
+from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import arrays, mains, paced_launch
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.footprint import COLUMN_STEP
-from pippin.types import Component
 
 HEADS = 2
 WINDOW = 20
 TOKENS = 1000  # of each alphabet: a row's vectors can be told from any other's
-
-
-def kv_layout(windows: list[int | None], dim: int) -> Layout:
-    caches = [
-        LayerCache(
-            layer,
-            Component.ATTENTION if window is None else Component.WINDOW,
-            window,
-            ((HEADS, dim), (HEADS, dim + 1)),  # keys and values need not be as long
-            (mx.float32, mx.float32),
-            reads=Reads.PIECES,
-        )
-        for layer, window in enumerate(windows)
-    ]
-    return Layout(tuple(caches), (0,) * len(caches))
 
 
 def vectors(tokens: np.ndarray, dim: int) -> mx.array:
@@ -115,7 +98,7 @@ def test_rows_that_come_pause_and_go_keep_what_they_hold(
         monkeypatch.setattr(paced_launch, "SMALL_MOVE_BYTES", 0)
         monkeypatch.setattr(paced_launch, "SMALL_TABLE_BYTES", 0)
     rng = np.random.default_rng(seed)
-    rows = Rows(kv_layout([None, WINDOW, None], dim=3))
+    rows = Rows(kv_layout([None, WINDOW, None], HEADS, (3, 4)))
     beginning = rng.integers(0, TOKENS, 40)
     next_slot = 1
     shared = False
@@ -140,7 +123,7 @@ def test_rows_that_come_pause_and_go_keep_what_they_hold(
 
 def test_what_rows_hold_survives_and_nothing_of_those_who_left_does() -> None:
     rng = np.random.default_rng(1)
-    rows = Rows(kv_layout([None, WINDOW], dim=4), AttentionPaths(attend_joined))
+    rows = Rows(kv_layout([None, WINDOW], HEADS, (4, 5)), AttentionPaths(attend_joined))
     rows.join(1, np.full(70, 7 * TOKENS))
     rows.join(2, rng.integers(0, TOKENS, 30))
     rows.join(3, rng.integers(0, TOKENS, 600))
@@ -151,33 +134,3 @@ def test_what_rows_hold_survives_and_nothing_of_those_who_left_does() -> None:
     rows.decode_rows.flush()
     rows.check()
     assert all((np.array(side) < 2 * TOKENS).all() for side in rows.decode_rows.mains.arrays())
-
-
-@pytest.mark.usefixtures("way")
-def test_merging_all_rows_takes_no_more_than_the_budget_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What rows were counted with, and the sixteenth that may be spare."""
-    monkeypatch.setattr(mains, "MOST_IN_TABLE", 1)
-    num_layers, rng = 16, np.random.default_rng(0)
-    gc.collect()
-    before = mx.get_active_memory()
-    rows = Rows(kv_layout([None] * num_layers, dim=32))
-    for slot in range(1, 10):
-        rows.join(slot, rng.integers(0, TOKENS, 12_000 // num_layers - 3 * slot))
-    rows.say(list(rows.tokens), rng)
-    footprint = rows.decode_rows.spare.footprint
-    counted = sum(footprint.row_bytes(len(tokens)) for tokens in rows.tokens.values())
-    rows.leave(5)
-    mx.eval(rows.decode_rows.arrays())
-    mx.synchronize()
-    assert mx.get_active_memory() - before > paced_launch.SMALL_MOVE_BYTES
-    rows.decode_rows.spare.max_bytes = 0
-    mx.reset_peak_memory()
-    rows.decode_rows.flush()
-    mx.eval(rows.decode_rows.arrays())
-    mx.synchronize()
-    (own,) = rows.decode_rows.mains._classes
-    assert own.capacity - sum(own.held()) < COLUMN_STEP
-    assert mx.get_peak_memory() - before <= counted + counted // 16
-    rows.check()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from cases import cases
+from kv_layouts import kv_layout
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.cpu.operations.bindings import Operations
-from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows import kv_table, mains
 from pippin.backends.mlx.rows.arrays import TAIL
@@ -20,14 +20,9 @@ from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.kv_table import Span, common_len, read_spans
 from pippin.backends.mlx.rows.mains import Mains, Row
 from pippin.backends.mlx.rows.segments import Segment
-from pippin.types import Component
 
 WIDTH, WINDOW = 6, 12
-CACHES = tuple(
-    LayerCache(0, component, window, ((1, 1), (1, 1)), (mx.float32,) * 2, Reads.PIECES)
-    for component, window in ((Component.ATTENTION, None), (Component.WINDOW, WINDOW))
-)
-LAYOUT = Layout(CACHES, (0, 0))
+LAYOUT = kv_layout([None, WINDOW], 1, (1, 1))
 
 
 class Rows:
