@@ -22,10 +22,10 @@ from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.plain.gated_delta import gated_delta_step
-from pippin.backends.torch.pools.layout import PoolLayout
+from pippin.backends.torch.pools.layout import WASTE_SLAB, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.batches import Batch, HeldCells, take_chunks
+from pippin.backends.torch.step.batches import Batch, HeldCells, chunk_batch, take_chunks
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Choice, RowArrays
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
@@ -69,10 +69,29 @@ class MadeUpChunks:
         self.rows = RowArrays(slots, positions, cells, *self.held.next_states(slots))
         self.taken = take_chunks(chunks, self.held, self.pools)
         self.before = self.pools.memory.clone()
+        self.last = np.cumsum([len(row.tokens) for row in chunks]) - 1
 
     def inputs(self, room: Room) -> ChunkInputs:
         packed = pack_chunks(room, self.taken, self.held, self.layout)
         return ChunkInputs.of(torch.from_numpy(packed.words).to(DEVICE), room, self.layout)
+
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What plain operations say behind each token, and what they write."""
+        batch = chunk_batch(self.taken, self.held, self.pools)
+        found = PlainForward(self.decoder, self.pools).chunks(batch)
+        return found, self.written()
+
+    def in_room(self, room: Room, run: Any) -> torch.Tensor:
+        """Behind each chunk's last token. The waste is no number here, and nobody sees it."""
+        self.spoil_waste()
+        inputs = self.inputs(room)
+        found: torch.Tensor = run.hidden(inputs)[inputs.last.long()]
+        assert found.isfinite().all()
+        return found[: len(self.last)]
+
+    def spoil_waste(self) -> None:
+        waste = slice(WASTE_SLAB * self.layout.slab_bytes, 2 * self.layout.slab_bytes)
+        self.pools.memory[waste].view(torch.float32).fill_(torch.nan)
 
     def written(self) -> torch.Tensor:
         """All that anybody reads, and back to how it was."""

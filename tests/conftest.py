@@ -36,7 +36,7 @@ LONGEST_FILES = (
     *("test_documented_commands", "test_supervisor", "test_mlx_lm_package", "test_served_disk"),
     *("test_malformed", "test_ollama_downloads", "test_connections", "test_bench_commands"),
     *("test_hostile_grammars", "test_bench_compare", "test_random_tiers", "test_plain_drafts"),
-    *("test_torch_state_families", "test_costs", "test_pace_explores", "test_tiers"),
+    *("test_torch_families", "test_costs", "test_pace_explores"),
 )
 
 settings.register_profile("repeat", deadline=None, derandomize=True)

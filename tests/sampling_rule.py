@@ -24,9 +24,9 @@ PARAMS = [
 ]
 
 
-def logits(kind: str) -> np.ndarray:
+def logits(kind: str, num_rows: int = ROWS, vocab: int = VOCAB) -> np.ndarray:
     rng = np.random.default_rng(KINDS.index(kind))
-    x = rng.normal(size=(ROWS, VOCAB)).astype(np.float32)
+    x = rng.normal(size=(num_rows, vocab)).astype(np.float32)
     match kind:
         case "peaked":
             x *= 12

@@ -134,34 +134,32 @@ def environment_at_load(monkeypatch: pytest.MonkeyPatch, **engine: Any) -> dict[
     return seen
 
 
-@pytest.fixture
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("set_by_user", "engine", "expected"),
+    [
+        ({}, {}, {}),
+        ({}, {"deterministic": True}, {"MLX_ENABLE_TF32": "0"}),
+        (
+            {},
+            {"buffer_limit": 200},
+            {"MLX_MAX_OPS_PER_BUFFER": "200", "MLX_MAX_MB_PER_BUFFER": "200"},
+        ),
+        ({"MLX_ENABLE_TF32": "1"}, {"deterministic": True}, {"MLX_ENABLE_TF32": "1"}),
+    ],
+)
+def test_options_set_what_mlx_reads_and_the_user_has_not_set(
+    set_by_user: dict[str, str],
+    engine: dict[str, Any],
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in (environment.TF32, *environment.BUFFER_LIMITS):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-
-
-@pytest.mark.usefixtures("nothing_set")
-def test_mlx_keeps_its_own_settings_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment_at_load(monkeypatch) == {}
-
-
-@pytest.mark.usefixtures("nothing_set")
-def test_deterministic_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment_at_load(monkeypatch, deterministic=True) == {"MLX_ENABLE_TF32": "0"}
-    assert environment.products_are_exact()
-
-
-@pytest.mark.usefixtures("nothing_set")
-def test_one_option_limits_buffers_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = {"MLX_MAX_OPS_PER_BUFFER": "200", "MLX_MAX_MB_PER_BUFFER": "200"}
-    assert environment_at_load(monkeypatch, buffer_limit=200) == expected
-
-
-@pytest.mark.usefixtures("nothing_set")
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLX_ENABLE_TF32", "1")
-    assert environment_at_load(monkeypatch, deterministic=True) == {"MLX_ENABLE_TF32": "1"}
+    for name, value in set_by_user.items():
+        monkeypatch.setenv(name, value)
+    assert environment_at_load(monkeypatch, **engine) == expected
+    assert environment.products_are_exact() is (expected.get("MLX_ENABLE_TF32") == "0")
 
 
 def test_cuda_graphs_are_off_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:

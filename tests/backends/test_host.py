@@ -1,12 +1,15 @@
-"""How many threads compute: what affinity, a container's quota and the environment allow."""
+"""How many threads compute, and what NVIDIA's driver shows."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from pippin.backends import host
+from pippin.backends import host, nvidia
 from pippin.backends.host import cpu_name, cpu_quota, host_memory_bytes, num_threads
 
 
@@ -102,3 +105,59 @@ def test_threads_are_the_least_that_anything_allows(
     monkeypatch.setattr(host, "physical_cores", lambda: cores)
     monkeypatch.setattr(host, "cpu_quota", lambda: quota)
     assert num_threads() == threads
+
+
+class Driver:
+    """libcuda.so.1 as far as it is asked; a call that is to fail returns its status."""
+
+    def __init__(self, **fails: int) -> None:
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object) -> int:
+            if name == "cuDeviceGetAttribute" and not self._fails.get(name):
+                target, attribute, _ = arguments
+                pointed = ctypes.cast(target, ctypes.POINTER(ctypes.c_int))  # type: ignore[arg-type]
+                pointed.contents.value = {75: 9, 76: 1}[attribute]  # type: ignore[index]
+            if name == "cuDeviceGetName" and not self._fails.get(name):
+                arguments[0].value = b"NVIDIA H200"  # type: ignore[attr-defined]
+            return self._fails.get(name, 0)
+
+        call.__name__ = name
+        return call
+
+
+@pytest.fixture(autouse=True)
+def linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+
+
+def test_the_first_gpu_says_its_name_and_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert (nvidia.gpu_name(), nvidia.compute_capability()) == ("NVIDIA H200", (9, 1))
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: Driver(cuDeviceGetName=100))
+    assert nvidia.gpu_name() is None
+
+
+def test_without_a_gpu_a_driver_or_linux_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute"):
+        monkeypatch.setattr(ctypes, "CDLL", lambda library, name=name: Driver(**{name: 100}))
+        assert nvidia.compute_capability() is None
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert nvidia.compute_capability() is None
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert nvidia.compute_capability() is None
+
+
+def test_this_machine_agrees_with_its_driver() -> None:
+    if shutil.which("nvidia-smi") is None:
+        assert nvidia.compute_capability() is None
+        return
+    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+    assert nvidia.compute_capability() == tuple(map(int, said[0].split(".")))

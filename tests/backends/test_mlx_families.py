@@ -16,7 +16,6 @@ import pytest
 from builders import Client, Reply
 from families import FAMILIES, VOCAB, build
 from near_ties import TOLERANCE
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
 from pippin.backends.mlx.attention.head_ropes import HeadNorms, head_norms
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.attention.plain_attention import attend_joined
@@ -31,7 +30,6 @@ from pippin.backends.mlx.trial_run import adds_later, deferred_norms
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.request import Limits
 from pippin.scheduler.scheduler import Scheduler
-from pippin.types import Component, SamplingParams
 from reference import assert_right, score
 from serving import make_prompt, served
 
@@ -290,81 +288,6 @@ def test_many_flushes_and_merges_change_nothing(
     monkeypatch.setattr(arrays, "TAIL", 8)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 2)
     check(family, serve(family, CROWD[:-2]))  # all but those that wait for the long ones
-
-
-class Driver:
-    """Plans made by hand: what the scheduler may ask for, though it seldom does."""
-
-    def __init__(self, family: str, prompt_lens: Sequence[int]) -> None:
-        self.backend = MLXBackend(served(family), num_slots=len(prompt_lens), debug=True)
-        self.prompts = {
-            slot: np.array(make_prompt(family, n, seed=0), np.int32)
-            for slot, n in enumerate(prompt_lens, 1)
-        }
-        self.held = dict.fromkeys(self.prompts, 0)
-        self.replies: dict[int, list[int]] = {slot: [] for slot in self.prompts}
-        greedy_params = SamplingParams(temperature=0.0)
-        admit = tuple(Admit(s, greedy_params, (), tokens, 0) for s, tokens in self.prompts.items())
-        self.step = 0
-        self._run(admit=admit)
-
-    def prefill(self, *chunk_lens: int) -> None:
-        chunks = []
-        for slot, n in enumerate(chunk_lens, 1):
-            start, end = self.held[slot], self.held[slot] + n
-            tokens = self.prompts[slot]
-            ends = end == len(tokens)
-            chunks.append(PrefillRow(slot, start, tokens[start:end], samples=ends))
-            self.held[slot] = end
-        self._run(prefill=tuple(chunks))
-
-    def decode(self, *slots: int) -> None:
-        self._run(decode=tuple(DecodeRow(slot, self.held[slot]) for slot in slots))
-        for slot in slots:
-            self.held[slot] += 1
-
-    def retire(self, slot: int) -> StepResult:
-        return self._run(retire=(Retire(slot, 0, self.held[slot], captures=True),))
-
-    def _run(self, **parts: tuple[object, ...]) -> StepResult:
-        plan = StepPlan(self.step, **parts)  # type: ignore[arg-type]
-        self.step += 1
-        result = self.backend.launch(plan).wait()
-        for slot, tokens in result.tokens.items():
-            self.replies[slot] += tokens
-        return result
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_uneven_chunks_share_forwards_and_rows_may_pause(family: str) -> None:
-    lens = (70, 65, 64, 63)
-    driver = Driver(family, lens)
-    driver.prefill(30, 28, 31, 29)
-    driver.prefill(34, 33, 30, 33)  # prefixes below, at and past the windows
-    driver.prefill(6, 4, 3, 1)
-    for slots in ((1, 2, 3, 4), (1, 3), (3, 4), (2, 4), (4,), (1, 2, 3, 4), (2, 1)):
-        driver.decode(*slots)
-    for slot, reply in driver.replies.items():
-        assert_right(family, driver.prompts[slot].tolist(), reply)
-    assert [len(reply) for reply in driver.replies.values()] == [5, 5, 5, 6]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_retired_row_is_captured_once_and_whole(family: str) -> None:
-    driver = Driver(family, (70,))
-    driver.prefill(70)
-    driver.decode(1)
-    captures = driver.retire(1).captures
-    components = driver.backend.spec.components
-    assert [capture.start for capture in captures] == [0, *(c.end for c in captures[:-1])]
-    assert captures[-1].end == 71
-    assert [list(c.states) for c in captures if c.states] == [[71]] * (
-        Component.STATE in components
-    )
-    for capture in captures:
-        for payload in capture.kv.values():
-            assert payload.num_tokens == capture.end - capture.start
-    assert set(captures[-1].kv) == set(components) - {Component.STATE, Component.HIDDEN}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -131,28 +131,23 @@ def arrays_of(payload: Payload) -> list[mx.array]:
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_overlap_on_and_off_leave_the_same_in_the_cache(name: str) -> None:
-    clients = [make_client(name, overlap=overlap) for overlap in (True, False)]
-    for client in clients:
-        workload(client, name)
-        check_idle(client)
-    with_overlap, without = clients
-    assert_same(*(list(client.replies.values()) for client in clients))
+    """And the canary raises no false alarm, while memory is short too."""
+    ample = {"overlap": True}, {"overlap": False}
+    clients = []
+    for options in (*ample, {"capacity_bytes": 1 << 19}):
+        canary = Canary("raise")
+        clients.append(make_client(name, canary=canary, **options))
+        workload(clients[-1], name)
+        assert cache_of(clients[-1]).sweep(1000) == canary.faults == 0
+        assert canary.checked > 0
+        check_idle(clients[-1])
+    with_overlap, without, _ = clients
+    assert_same(*(list(client.replies.values()) for client in clients[:2]))
     kept, expected = contents(with_overlap), contents(without)
     assert kept.keys() == expected.keys()
     for key, arrays in kept.items():
         for array, other in zip(arrays, expected[key], strict=True):
             np.testing.assert_allclose(array, other, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
-def test_the_canary_raises_no_false_alarm(name: str) -> None:
-    canary = Canary("raise")
-    client = make_client(name, canary=canary, capacity_bytes=1 << 19)
-    workload(client, name)
-    assert cache_of(client).sweep(1000) == 0
-    assert canary.checked > 0
-    assert canary.faults == 0
-    check_idle(client)
 
 
 def spoil(node: Node, index: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from families import CONFIGS, VOCAB, build_from
+from kv_layouts import kv_layout
 from pippin.backends.base import (
     Admit,
     DecodeRow,
@@ -22,10 +23,8 @@ from pippin.backends.base import (
     StepPlan,
 )
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.payloads import packing
-from pippin.backends.mlx.rows.arrays import TAIL, RowArrays
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.types import Component, SamplingParams
 from serving import served
@@ -176,22 +175,6 @@ def test_a_prompt_keeps_nothing_of_those_it_was_computed_with(name: str) -> None
     assert crowd.drained_bytes() <= crowd.told
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_rows_that_leave_take_with_them_what_they_held(name: str) -> None:
-    crowd = Crowd(name, seed=2)
-    crowd.come(*range(900, 908))
-    crowd.say(TAIL + 2)
-    held_by_all = crowd.drained_bytes()
-    spare = held_by_all // 16
-    crowd.limit(spare)
-    for slot in list(crowd.held)[:-2]:
-        crowd.go(slot)
-    crowd.say(2)
-    held = crowd.drained_bytes()
-    assert held <= crowd.told + spare
-    assert held < held_by_all / 2
-
-
 def test_a_restored_prefix_is_within_what_its_row_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy and the joined keys of its first chunk are not there together, but for a part."""
     monkeypatch.setattr(packing, "LONG_PREFIX_BYTES", 0)
@@ -212,30 +195,8 @@ def test_a_restored_prefix_is_within_what_its_row_was_told(monkeypatch: pytest.M
     assert mx.get_peak_memory() - before <= backend.row_bytes(1540)
 
 
-def test_what_states_keep_of_drafts_is_told() -> None:
-    """Twice: of a step that reads them and of one that writes."""
-    layout = model(HYBRID).layout
-    arrays = RowArrays(layout, max_depth=4)
-    arrays.widen(1)
-    entries = [entry for found in arrays.states.values() for entry in found]
-    states = sum(layout.caches[index].nbytes for index in layout.state_indices)
-    kept = sum(entry.nbytes for entry in entries) - states
-    assert kept > 0
-    told = MLXBackend(model(HYBRID), num_slots=2, max_depth=4).row_bytes(100)
-    assert told == MLXBackend(model(HYBRID), num_slots=2).row_bytes(100) + 2 * kept
-
-
-def kv_layout(num_layers: int, dim: int) -> Layout:
-    shapes = ((2, dim), (2, dim))
-    caches = [
-        LayerCache(layer, Component.ATTENTION, None, shapes, (mx.float32, mx.float32), Reads.PIECES)
-        for layer in range(num_layers)
-    ]
-    return Layout(tuple(caches), (0,) * num_layers)
-
-
 def test_rows_get_just_the_lines_they_need_where_a_bucket_would_be_too_much() -> None:
-    footprint = Footprint(kv_layout(num_layers=2, dim=64))
+    footprint = Footprint(kv_layout([None] * 2, 2, (64, 64)))
     ample = SpareLimit(footprint)
     tight = SpareLimit(footprint, max_bytes=8 * footprint.line_bytes)
     assert [ample.width_for(n) for n in (1, 5, 9, 17, 300)] == [1, 6, 12, 24, 320]

@@ -142,9 +142,3 @@ def test_the_faintest_tokens_are_drawn_as_often_as_they_should_be() -> None:
     smallest = np.arange(2**16, dtype=np.uint32)
     steps = np.sort(exponential(smallest)).astype(np.float64) * 2.0**32
     np.testing.assert_allclose(steps, np.arange(1, 2**16 + 1), rtol=1e-5)
-
-
-def test_the_noise_has_gumbels_mean_and_variance() -> None:
-    noise = gumbel(random_bits(keys_of(2, 0), 2**18)[0]).astype(np.float64)
-    assert abs(noise.mean() - np.euler_gamma) < 6 * np.sqrt(np.pi**2 / 6 / len(noise))
-    assert abs(noise.var() - np.pi**2 / 6) < 0.03

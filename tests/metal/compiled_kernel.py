@@ -15,8 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from metal.faults import KernelFault
-from metal.generated_source import GeneratedSource, Parameter
+from metal.generated_source import GeneratedSource, KernelFault, Parameter
 from processes import BUILT
 
 CLANG = (shutil.which("clang++") or shutil.which("clang")) if sys.platform == "linux" else None

@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 
 from metal.compiled_kernel import CLANG, compile_kernel
-from metal.faults import KernelFault
-from metal.generated_source import Array, GeneratedSource, generate
-from metal.signature import check_signature
+from metal.generated_source import Array, GeneratedSource, KernelFault, check_signature, generate
 
 MOST_THREADGROUP_BYTES = 32_768
 GUARD = 4096  # bytes before and after each buffer that belong to none

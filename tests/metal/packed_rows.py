@@ -1,7 +1,4 @@
-"""Rows for packed attention with numbers drawn, and what they attend to in float64.
-
-Knows no kernel and no backend but for the form of the call.
-"""
+"""Rows for packed attention, of keys and values or of latents: what they attend to in float64."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Rows:
         self.sinks = normal(q_heads)
         self.longest = max(lengths)
 
-    def expected(self, *, sinks: bool) -> np.ndarray:
+    def expected(self, *, sinks: bool = False) -> np.ndarray:
         width, q_heads, _, dim = self.q.shape
         repeats = q_heads // self.mains.shape[1]
         tails = self.tails.astype(np.float64)
@@ -68,6 +65,16 @@ class Rows:
             total = weights.sum() + (np.exp(self.sinks[head]) if sinks else 0.0)
             out[row, head, 0] = weights @ values / total
         return out
+
+    def expected_tails(self) -> Sequence[np.ndarray]:
+        tails: np.ndarray = self.tails.copy()
+        tails[:, :, :, CURSOR] = self.new[:, :, :, 0]
+        return list(tails)
+
+    def see_of_tails(self, what: str) -> None:
+        if what != "some":
+            self.visible[:] = what == "full"
+            self.visible[:, CURSOR] = True
 
     def round_to(self, dtype: mx.Dtype) -> None:
         """Numbers that this type holds."""
@@ -97,7 +104,7 @@ class Rows:
         self,
         function: AttendPacked,
         *,
-        sinks: bool,
+        sinks: bool = False,
         dtype: mx.Dtype = mx.float32,
         num_segments: int = 1,
         ropes: tuple[Rope, Rope] | None = None,
@@ -119,5 +126,66 @@ class Rows:
             self.longest,
             mx.arange(len(self.q), dtype=mx.int32) * 997 + 3,
             ropes,
+        )
+        return [np.array(array.astype(mx.float32)) for array in function(call)]
+
+
+class LatentRows(Rows):
+    """Columns are [latent | rotated key], and values the latents: of the other side nothing is
+    read."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        num_heads: int,
+        dims: tuple[int, int],
+        seed: int,
+        first: int = 0,
+    ) -> None:
+        super().__init__(lengths, (num_heads, 1), sum(dims), seed, first=first)
+        self.dim = dims[0]
+        self.scale = sum(dims) ** -0.5
+        for sides in (self.new, self.tails, self.mains):
+            sides[1] = sides[0]
+
+    def expected(self, *, sinks: bool = False) -> np.ndarray:
+        return super().expected(sinks=sinks)[..., : self.dim]
+
+    def expected_tails(self) -> Sequence[np.ndarray]:
+        """Latents and rotated keys."""
+        return np.split(super().expected_tails()[0], [self.dim], axis=-1)
+
+    def attend(
+        self,
+        function: AttendPacked,
+        *,
+        sinks: bool = False,
+        dtype: mx.Dtype = mx.float32,
+        num_segments: int = 1,
+        ropes: tuple[Rope, Rope] | None = None,
+    ) -> list[np.ndarray]:
+        assert not sinks
+
+        def pair(side: np.ndarray) -> tuple[mx.array, mx.array]:
+            latents, rotated = map(np.ascontiguousarray, np.split(side, [self.dim], axis=-1))
+            return mx.array(latents).astype(dtype), mx.array(rotated).astype(dtype)
+
+        segments, places = self.cut(num_segments)
+        q, rotated = pair(self.q)
+        wide = mx.array(self.q).astype(dtype) * self.scale  # as a model has it: part of a product
+        call = PackedCall(
+            q,
+            *pair(self.new[0]),
+            pair(self.tails[0]),
+            [pair(segment[0]) for segment in segments],
+            mx.array(places),
+            mx.array(self.visible),
+            mx.full((len(self.q),), CURSOR, mx.int32),
+            self.scale,
+            None,
+            self.longest,
+            mx.arange(len(self.q), dtype=mx.int32) * 997 + 3,
+            ropes,
+            rotated if ropes is not None else wide[..., self.dim :],
         )
         return [np.array(array.astype(mx.float32)) for array in function(call)]

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models import gemma3_text
 
 from metal.emulator import needs_clang, use_emulator
-from metal.faults import KernelFault
+from metal.generated_source import KernelFault
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.gpu import added_norms

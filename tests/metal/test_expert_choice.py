@@ -1,4 +1,7 @@
-"""Experts chosen by a Metal kernel, against a sort and against mlx-lm's layers."""
+"""Experts chosen, and Gated DeltaNet steps, by Metal kernels: against a sort and mlx-lm's layers.
+
+mlx-lm's run in plain operations and in float32, on the numbers that the kernels are given.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,24 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from cases import cases
 from every_family import EVERY
 from families import CONFIGS, build_from
-from metal.emulator import FORWARD, needs_clang, use_emulator
+from metal.emulator import BACKWARD, FORWARD, EmulatedKernel, needs_clang, use_emulator
+from pippin.backends.mlx.gpu import delta_layer
+from pippin.backends.mlx.gpu.delta_layer import KernelDeltaNet, num_simd_groups, use_delta_kernel
 from pippin.backends.mlx.gpu.experts import expert_choice, expert_sums
 from pippin.backends.mlx.gpu.experts.expert_choice import ExpertChoice
 from pippin.backends.mlx.gpu.experts.expert_layers import OURS, use_expert_kernels
 from pippin.backends.mlx.gpu.experts.expert_sums import added_up, biased_swiglu
 from pippin.backends.mlx.gpu.experts.stacked_experts import StackedGLU, stack_experts
+from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
+from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, use_replay
+from pippin.backends.mlx.recurrent.taps import tap_states
 
 pytestmark = [needs_clang, pytest.mark.slow]
 
@@ -73,20 +83,24 @@ def test_an_expert_of_every_token_follows_those_that_are_chosen() -> None:
         assert mx.allclose(their_weights, expected, rtol=1e-5).item()
 
 
-def test_no_expert_is_chosen_twice_nor_one_that_there_is_not() -> None:
-    """Equal scores, infinite ones and those that are not numbers."""
-    rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
-    experts = np.array(ExpertChoice(40, 12, normed=True).choose(mx.array(rows))[0])
-    assert [len(set(row)) for row in experts.tolist()] == [12] * 4
-    assert experts.max() < 40
-    np.testing.assert_array_equal(experts[0], range(12))
-    np.testing.assert_array_equal(experts[3], [*range(3, 40, 4), 1, 5])
-
-
 def in_groups(
     num_experts: int, num_chosen: int, groups: int, kept: int, factor: float, *, normed: bool
 ) -> ExpertChoice:
     return ExpertChoice(num_experts, num_chosen, normed, True, groups, kept, factor)
+
+
+def test_no_expert_is_chosen_twice_nor_one_that_there_is_not() -> None:
+    """Equal scores, infinite ones and those that are not numbers."""
+    rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
+    plain, biased = ExpertChoice(40, 12, normed=True), {"bias": mx.zeros(40)}
+    grouped = [in_groups(40, 12, 5, kept, 1.0, normed=True) for kept in (2, 5)]
+    for choice, given in ((plain, {}), *((each, biased) for each in grouped)):
+        experts = np.array(choice.choose(mx.array(rows), **given)[0])
+        assert [len(set(row)) for row in experts.tolist()] == [12] * 4
+        assert experts.max() < 40
+        if choice is plain:
+            np.testing.assert_array_equal(experts[0], range(12))
+            np.testing.assert_array_equal(experts[3], [*range(3, 40, 4), 1, 5])
 
 
 @pytest.mark.parametrize(
@@ -120,15 +134,6 @@ def test_the_best_groups_and_the_largest_of_them_are_chosen(
         own = share[row][np.array(experts)[row, 0]]
         own = own * choice.factor / (own.sum() if choice.normed else 1.0)
         np.testing.assert_allclose(np.array(weights)[row, 0], own, rtol=1e-5)
-
-
-def test_no_expert_of_groups_is_chosen_twice_nor_one_that_there_is_not() -> None:
-    rows = [[1.0] * 40, [np.nan] * 40, [-np.inf] * 40, [np.nan, 2.0, -np.inf, 3.0] * 10]
-    for kept in (2, 5):
-        choice = in_groups(40, 12, 5, kept, 1.0, normed=True)
-        experts = np.array(choice.choose(mx.array(rows), mx.zeros(40))[0])
-        assert [len(set(row)) for row in experts.tolist()] == [12] * 4
-        assert experts.max() < 40
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
@@ -173,7 +178,11 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 FAMILIES = ["qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "in groups", "glm4_moe"]
+
+
 IN_GROUPS = CONFIGS["deepseek_v3"] | {"n_routed_experts": 16, "num_experts_per_tok": 3}
+
+
 IN_GROUPS |= {"n_group": 4, "topk_group": 2}
 
 
@@ -264,3 +273,121 @@ def test_layers_stay_as_they_are_where_a_kernel_is_off(
         assert not any(type(part) in OURS.values() for _, part in model.named_modules())
         assert "experts are chosen by mlx-lm" in caplog.text
         caplog.clear()
+
+
+F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
+
+
+TOLERANCES = {F32: 3e-6, F16: 1e-3, BF16: 8e-3}  # of the largest number
+
+
+SMALL: tuple[tuple[int, int], tuple[int, int]] = (1, 2), (64, 32)
+
+
+def layer_of(heads: tuple[int, int], dims: tuple[int, int], dtype: mx.Dtype = F32) -> Any:
+    """`heads` and `dims`: of keys and of values."""
+    mx.random.seed(heads[1])
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    options = dict(zip((f"linear_{size}" for size in sizes), (*heads, *dims), strict=True))
+    layer = GatedDeltaNet(TextModelArgs(hidden_size=64, **options))
+    for part, name in ((layer, "dt_bias"), (layer.norm, "weight"), (layer.conv1d, "weight")):
+        part[name] = mx.random.normal(part[name].shape).astype(dtype)
+    use_shift_conv1d(layer.conv1d, cpu=False)
+    use_replay(layer)
+    layer.eval()
+    return layer
+
+
+def drawn_inputs(layer: Any, rows: int, dtype: mx.Dtype) -> tuple[mx.array, list[mx.array]]:
+    """What products leave, side by side, and the state's entries."""
+    mx.random.seed(rows)
+    width = layer.conv_dim + layer.value_dim + 2 * layer.num_v_heads
+    wide = mx.random.normal((rows, 1, width)).astype(dtype)
+    inputs = mx.random.normal((rows, layer.conv_kernel_size - 1, layer.conv_dim)).astype(dtype)
+    state = mx.random.normal((rows, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim))
+    return wide, [inputs, state]
+
+
+def step(layer: Any, wide: mx.array, entries: list[mx.array]) -> list[mx.array]:
+    """A token, without the layer's products: the output, and the new entries."""
+    ends = [layer.conv_dim, layer.conv_dim + layer.value_dim, -layer.num_v_heads]
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    for name, part in zip(names, mx.split(wide, ends, axis=-1), strict=True):
+        setattr(layer, name, lambda _, part=part: part)
+    layer.out_proj = lambda out: out
+    cache = ArraysCache(size=2)
+    cache.cache = list(entries)
+    return [layer(mx.zeros((*wide.shape[:2], 64)), None, cache), *cache.cache]
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "dims", "dtype"),
+    [
+        (1, (16, 16), (128, 128), BF16),  # Qwen3.5 0.8B and 2B
+        (2, (1, 2), (128, 128), F16),  # as many to a key head as of 4B, 9B and 35B-A3B
+        (1, (2, 6), (128, 128), BF16),  # 27B
+        (1, (2, 8), (128, 128), F32),  # 122B-A10B and 397B-A17B
+        (5, *SMALL, F32),
+        (1, (1, 1), (96, 24), F16),
+    ],
+)
+def test_a_step_is_what_mlx_lm_computes(
+    rows: int, heads: tuple[int, int], dims: tuple[int, int], dtype: mx.Dtype
+) -> None:
+    layer = layer_of(heads, dims, dtype)
+    wide, entries = drawn_inputs(layer, rows, dtype)
+    expected = step(layer, wide.astype(F32), [each.astype(F32) for each in entries])
+    layer._eps = mx.array([layer.norm.eps])
+    layer.__class__ = KernelDeltaNet
+    found = step(layer, wide, entries)
+    assert [each.dtype for each in found] == [dtype, dtype, F32]
+    for ours, plain in zip(found, expected, strict=True):
+        worst = mx.abs(ours.astype(F32) - plain.astype(F32)).max() / mx.abs(plain).max()
+        assert float(worst) < TOLERANCES[dtype]
+    assert mx.array_equal(found[1], expected[1].astype(dtype)).item()
+
+
+def test_it_does_not_depend_on_the_order_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[EmulatedKernel] = []
+
+    class Noted(EmulatedKernel):
+        orders = (FORWARD, BACKWARD)
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", Noted)
+    layer = layer_of(*SMALL)
+    use_delta_kernel(layer)
+    assert type(layer) is KernelDeltaNet
+    step(layer, *drawn_inputs(layer, 2, F32))
+    assert [each.threadgroup_bytes for each in made] == [4 * (2 * 64 + 2 * 32)]
+
+
+def test_a_layer_whose_kernel_is_off_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wrong in (delta_layer.SOURCE.replace("* beta;", ";"), "no Metal"):
+        monkeypatch.setattr(delta_layer, "SOURCE", wrong)
+        layer = layer_of(*SMALL)
+        use_delta_kernel(layer)
+        assert type(layer) is ReplayedDeltaNet
+        assert "recurrent layers have no kernel" in caplog.text
+        caplog.clear()
+
+
+def test_chunks_and_tapped_states_are_mlx_lm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of(*SMALL)
+    use_delta_kernel(layer)
+    monkeypatch.setattr(KernelDeltaNet, "_between", lambda *_: pytest.fail("the kernel was asked"))
+    wide, entries = drawn_inputs(layer, 1, F32)
+    step(layer, mx.repeat(wide, 2, axis=1), entries)
+    with tap_states():
+        step(layer, wide, entries)
+
+
+def test_lanes_keep_a_bounded_part_of_the_state() -> None:
+    assert num_simd_groups(128, 128) == 16
+    assert num_simd_groups(256, 256) is None  # 128 numbers a lane
+    assert num_simd_groups(48, 64) is None  # no multiple of the lanes

@@ -12,7 +12,7 @@ import pytest
 
 from metal.compiled_kernel import CompileError
 from metal.emulator import EmulatedKernel, needs_clang, use_emulator
-from metal.faults import KernelFault
+from metal.generated_source import KernelFault
 from metal.packed_rows import Rows
 from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.packed_attention import attend_packed
@@ -97,12 +97,9 @@ def off_by() -> float:
     return float(np.max(errors))  # which passes on what is not a number
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> None:
-    source = ATTEND
-    for old, new in changes:
-        assert source.count(old) == 1, f"{old!r} is not once in the kernel"
-        source = source.replace(old, new)
-    monkeypatch.setattr(packed_attention, "ATTEND", source)
+def plant(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    assert ATTEND.count(old) == 1, f"{old!r} is not once in the kernel"
+    monkeypatch.setattr(packed_attention, "ATTEND", ATTEND.replace(old, new))
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -110,62 +107,46 @@ KEY_BARRIER = f"{BARRIER}  // new_key"
 SUMS_BARRIER = f"{BARRIER}\n    for (int at = me; at < Queries"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        pytest.param(
-            [(SUMS_BARRIER, SUMS_BARRIER.removeprefix(BARRIER))],
-            "race|which nothing has written",
-            id="a missing barrier",
-        ),
-        pytest.param([(KEY_BARRIER, "")], "race|which nothing has written", id="and of the key"),
-        pytest.param(
-            [("threadgroup_position_in_grid.z;", "threadgroup_position_in_grid.z + 1;")],
-            "out of bounds",
-            id="an off-by-one row",
-        ),
-        pytest.param(
-            [("distance < 32;", "distance < 64;")],
-            "SIMD shuffle from lane",
-            id="a wrong SIMD width",
-        ),
-        pytest.param(
-            [("if (me % 32 < Lanes) {", "if (me % 32 < Lanes && me < Threads - 32) {")],
-            "threadgroup memory, which nothing has written",
-            id="an uninitialised tail of threadgroup memory",
-        ),
-        pytest.param(
-            [("sums[WARPS][Queries][Dv];", "sums[33 * 256 / Queries / Dv][Queries][Dv];")],
-            r"3[34]\d\d\d bytes of threadgroup memory: Metal has 32768",
-            id="33 KiB",
-        ),
-        pytest.param(
-            [("sums[warp][n][(i / Vec)", "sums[0][n][(i / Vec)")],
-            "race: write after write",
-            id="a race",
-        ),
-    ],
-)
-def test_a_planted_fault_is_reported(
-    monkeypatch: pytest.MonkeyPatch, changes: list[tuple[str, str]], words: str
-) -> None:
-    plant(monkeypatch, *changes)
+UNWRITTEN, MEMORY = "which nothing has written", "bytes of threadgroup memory: Metal has 32768"
+ROW, WRITES = "threadgroup_position_in_grid.z", "if (me % 32 < Lanes"
+FAULTS = {
+    "a missing barrier": (SUMS_BARRIER, SUMS_BARRIER.removeprefix(BARRIER), f"race|{UNWRITTEN}"),
+    "and of the key": (KEY_BARRIER, "", f"race|{UNWRITTEN}"),
+    "an off-by-one row": (f"{ROW};", f"{ROW} + 1;", "out of bounds"),
+    "a wrong SIMD width": ("distance < 32;", "distance < 64;", "SIMD shuffle from lane"),
+    "an uninitialised tail of threadgroup memory": (
+        *(f"{WRITES}) {{", f"{WRITES} && me < Threads - 32) {{"),
+        f"threadgroup memory, {UNWRITTEN}",
+    ),
+    "33 KiB": (
+        *("sums[WARPS][Queries][Dv];", "sums[33 * 256 / Queries / Dv][Queries][Dv];"),
+        rf"3[34]\d\d\d {MEMORY}",
+    ),
+    "a race": ("sums[warp][n][(i / Vec)", "sums[0][n][(i / Vec)", "race: write after write"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_reported(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    old, new, words = FAULTS[name]
+    plant(monkeypatch, old, new)
     with pytest.raises(KernelFault, match=words):
         off_by()
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("old", "new"),
     [
-        pytest.param(("num_main = end2 + own[7];", "num_main = end2 + own[7] + 1;"), id="column"),
-        pytest.param(("end1 = end0 + own[3];", "end1 = end0;"), id="segment"),
-        pytest.param(("i < Tail * D / Vec;", "i < Tail * D / Vec - 1;"), id="tail"),
+        ("num_main = end2 + own[7];", "num_main = end2 + own[7] + 1;"),
+        ("end1 = end0 + own[3];", "end1 = end0;"),
+        ("i < Tail * D / Vec;", "i < Tail * D / Vec - 1;"),
     ],
+    ids=["column", "segment", "tail"],
 )
 def test_a_fault_that_breaks_no_rule_gives_wrong_numbers(
-    monkeypatch: pytest.MonkeyPatch, change: tuple[str, str]
+    monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    plant(monkeypatch, change)
+    plant(monkeypatch, old, new)
     assert not off_by() < 1e-3
 
 

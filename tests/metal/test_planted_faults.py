@@ -1,16 +1,22 @@
-"""The emulator reports kernels with a fault in them, and runs the same kernels without it."""
+"""The emulator reports kernels with a fault in them, and runs those without one.
+
+Of mlx-lm's they agree with its plain operations.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import gated_delta, ssm
 
 from metal.compiled_kernel import CompileError
-from metal.emulator import RANDOM, EmulatedKernel, needs_clang
-from metal.faults import KernelFault
+from metal.emulator import RANDOM, EmulatedKernel, needs_clang, use_emulator
+from metal.generated_source import KernelFault
 
 pytestmark = [needs_clang, pytest.mark.slow]
 
@@ -21,19 +27,35 @@ REVERSE = """
     SYNC
     out[thread_position_in_grid.x] = shared[SIZE - 1 - me];
 """
+
+
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 
 def run(source: str, *, threads: int = 64, size: int = 128, **options: Any) -> np.ndarray:
     kernel = EmulatedKernel("planted", ["inp"], ["out"], source, options.pop("header", ""))
     kernel.orders = options.pop("orders", kernel.orders)
-    (out,) = kernel(
-        inputs=[mx.arange(size, dtype=mx.float32)],
-        output_shapes=[(size,)],
-        output_dtypes=[mx.float32],
-        **{"grid": (size, 1, 1), "threadgroup": (threads, 1, 1), **options},
-    )
+    inputs = [mx.arange(size, dtype=mx.float32)]
+    (out,) = launch(kernel, inputs, (size, mx.float32), size=size, threads=threads, **options)
     return np.array(out)
+
+
+def launch(
+    kernel: EmulatedKernel,
+    inputs: Sequence[Any],
+    *outputs: tuple[int | tuple[int, ...], mx.Dtype],
+    size: int = 32,
+    threads: int = 32,
+    **options: Any,
+) -> list[mx.array]:
+    return kernel(
+        inputs=inputs,
+        output_shapes=[shape if isinstance(shape, tuple) else (shape,) for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+        grid=(size, 1, 1),
+        threadgroup=(threads, 1, 1),
+        **options,
+    )
 
 
 def reverse(size: int = 64, sync: str = BARRIER) -> str:
@@ -163,13 +185,10 @@ def test_lanes_that_returned_take_no_part_in_a_sum() -> None:
     np.testing.assert_array_equal(run(source), (np.arange(128) % 32 < 4) * 4.0)
 
 
-def test_a_barrier_that_some_threads_do_not_reach() -> None:
+def test_threads_and_lanes_that_wait_at_different_places() -> None:
     source = "if (thread_position_in_threadgroup.x == 3) return; SYNC out[0] = 1;"
     with pytest.raises(KernelFault, match="threadgroup_barrier is reached by 63 of 64 threads"):
         run(source.replace("SYNC", BARRIER))
-
-
-def test_lanes_that_wait_at_different_operations() -> None:
     source = """
         bool odd = thread_index_in_simdgroup % 2;
         out[thread_position_in_grid.x] = odd ? simd_sum(1.0f) : simd_shuffle_xor(1.0f, 2);
@@ -200,13 +219,7 @@ def test_a_pointer_into_the_other_address_space(size: int, space: str) -> None:
         f"const {space} float* first = inp + 1; out[thread_position_in_grid.x] = first[0];",
     )
     with pytest.raises(KernelFault, match=f"a pointer to {space} points into inp"):
-        kernel(
-            inputs=[mx.zeros(size)],
-            output_shapes=[(32,)],
-            output_dtypes=[mx.float32],
-            grid=(32, 1, 1),
-            threadgroup=(32, 1, 1),
-        )
+        launch(kernel, [mx.zeros(size)], (32, mx.float32))
 
 
 def test_metal_takes_31_buffers() -> None:
@@ -215,13 +228,7 @@ def test_metal_takes_31_buffers() -> None:
         "many", names, ["out"], f"out[thread_position_in_grid.x] = {' + '.join(names)};"
     )
     with pytest.raises(KernelFault, match="32 buffers: Metal takes 31"):
-        kernel(
-            inputs=[1.0] * 31,
-            output_shapes=[(32,)],
-            output_dtypes=[mx.float32],
-            grid=(32, 1, 1),
-            threadgroup=(32, 1, 1),
-        )
+        launch(kernel, [1.0] * 31, (32, mx.float32))
 
 
 def test_atomic_sums_are_no_race() -> None:
@@ -230,14 +237,8 @@ def test_atomic_sums_are_no_race() -> None:
         "atomic_fetch_add_explicit(&out[0], inp[thread_position_in_grid.x], memory_order_relaxed);",
         atomic_outputs=True,
     )
-    (out,) = kernel(
-        inputs=[mx.arange(128, dtype=mx.float32)],
-        output_shapes=[(1,)],
-        output_dtypes=[mx.float32],
-        init_value=0,
-        grid=(128, 1, 1),
-        threadgroup=(32, 1, 1),
-    )
+    inputs = [mx.arange(128, dtype=mx.float32)]
+    (out,) = launch(kernel, inputs, (1, mx.float32), size=128, init_value=0)
     assert out.item() == 127 * 64
 
 
@@ -262,13 +263,10 @@ def test_small_floats_round_as_mlx_does(dtype: mx.Dtype) -> None:
     )
     small = wide.astype(dtype)
     size = wide.size
-    out, product, widened = kernel(
-        inputs=[wide, small],
-        template=[("T", dtype)],
-        output_shapes=[(size,)] * 3,
-        output_dtypes=[dtype, dtype, mx.float32],
-        grid=(size, 1, 1),
-        threadgroup=(64, 1, 1),
+    outputs = [(size, dtype), (size, dtype), (size, mx.float32)]
+    template = [("T", dtype)]
+    out, product, widened = launch(
+        kernel, [wide, small], *outputs, size=size, threads=64, template=template
     )
     for got, expected in (
         (out, small),
@@ -290,11 +288,110 @@ def test_inputs_may_be_slices() -> None:
         """,
         ensure_row_contiguous=False,
     )
-    (out,) = kernel(
-        inputs=[part],
-        output_shapes=[(4, 8)],
-        output_dtypes=[mx.bfloat16],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-    )
+    (out,) = launch(kernel, [part], ((4, 8), mx.bfloat16))
     assert mx.array_equal(out, part).item()
+
+
+TOLERANCES = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+
+
+dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_emulator(monkeypatch)
+
+
+def worst(one: mx.array, other: mx.array) -> float:
+    difference = mx.abs(one.astype(mx.float32) - other.astype(mx.float32)).max().item()
+    return float(difference) / max(1.0, float(mx.abs(other.astype(mx.float32)).max().item()))
+
+
+def gated_delta_inputs(dtype: mx.Dtype, *, key_dim: int, vector_gate: bool) -> dict[str, mx.array]:
+    mx.random.seed(key_dim)
+    shape, key_heads, heads, dim = (2, 3), 2, 4, 16
+    keys = {
+        name: (mx.random.normal((*shape, key_heads, key_dim)) * key_dim**-0.5).astype(dtype)
+        for name in "qk"
+    }
+    gates = (*shape, heads, key_dim) if vector_gate else (*shape, heads)
+    return {
+        **keys,
+        "v": mx.random.normal((*shape, heads, dim)).astype(dtype),
+        "g": mx.random.uniform(shape=gates),
+        "beta": mx.random.uniform(shape=(*shape, heads)).astype(dtype),
+        "state": mx.random.normal((shape[0], heads, dim, key_dim)),
+    }
+
+
+@dtypes
+@pytest.mark.parametrize("vector_gate", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gated_delta(
+    monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype, vector_gate: bool, masked: bool
+) -> None:
+    name = "_gated_delta_kernel" + "_vec" * vector_gate + "_masked" * masked
+    kernel = gated_delta._make_gated_delta_kernel(has_mask=masked, vectorized=vector_gate)
+    monkeypatch.setattr(gated_delta, name, kernel)
+    inputs: dict[str, Any] = gated_delta_inputs(dtype, key_dim=64, vector_gate=vector_gate)
+    mask = mx.array([[True, True, False], [True, False, True]])
+    if masked:
+        inputs["mask"] = mask
+    y, state = gated_delta.gated_delta_kernel(**inputs)
+    expected, expected_state = gated_delta.gated_delta_ops(**inputs)
+    if masked:
+        expected = mx.where(mask[..., None, None], expected, 0)
+    assert worst(y, expected) < TOLERANCES[dtype]
+    assert worst(state, expected_state) < TOLERANCES[mx.float32]
+
+
+@dtypes
+def test_packed_gated_delta(monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype) -> None:
+    """mlx-lm promises the same bits as its unpacked kernel with the sums written out."""
+    packed = gated_delta._make_gated_delta_packed_kernel()
+    monkeypatch.setattr(gated_delta, "_gated_delta_kernel_packed", packed)
+    unpacked = gated_delta._make_gated_delta_kernel_xtree()
+    monkeypatch.setattr(gated_delta, "_gated_delta_kernel_xtree", unpacked)
+    inputs = gated_delta_inputs(dtype, key_dim=128, vector_gate=False)
+    y, state = gated_delta.gated_delta_kernel(**inputs)
+    expected, expected_state = gated_delta.gated_delta_ops(**inputs)
+    assert worst(y, expected) < TOLERANCES[dtype]
+    assert worst(state, expected_state) < TOLERANCES[mx.float32]
+    for ours, theirs in zip(
+        (y, state), gated_delta.gated_delta_kernel_xtree(**inputs), strict=True
+    ):
+        assert mx.array_equal(ours, theirs).item()
+
+
+@dtypes
+def test_ssm(monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype) -> None:
+    monkeypatch.setattr(ssm, "_ssm_kernel", ssm.make_ssm_kernel())
+    mx.random.seed(0)
+    rows, heads, groups, dim, state_dim = 2, 4, 2, 8, 64
+    x = mx.random.normal((rows, 1, heads, dim)).astype(dtype)
+    b, c = (mx.random.normal((rows, 1, groups, state_dim)).astype(dtype) for _ in range(2))
+    a_log, d, bias = (mx.random.normal((heads,)) for _ in range(3))
+    dt = mx.random.normal((rows, 1, heads)).astype(dtype)
+    state = mx.random.normal((rows, heads, dim, state_dim))
+    call = (x, a_log, b, c, d, dt, bias, state, (0.001, 100.0))
+    out, new_state = ssm.ssm_update_kernel(*call)
+    expected, expected_state = ssm.ssm_attn(*call)
+    assert worst(out, expected) < TOLERANCES[dtype]
+    assert worst(new_state, expected_state) < TOLERANCES[dtype]
+
+
+@dtypes
+def test_a_norm_that_adds_up_in_threadgroup_memory(dtype: mx.Dtype) -> None:
+    theirs = import_module("mlx_lm.kernels.norm_add_norm")
+    kernel = EmulatedKernel(
+        *("pre_norm", ["stream", "pre_w", "pre_eps"], ["normed"]),
+        *(theirs._PRE_NORM_ONLY, theirs._BLOCK_SUM_ONCE_HEADER),
+    )
+    mx.random.seed(0)
+    stream, weight = mx.random.normal((3, 200)), mx.random.normal((200,))
+    template = [("T", dtype), ("D", 200), ("TG", 96)]
+    given = [stream, weight, 1e-5]
+    (out,) = launch(kernel, given, ((3, 200), dtype), size=3 * 96, threads=96, template=template)
+    assert worst(out, mx.fast.rms_norm(stream, weight, 1e-5)) < TOLERANCES[dtype]
+    assert kernel.threadgroup_bytes == 256

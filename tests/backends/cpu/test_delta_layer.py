@@ -57,18 +57,6 @@ def test_tokens_agree_with_mlx_lm(lengths: tuple[int, ...], fresh: bool) -> None
         np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=2e-5, rtol=2e-5)
 
 
-def test_a_prompt_in_pieces_ends_in_the_same_state() -> None:
-    layer, x = made_over(), mx.random.normal((1, 150, HIDDEN), key=mx.random.key(2))
-    whole = cache_of(1)
-    layer(x, None, whole)
-    parts = cache_of(1)
-    for start, end in ((0, 1), (1, 40), (40, 104), (104, 150)):
-        inside = x[:, start:end]
-        mx.eval(layer(inside, None, parts), parts[0], parts[1])
-    np.testing.assert_allclose(np.array(whole[1]), np.array(parts[1]), atol=1e-6)
-    np.testing.assert_allclose(np.array(whole[0]), np.array(parts[0]), atol=1e-6)
-
-
 def test_states_inside_a_chunk_are_those_of_shorter_chunks() -> None:
     layer, x = made_over(), mx.random.normal((2, 150, HIDDEN), key=mx.random.key(2))
     with tap_states() as taps:

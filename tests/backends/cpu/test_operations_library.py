@@ -15,7 +15,7 @@ import pytest
 from pippin.backends.mlx.cpu.operations import library
 from pippin.backends.mlx.cpu.operations.library import DOES_NOT_FIT
 
-needs_compiler = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="built with g++, on Linux"
 )
 
@@ -38,6 +38,9 @@ class Ends:
     errors: str = ""
 
 
+WORKS = Ends()
+
+
 class Commands:
     """Stands for the compiler and for the process that tries what it built."""
 
@@ -56,16 +59,12 @@ class Commands:
         return subprocess.CompletedProcess(command, end.status, end.printed, end.errors)
 
 
-WORKS = Ends()
-
-
 def find_again() -> library.OperationsReport:
     """As another process does."""
     library.find_library.cache_clear()
     return library.find_library()
 
 
-@needs_compiler
 def test_it_is_built_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = Commands(WORKS, WORKS)
     monkeypatch.setattr(subprocess, "run", commands)
@@ -76,7 +75,6 @@ def test_it_is_built_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["-m" in command for command in commands.ran] == [False, True]
 
 
-@needs_compiler
 def test_a_copy_of_the_source_is_the_same_library_and_a_changed_one_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -92,7 +90,6 @@ def test_a_copy_of_the_source_is_the_same_library_and_a_changed_one_is_not(
     assert find_again().path != first.path
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     "ends",
     [
@@ -115,7 +112,6 @@ def test_what_does_not_work_is_not_tried_again(
     assert not list(tmp_path.rglob("*.so*"))
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     "ends",
     [
@@ -136,18 +132,19 @@ def test_what_may_be_the_machine_s_fault_is_tried_again(
     assert find_again().path is not None
 
 
-@needs_compiler
 def test_a_compiler_that_takes_too_long_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def runs_late(command: list[str], **_: object) -> None:
         raise subprocess.TimeoutExpired(command, 1)
 
+    with monkeypatch.context() as patch:  # and where there is none, nothing is built
+        patch.setattr(shutil, "which", lambda _: None)
+        assert library.find_library().path is None
     monkeypatch.setattr(subprocess, "run", runs_late)
-    assert library.find_library().path is None
+    assert find_again().path is None
     monkeypatch.setattr(subprocess, "run", Commands(WORKS, WORKS))
     assert find_again().path is not None
 
 
-@needs_compiler
 def test_a_refusal_counts_for_its_compiler_and_its_mlx(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -165,7 +162,6 @@ def test_a_refusal_counts_for_its_compiler_and_its_mlx(
     assert find_again().path is not None
 
 
-@needs_compiler
 def test_an_operation_that_does_not_work_is_left_out_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,7 +180,6 @@ def test_an_operation_that_does_not_work_is_left_out_by_name(
     assert again.path is not None
 
 
-@needs_compiler
 def test_a_library_whose_trials_are_not_known_is_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -197,8 +192,3 @@ def test_a_library_whose_trials_are_not_known_is_tried(
         monkeypatch.setattr(subprocess, "run", commands)
         assert find_again().path is not None
         assert not commands.left
-
-
-def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert library.find_library().path is None

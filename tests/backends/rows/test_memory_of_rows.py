@@ -10,27 +10,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kv_layouts import kv_layout
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.layout import LayerCache, Layout, Reads
+from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows import paced_launch
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.mains import Mains, Row
-from pippin.types import Component
 
 WINDOW, WIDTH = 128, 6
-
-
-def layout_of(num_full: int, num_windowed: int = 0, dim: int = 16) -> Layout:
-    def cache(window: int | None) -> LayerCache:
-        component = Component.ATTENTION if window is None else Component.WINDOW
-        shapes, dtypes = ((2, dim), (2, 2 * dim)), (mx.float32,) * 2
-        return LayerCache(0, component, window, shapes, dtypes, Reads.PIECES)
-
-    caches = (cache(None),) * num_full + (cache(WINDOW),) * num_windowed
-    return Layout(caches, (0,) * len(caches))
 
 
 class Rows:
@@ -82,7 +72,7 @@ def test_what_a_join_takes_at_its_peak_is_in_the_budget(
     gc.collect()
     mx.clear_cache()
     before = int(mx.get_active_memory())
-    rows = Rows(layout_of(8), spare_bytes=0.0)
+    rows = Rows(kv_layout([None] * 8, 2, (16, 32)), spare_bytes=0.0)
     for number, length in enumerate(lengths, start=1):
         kv = rows.drawn(length)
         peak = peak_of(lambda length=length, kv=kv: rows.join(length, kv))  # type: ignore[misc]
@@ -93,7 +83,7 @@ def test_what_a_join_takes_at_its_peak_is_in_the_budget(
 def test_no_array_of_rows_is_longer_than_a_device_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever joins and leaves within the budget that is made of it, moves included."""
     longest = 800_000
-    layout = layout_of(2, 2)
+    layout = kv_layout([None, None, WINDOW, WINDOW], 2, (16, 32))
     most = Footprint(layout).most_bytes(longest)
     spare = most / 16
     rows = Rows(layout, spare)
@@ -130,7 +120,7 @@ def _noting(function: Any, sizes: list[int]) -> Any:
 def test_a_budget_that_a_device_s_arrays_cannot_hold_is_cut_and_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    footprint = Footprint(layout_of(2))
+    footprint = Footprint(kv_layout([None] * 2, 2, (16, 32)))
     # A token's values are a third of what it has: in two layers, keys and values twice as wide.
     assert footprint.most_bytes(1000) == 3000
     assert footprint.in_arrays_of(1000, 2000, 500) == 2000

@@ -207,14 +207,6 @@ def test_what_is_shared_stays_where_it_is_when_tails_are_full() -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_rows_that_begin_differently_share_nothing() -> None:
-    stage = Stage("llama", shares=True)
-    stage.join(1, 6)
-    stage.run(2 * BLOCK)
-    assert set(stage.seen) == {()}
-
-
-@pytest.mark.usefixtures("eager")
 def test_windowed_layers_share_nothing() -> None:
     stage = play("gpt_oss", shares=True)
     shares = {

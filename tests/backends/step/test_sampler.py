@@ -1,29 +1,35 @@
-"""The sampler against plain float64 numpy and mlx-lm, and against itself alone and in company."""
+"""The sampler against the rules in numpy, and against itself alone and in company."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm import sample_utils
 
 from cases import cases
 from near_ties import log_softmax
 from pippin.backends.base import Admit
 from pippin.backends.masks import pack
-from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
-from pippin.backends.mlx.step.sampler import MLXSampler, dropped_tokens, send, token_logprobs
-from pippin.backends.sampling.batches import SampleBatch
+from pippin.backends.mlx.step import filters, largest, noise
+from pippin.backends.mlx.step.sampler import MLXSampler, dropped_tokens, send
+from pippin.backends.sampling.batches import DrawGroup, SampleBatch
+from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits, stream_of
 from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.sampling.sampler import SampleRow
 from pippin.types import SamplingParams
+from sampling_rule import KINDS, PARAMS, ROWS, kept_by_rule
+from sampling_rule import VOCAB as RULE_VOCAB
+from sampling_rule import logits as rule_logits
 
 VOCAB = 300
+
+
 SLOTS = 16
+
+
 ROUNDING = 1e-5  # what float32 may be off by: a logit, a probability, a sum of them
 
 
@@ -92,62 +98,6 @@ def kept_by(params: SamplingParams, logits: mx.array) -> np.ndarray:
     return np.ones(logits.shape, bool) if dropped is None else ~np.array(dropped)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What filters keep of one row of logits, as far as rounding leaves no doubt."""
-
-    surely: np.ndarray  # bool [vocab]
-    perhaps: np.ndarray  # bool [vocab]
-
-    @property
-    def clear(self) -> np.ndarray:
-        return self.surely == self.perhaps
-
-
-def reference_kept(params: SamplingParams, logits: np.ndarray) -> Kept:
-    """One row in float64: top_k, then top_p of what is left, then min_p."""
-    x = logits.astype(np.float64) / params.temperature
-    order = np.argsort(-x)
-    p = np.exp(x[order] - x.max())
-    in_top_k = np.ones(len(x), bool)
-    if 0 < params.top_k < len(x):
-        in_top_k = p >= p[params.top_k - 1] * (1 - ROUNDING)
-        p = np.where(in_top_k, p, 0.0)
-    p /= p.sum()
-    above = np.cumsum(p) - p
-
-    def kept(slack: float) -> np.ndarray:
-        keep = in_top_k.copy()
-        if params.top_p < 1:
-            keep &= (above < params.top_p + slack) | (above == 0)
-        if params.min_p:
-            keep &= p >= (params.min_p - slack) * p[0]
-        return keep[np.argsort(order)]
-
-    return Kept(surely=kept(-ROUNDING), perhaps=kept(ROUNDING))
-
-
-def assert_kept(kept: np.ndarray, expected: Sequence[Kept]) -> None:
-    clear = np.stack([row.clear for row in expected])
-    surely = np.stack([row.surely for row in expected])
-    np.testing.assert_array_equal(kept[clear], surely[clear])
-    assert clear.mean() > 0.99
-
-
-FILTERS = [
-    SamplingParams(min_p=0.1),
-    SamplingParams(top_k=1),
-    SamplingParams(top_k=20, temperature=0.6),
-    SamplingParams(top_k=200),
-    SamplingParams(top_k=VOCAB + 5, min_p=0.05),
-    SamplingParams(top_p=0.9),
-    SamplingParams(top_p=0.3, temperature=2.5),
-    SamplingParams(top_p=1e-6),
-    SamplingParams(top_p=0.95, min_p=0.02),
-    SamplingParams(top_p=0.8, top_k=20, temperature=0.7),
-    SamplingParams(top_p=0.8, top_k=200, min_p=0.01, temperature=1.5),
-]
-
 EVERY_KIND = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -163,64 +113,11 @@ EVERY_KIND = [
 ]
 
 
-@cases("params", FILTERS, ids=changed)
-@cases("scale", [0.1, 1.0, 5.0])
-def test_filters_keep_what_a_float64_reference_keeps(params: SamplingParams, scale: float) -> None:
-    logits = some_logits(12, VOCAB, scale=scale)
-    expected = [reference_kept(params, row) for row in np.array(logits)]
-    assert_kept(kept_by(params, logits), expected)
-
-
-def test_filters_keep_what_mlx_lm_keeps() -> None:
-    compile_without_fusing()  # mlx-lm compiles its filters
-    logits = some_logits(8, VOCAB)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    for theirs, params in [
-        (sample_utils.apply_top_k(logprobs, 17), SamplingParams(top_k=17)),
-        (sample_utils.apply_top_p(logprobs, 0.85), SamplingParams(top_p=0.85)),
-        (sample_utils.apply_min_p(logprobs, 0.07), SamplingParams(min_p=0.07)),
-    ]:
-        expected = [reference_kept(params, row) for row in np.array(logits)]
-        assert_kept(kept_by(params, logits), expected)
-        assert_kept(np.array(theirs) > -np.inf, expected)
-
-
 def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     logits = mx.array([[2.0, 1.0, 0.0, 1.0, 1.0, -1.0]])
     tied = [[True, True, False, True, True, False]]
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.6)):
         np.testing.assert_array_equal(kept_by(params, logits), tied)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.5),
-        SamplingParams(temperature=1.5, top_k=7, top_p=0.9),
-        SamplingParams(temperature=1.3, top_p=0.7),
-        SamplingParams(temperature=2.0, min_p=0.2),
-    ],
-    ids=changed,
-)
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
-    vocab, num_steps = 24, 800
-    sampler = admitted(*[params] * SLOTS, vocab=vocab)
-    row = some_logits(vocab, scale=1.0)
-    logits = mx.broadcast_to(row, [SLOTS, vocab])
-    steps = [
-        sampler.sample(logits, [SampleRow(slot, i) for slot in range(1, SLOTS + 1)]).tokens
-        for i in range(num_steps)
-    ]
-    drawn = np.array(mx.concatenate(steps))
-
-    p = np.exp(np.array(row, np.float64) / params.temperature)
-    p *= reference_kept(params, np.array(row)).surely
-    p /= p.sum()
-    observed = np.bincount(drawn, minlength=vocab) / len(drawn)
-    sigma = np.sqrt(p * (1 - p) / len(drawn))
-    assert (np.abs(observed - p) <= 5 * sigma).all()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=changed)
@@ -236,28 +133,6 @@ def test_every_row_is_the_same_alone_and_in_any_batch(dtype: mx.Dtype) -> None:
         batched = tokens_of(together, padded, [i + 1 for i in order] + [0, 0], step)
         for place, i in enumerate(order):
             assert tokens_of(alone[i], logits[i : i + 1], [i + 1], step) == [batched[place]], i
-
-
-def test_a_seed_belongs_to_the_request_and_not_to_its_slot() -> None:
-    params = SamplingParams(seed=42)
-    logits = some_logits(1, VOCAB, scale=1.0)
-    first, second = MLXSampler(VOCAB, SLOTS), MLXSampler(VOCAB, SLOTS)
-    first.admit(an_admit(3, params))
-    second.admit(an_admit(9, params))
-    text = [tokens_of(first, logits, [3], i) for i in range(20)]
-    assert text == [tokens_of(second, logits, [9], i) for i in range(20)]
-
-
-def test_other_seeds_and_other_positions_draw_other_noise() -> None:
-    logits = mx.zeros([1, VOCAB])
-    texts = {}
-    for seed in (0, 1, 2, -1, 2**63, 2**64 - 2):
-        sampler = admitted(SamplingParams(seed=seed))
-        texts[seed] = [tokens_of(sampler, logits, [1], i)[0] for i in range(12)]
-    flat = [token for text in texts.values() for token in text]
-    assert len({tuple(text) for text in texts.values()}) == len(texts)
-    assert len(set(flat)) > len(flat) // 2
-    assert texts[0][1:] != texts[1][:-1]  # neighbouring seeds are not shifted copies
 
 
 def test_greedy_takes_the_first_of_equal_logits_whatever_the_batch() -> None:
@@ -435,30 +310,15 @@ def test_logprobs_are_the_models_own_for_the_rows_that_ask() -> None:
         np.testing.assert_array_equal(top_ids[place][:2], order[:2])
 
 
-def test_no_logprobs_are_computed_when_nobody_asks() -> None:
-    sampled = admitted(SamplingParams()).sample(some_logits(1, VOCAB), [SampleRow(1, 0)])
+def test_no_more_logprobs_are_computed_than_are_asked_for() -> None:
+    logits = some_logits(1, VOCAB)
+    sampled = admitted(SamplingParams()).sample(logits, [SampleRow(1, 0)])
     assert sampled.logprobs is None
     assert len(sampled.arrays) == 1
-
-
-def test_logprobs_without_alternatives_have_no_columns() -> None:
-    sampler = admitted(SamplingParams(logprobs=0))
-    sampled = sampler.sample(some_logits(1, VOCAB), [SampleRow(1, 0)])
+    sampled = admitted(SamplingParams(logprobs=0)).sample(logits, [SampleRow(1, 0)])
     assert sampled.logprobs is not None
     assert sampled.logprobs.chosen.shape == (1,)
     assert sampled.logprobs.top_ids.shape == (1, 0)
-
-
-def test_prompt_logprobs_equal_log_softmax() -> None:
-    logits, targets = some_logits(9, VOCAB), mx.arange(9) * 30
-    chosen, top_ids, top = token_logprobs(logits, targets, 3)
-    expected = log_softmax(np.array(logits))
-    order = np.argsort(-expected, axis=-1)[:, :3]
-    np.testing.assert_allclose(np.array(chosen), expected[np.arange(9), targets], atol=ROUNDING)
-    np.testing.assert_array_equal(np.array(top_ids), order)
-    np.testing.assert_allclose(
-        np.array(top), np.take_along_axis(expected, order, axis=-1), atol=ROUNDING
-    )
 
 
 def test_the_same_rows_reuse_their_arrays_and_a_new_admission_does_not() -> None:
@@ -470,3 +330,125 @@ def test_the_same_rows_reuse_their_arrays_and_a_new_admission_does_not() -> None
     assert sampler._batch(rows) is first
     sampler.admit(an_admit(2, SamplingParams()))
     assert sampler._batch(rows) is not first
+
+
+def group_of(
+    params: SamplingParams, num_rows: int = ROWS, vocab: int = RULE_VOCAB
+) -> DrawGroup[mx.array]:
+    states = [SlotSampling(params)] * num_rows
+    (group,) = SampleBatch(tuple(range(1, num_rows + 1)), states, (), vocab, send).draws
+    return group
+
+
+@cases("kind", KINDS)
+@cases("params", [*PARAMS, SamplingParams(min_p=0.1), SamplingParams(top_k=20, top_p=0.8)], ids=str)
+def test_filters_keep_what_the_rule_keeps(params: SamplingParams, kind: str) -> None:
+    x, group = mx.array(rule_logits(kind)), group_of(params)
+    found = [dropped_tokens(x, group)]
+    if params in PARAMS:  # others have so few candidates that they take another way
+        found.append(filters._dropped_by_sort(x, group))
+    mass = np.array(mx.exp(x - x.max(axis=-1, keepdims=True)))
+    for row in range(ROWS):
+        expected = kept_by_rule(params, np.array(x)[row], mass[row])
+        for dropped in found:
+            np.testing.assert_array_equal(~np.array(dropped)[row], expected)
+
+
+@cases("vocab", [64 * 200, 64 * 200 + 17, 700])
+@cases("k", [1, 20])
+@cases("step", [0.0, 0.5])
+def test_the_largest_are_found_among_few(vocab: int, k: int, step: float) -> None:
+    """`step`: numbers are multiples of it, so that many tie."""
+    drawn = np.random.default_rng(vocab).normal(size=(3, vocab)).astype(np.float32)
+    x = np.round(drawn / step) * np.float32(step) if step else drawn
+    found = np.sort(np.array(largest.largest(mx.array(x), k)), axis=-1)
+    np.testing.assert_array_equal(found, np.sort(x, axis=-1)[:, -k:])
+    values, indices = (np.array(part) for part in largest.candidates(mx.array(x), k))
+    np.testing.assert_array_equal(values, np.take_along_axis(x, indices, axis=-1))
+    assert values.shape[-1] == (vocab if vocab < 4 * k * largest.BLOCK else k * 64 + vocab % 64)
+    assert all(len(set(row)) == len(row) for row in indices.tolist())
+
+
+VOCABULARIES = [1, 2, 3, 97, 4096, 50_257, 151_936]
+
+
+SEEDS = [0, 1, 2, -1, -2, 42, 2**31, 2**32, 2**53 + 1, 2**63 - 9, -(2**63), 2**64 - 3]
+
+
+INDICES = [0, 1, 2, 63, 64, 1000, 131_071, 2**31]
+
+
+# Two float32 logarithms, each right to a few units in its last place; the noise is below 23.
+NOISE_ERROR = 1e-5
+
+
+def some_keys(num_rows: int, pick: np.random.Generator) -> np.ndarray:
+    streams = np.array([stream_of(SEEDS[i]) for i in pick.integers(0, len(SEEDS), num_rows)])
+    return noise_keys(streams.astype(np.uint64), [int(i) for i in pick.choice(INDICES, num_rows)])
+
+
+@cases("vocab_size", VOCABULARIES)
+def test_bits_and_noise_are_those_of_the_specification(vocab_size: int) -> None:
+    pick = np.random.default_rng(vocab_size)
+    for num_rows in range(1, 17) if vocab_size <= 4096 else (1, 2, 3, 16):
+        keys = some_keys(num_rows, pick)
+        expected = random_bits(keys, vocab_size)
+        bits = noise.random_bits(mx.array(keys), vocab_size)
+        assert bits.dtype == mx.uint32
+        np.testing.assert_array_equal(np.array(bits), expected)
+        found = noise.add_gumbel_noise(mx.zeros([num_rows, vocab_size]), mx.array(keys))
+        np.testing.assert_allclose(np.array(found), gumbel(expected), rtol=0, atol=NOISE_ERROR)
+
+
+def test_every_seed_and_index_has_the_bits_of_the_specification() -> None:
+    pairs = [(stream_of(seed), index) for seed in SEEDS for index in INDICES]
+    streams = np.array([stream for stream, _ in pairs], dtype=np.uint64)
+    keys = noise_keys(streams, [index for _, index in pairs])
+    bits = np.array(noise.random_bits(mx.array(keys), 97))
+    np.testing.assert_array_equal(bits, random_bits(keys, 97))
+    assert len({row.tobytes() for row in bits}) == len(pairs)
+
+
+def test_extreme_bits_make_finite_noise() -> None:
+    extremes = np.array([0, 1, 511, 512, 2**31, 2**32 - 512, 2**32 - 1], dtype=np.uint32)
+    found = np.array(-mx.log(noise.exponential(mx.array(extremes))))
+    np.testing.assert_allclose(found, gumbel(extremes), rtol=0, atol=NOISE_ERROR)
+
+
+@cases(
+    ("params", "num_kept"),
+    [
+        (SamplingParams(temperature=1.0), 0),
+        (SamplingParams(temperature=0.3), 0),
+        (SamplingParams(temperature=2.5), 0),
+        (SamplingParams(temperature=1.5, top_k=20), 20),
+    ],
+    ids=["plain", "cool", "hot", "top-k"],
+)
+@cases("vocab_size", [97, 4096])
+def test_tokens_are_the_argmax_of_logits_and_specified_noise(
+    params: SamplingParams, num_kept: int, vocab_size: int
+) -> None:
+    """All seeds in one batch, each at an index of its own that moves on with every step."""
+    sampler = MLXSampler(vocab_size, len(SEEDS))
+    for slot, seed in enumerate(SEEDS, start=1):
+        sampler.admit(Admit(slot, params, (), np.zeros(0, dtype=np.int32), seed))
+    streams = np.array([stream_of(seed) for seed in SEEDS], dtype=np.uint64)
+    draw = np.random.default_rng(7)
+    num_compared = num_drawn = 0
+    for step in range(25):
+        indices = [step + 1000 * slot for slot in range(len(SEEDS))]
+        logits = draw.normal(size=(len(SEEDS), vocab_size)).astype(np.float32) * 2
+        rows = [SampleRow(slot, index) for slot, index in enumerate(indices, start=1)]
+        tokens = np.array(sampler.sample(mx.array(logits), rows).tokens)
+
+        scaled = logits.astype(np.float64) / params.temperature
+        sums = scaled + gumbel(random_bits(noise_keys(streams, indices), vocab_size))
+        if num_kept:
+            sums[scaled < np.sort(scaled, axis=-1)[:, -num_kept, None]] = -np.inf
+        best_two = np.sort(sums, axis=-1)[:, -2:]
+        clear = best_two[:, 1] - best_two[:, 0] > 5 * NOISE_ERROR
+        np.testing.assert_array_equal(tokens[clear], sums.argmax(axis=-1)[clear])
+        num_compared += int(clear.sum())
+        num_drawn += len(rows)
+    assert num_compared >= 0.98 * num_drawn

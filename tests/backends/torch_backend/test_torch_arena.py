@@ -80,28 +80,6 @@ def test_what_layers_say_they_keep_is_what_a_slab_and_a_cell_take() -> None:
         assert len(specs) == len(layout.shape.layers)
 
 
-def test_a_state_finds_room_between_scattered_cells() -> None:
-    """Every slab holds a few cells: one is emptied, and whoever held its cells still does."""
-    pools = make_pools(num_slabs=4)
-    per_slab = pools.layout.cells_per_slab(KV)
-    assert per_slab > 4
-    payloads = [take_payload(pools, per_slab, mark=number) for number in range(4)]
-    kept = []
-    for number, payload in enumerate(payloads):
-        few, rest = payload.split(2)
-        rest.release()
-        kept.append((float(number), few))
-    assert not pools.arena._free
-    pools.arena.make_room(0, 2)
-    states = [StatePayload(pools, pools.arena.take_state()) for _ in range(2)]
-    for slab in (state.slab for state in states):
-        pools.recurrent[0][slab] = -1.0
-    for mark, payload in kept:
-        assert isinstance(payload, KVPayload)
-        assert marks_of(pools, payload.cells) == {mark}
-    pools.arena.check_integrity()
-
-
 def test_a_row_and_a_plan_that_was_lent_a_payload_follow_its_cells() -> None:
     pools = make_pools(num_slabs=2)
     rows = Rows(pools, num_slots=2, max_len=64)
@@ -214,19 +192,6 @@ def test_a_slab_that_is_half_emptied_is_there_for_a_step_that_needs_it() -> None
         pools.arena.make_room(1, 0)
 
 
-def test_nobody_hears_of_moves_but_rows_and_holders_of_the_slab(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pools = make_pools(num_slabs=12)
-    kept = scattered(pools, 12)
-    told: list[KVPayload] = []
-    move = KVPayload.move
-    monkeypatch.setattr(KVPayload, "move", lambda p, cells: (told.append(p), move(p, cells)))
-    pools.arena.compact(2 * pools.layout.cell_bytes(KV))
-    assert len(told) == 1
-    assert told[0] in [payload for _, payload in kept]
-
-
 def test_cells_of_one_kind_alone_are_never_moved_ahead_of_need() -> None:
     pools = make_pools("llama", num_slabs=12)
     scattered(pools, 12)
@@ -295,24 +260,3 @@ def test_random_holders_keep_what_they_hold(seed: int) -> None:
         assert all(marks_of(pools, p.cells) == {number} for p, number in kv.items())
         for state, number in states.items():
             assert pools.recurrent[0][state.slab].unique().tolist() == [number]
-
-
-def test_a_move_reads_the_cells_of_rows_in_that_slab_alone() -> None:
-    pools = make_pools(num_slabs=8)
-    per_slab = pools.layout.cells_per_slab(Component.ATTENTION)
-    rows = Rows(pools, 3, 8 * per_slab)
-    for slot in (1, 2, 3):
-        rows.grow(slot, per_slab)
-    read: list[int] = []
-
-    class NewCells:
-        def __getitem__(self, cells: np.ndarray) -> np.ndarray:
-            read.append(len(cells))
-            return cells
-
-    slab = int(rows.held(2, 0, 1)[0]) // per_slab
-    rows.cells.move(NewCells(), slab)  # type: ignore[arg-type]
-    assert read == [per_slab]
-    rows.retire(2)
-    rows.cells.move(NewCells(), slab)  # type: ignore[arg-type]
-    assert read == [per_slab]

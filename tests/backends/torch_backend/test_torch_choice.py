@@ -1,4 +1,4 @@
-"""Which backend is loaded: what `auto` means, and that neither brings the other along."""
+"""Which backend is loaded, that neither brings the other along, and what a CPU computes with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
+import torch
+
 from bundled import BUNDLED_PATH
+from pippin.backends.torch import streams
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import load_backend
 from pippin.errors import LoadError
@@ -36,3 +39,17 @@ def test_options_of_mlx_are_refused() -> None:
     for engine in (EngineConfig(wired=True), EngineConfig(buffer_limit=5)):
         with pytest.raises(LoadError, match="options of mlx"):
             load_backend(Config(model=model, engine=engine), lambda _: None)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_is_left_out_where_it_does_not_multiply_the_models_type(
+    supported: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch warns of it in the middle of a step; what the process had set is restored."""
+    monkeypatch.setattr(streams, "has_bfloat16_products", lambda: supported)
+    before = torch._C._get_mkldnn_enabled()
+    with streams.make_streams(torch.device("cpu"), dtype).forward():
+        is_on = torch._C._get_mkldnn_enabled()
+    assert is_on == (before and (supported or dtype != torch.bfloat16))
+    assert torch._C._get_mkldnn_enabled() == before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -32,7 +32,6 @@ from torch_serving import load_torch
 
 GREEDY = SamplingParams(temperature=0.0)
 PARTS_OF_A_STATE = 3  # at least
-both_ways = pytest.mark.parametrize("by_kernel", [False, True], ids=["plain", "kernel"])
 
 
 def sum_words(runs: torch.Tensor) -> torch.Tensor:
@@ -106,6 +105,13 @@ class Steps:
         return self.plan(admit=(Admit(1, GREEDY, (), longer, seed=1),), prefill=(row,))
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "kernel"])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
+    made = Steps(monkeypatch, by_kernel=request.param)
+    yield made
+    made.backend.close()
+
+
 def prompt_of(number: int, length: int) -> np.ndarray:
     return np.arange(10 * number, 10 * number + length, dtype=np.int32)
 
@@ -131,12 +137,8 @@ def words_of(steps: Steps, payload: Payload) -> list[int]:
     return lines.contiguous().view(torch.int32).sum(dim=1).tolist()
 
 
-@both_ways
 @pytest.mark.parametrize("lengths", [(65,), (64, 131, 7)], ids=str)
-def test_every_payload_has_the_sums_of_its_words(
-    lengths: tuple[int, ...], by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = Steps(monkeypatch, by_kernel=by_kernel)
+def test_every_payload_has_the_sums_of_its_words(steps: Steps, lengths: tuple[int, ...]) -> None:
     made = [payload for capture in steps.capture(lengths) for payload in capture.payloads]
     assert len(made) == 3 * len(lengths) + sum((n - 1) // 64 for n in lengths)
     assert steps.spill(made[0]) == [True]
@@ -144,15 +146,10 @@ def test_every_payload_has_the_sums_of_its_words(
         assert isinstance(payload, KVPayload | StatePayload | HiddenPayload)
         assert payload.prints is not None
         assert payload.prints.tolist() == words_of(steps, payload)
-    steps.backend.close()
 
 
-@both_ways
-def test_what_has_changed_is_reported_alone_and_once(
-    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_changed_is_reported_alone_and_once(steps: Steps) -> None:
     """Whatever was captured before or after it, and wherever it was split meanwhile."""
-    steps = Steps(monkeypatch, by_kernel=by_kernel)
     first, second = [steps.capture([n])[0] for n in (70, 90)]
     parts = second.kv[Component.ATTENTION].split(30)
     kv = (parts[0], *parts[1].split(25))
@@ -166,14 +163,9 @@ def test_what_has_changed_is_reported_alone_and_once(
     damage(first.states[70])
     others = [payload for payload in (*first.payloads, kv[0]) if payload is not first.states[70]]
     assert steps.spill(first.states[70], *others) == [False, *[True] * len(others)]
-    steps.backend.close()
 
 
-@both_ways
-def test_a_step_that_compares_keeps_what_it_makes_itself(
-    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = Steps(monkeypatch, by_kernel=by_kernel)
+def test_a_step_that_compares_keeps_what_it_makes_itself(steps: Steps) -> None:
     (first,) = steps.capture([70])
     plan = steps.restore_plan(first, (first.kv[Component.ATTENTION],))
     (second,) = steps.backend.launch(plan).wait().captures
@@ -185,15 +177,10 @@ def test_a_step_that_compares_keeps_what_it_makes_itself(
     assert steps.spill(*second.payloads) == [True] * len(second.payloads)
     damage(made)
     assert steps.spill(made) == [False]
-    steps.backend.close()
 
 
-@both_ways
-def test_what_was_moved_meanwhile_is_sound(
-    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_moved_meanwhile_is_sound(steps: Steps) -> None:
     """Fingerprints belong to payloads, not to cells."""
-    steps = Steps(monkeypatch, by_kernel=by_kernel)
     pool = steps.backend.runner.pools.arena.cells[Component.ATTENTION]
     captures = [steps.capture([90])[0] for _ in range(4)]
     for capture in captures[1:3]:
@@ -207,14 +194,9 @@ def test_what_was_moved_meanwhile_is_sound(
     assert steps.spill(*kept) == [True, True]
     damage(kept[1])
     assert steps.spill(*kept) == [True, False]
-    steps.backend.close()
 
 
-@both_ways
-def test_sums_stay_on_the_device_until_some_are_compared(
-    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = Steps(monkeypatch, by_kernel=by_kernel)
+def test_sums_stay_on_the_device_until_some_are_compared(steps: Steps) -> None:
     captured = [steps.capture([n])[0] for n in (7, 8, 9)]
     assert steps.num_brought == 0
     assert steps.spill(captured[0].kv[Component.ATTENTION]) == [True]
@@ -225,14 +207,9 @@ def test_sums_stay_on_the_device_until_some_are_compared(
     damage(captured[1].states[8])
     damage(captured[-1].states[5])
     assert steps.spill(captured[1].states[8], captured[-1].states[5]) == [False, False]
-    steps.backend.close()
 
 
-@both_ways
-def test_a_discarded_step_takes_no_sums_of_earlier_ones_with_it(
-    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = Steps(monkeypatch, by_kernel=by_kernel)
+def test_a_discarded_step_takes_no_sums_of_earlier_ones_with_it(steps: Steps) -> None:
     (capture,) = steps.capture([70])
     state = capture.states[70]
     damage(state)
@@ -240,4 +217,3 @@ def test_a_discarded_step_takes_no_sums_of_earlier_ones_with_it(
     discarded.discard()
     assert steps.run().damaged == ()
     assert steps.spill(state) == [False]
-    steps.backend.close()

@@ -141,35 +141,30 @@ def _without_bias(layer: DecoderLayer) -> DecoderLayer:
     return replace(layer, mlp=replace(layer.mlp, down=Linear(layer.mlp.down.weight)))
 
 
-def test_captured_chunks_are_compared_with_launched_ones() -> None:
+def test_captured_chunks_are_compared_with_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that say otherwise are shown, and so are none."""
     launched, captured = (
         TorchBackend(load_torch("qwen3_5"), num_slots=5, kernels=False) for _ in range(2)
     )
     recorder = RunAgain()
-    capture_chunks(captured, recorder)
+    graphs = capture_chunks(captured, recorder)
     with torch.inference_mode():
         for room in (Room(128, 4), Room(64, 16)):
             chunks.compare(launched, captured, room, "float32")
     assert recorder.num_replays == 2 * 3 * 2
-    captured.runner.prompts.graphs.works = False
-    with torch.inference_mode(), pytest.raises(AssertionError, match="CHUNK_GRAPHS = False"):
-        chunks.compare(launched, captured, Room(64, 4), "float32")
-
-
-def test_captured_chunks_that_say_otherwise_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, captured = (
-        TorchBackend(load_torch("qwen3_5"), num_slots=5, kernels=False) for _ in range(2)
-    )
-    graphs = capture_chunks(captured, RunAgain())
     run = graphs.run
 
     def shift(room: Any, words: Any, choice: Any) -> Any:
         words[0] += 1  # another token at the beginning
         return run(room, words, choice)
 
-    monkeypatch.setattr(graphs, "run", shift)
-    with torch.inference_mode(), pytest.raises(AssertionError, match=r"captured .* launched"):
-        chunks.compare(launched, captured, Room(64, 16), "float32")
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(graphs, "run", shift)
+        with pytest.raises(AssertionError, match=r"captured .* launched"):
+            chunks.compare(launched, captured, Room(64, 16), "float32")
+    graphs.works = False
+    with torch.inference_mode(), pytest.raises(AssertionError, match="CHUNK_GRAPHS = False"):
+        chunks.compare(launched, captured, Room(64, 4), "float32")
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -112,18 +112,24 @@ def engine_of(backend: Backend, host_cache: str, name: str = "torch") -> Sequenc
     return found
 
 
-def test_a_device_that_computes_in_the_hosts_memory_has_no_such_tier() -> None:
+def test_an_engine_has_it_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a device that computes in the host's memory, or cannot pin it, has no such tier."""
+
+    def fail(nbytes: int) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
     backend = make_torch_backend(BUNDLED, num_slots=4)
-    if torch.cuda.is_available():
-        pytest.skip("this device has a memory of its own")
-    with pytest.raises(ConfigError, match=r"its own memory; .* uses the host's memory: remove"):
-        engine_of(backend, "1GB")
-
-
-def test_an_engine_has_it_where_it_is_asked_for() -> None:
-    backend = discrete(make_torch_backend(BUNDLED, num_slots=4))
-    (store,) = engine_of(backend, "256MB")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"its own memory; .* uses the host's memory: remov"):
+            engine_of(backend, "1GB")
+    (store,) = engine_of(discrete(backend), "256MB")
     assert isinstance(store, HostStore)
+    backend = discrete(make_torch_backend(BUNDLED, num_slots=4))
+    monkeypatch.setattr(backend, "host_memory", fail)
+    with pytest.raises(
+        LoadError, match=r"256\.0 MB of pinned .* \(CUDA.*: use .* --host-cache 128MB"
+    ):
+        engine_of(backend, "256MB")
 
 
 @pytest.mark.parametrize(
@@ -145,18 +151,6 @@ def test_what_cannot_be_had_is_refused(
     backend = discrete(make_torch_backend(BUNDLED, num_slots=4))
     with pytest.raises(error, match=words):
         engine_of(backend, host_cache, backend_name)
-
-
-def test_memory_that_cannot_be_pinned_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(nbytes: int) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    backend = discrete(make_torch_backend(BUNDLED, num_slots=4))
-    monkeypatch.setattr(backend, "host_memory", fail)
-    with pytest.raises(
-        LoadError, match=r"256\.0 MB of pinned .* \(CUDA.*: use .* --host-cache 128MB"
-    ):
-        engine_of(backend, "256MB")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "llama_windows", "qwen3"])

@@ -1,11 +1,14 @@
-"""Chunks of prompts as captured graphs, through the whole backend: on a CPU a stand-in runs again
-what it recorded, in plain operations that read the graphs' words and nothing else.
+"""Chunks of prompts as captured graphs, alone and beside decode rows, through the whole backend.
+
+On a CPU a stand-in runs again what it recorded, in plain operations that read the graphs' words and
+nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,20 +22,115 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from builders import AMPLE_BYTES, Client
-from chunk_words import capture_chunks
+from cases import cases
+from chunk_words import MadeUpChunks, PlainPrompt, capture_chunks, capture_mixed, chunk
 from near_ties import TOLERANCE, assert_best, assert_same, log_softmax
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
+from pippin.backends.base import (
+    Admit,
+    Capture,
+    DecodeRow,
+    PrefillRow,
+    Restore,
+    Retire,
+    StepPlan,
+    StepResult,
+)
 from pippin.backends.sampling.rules import scored_positions
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.steps import CapturedSteps, Ran
 from pippin.backends.torch.step import sizes
+from pippin.backends.torch.step.chunk_inputs import pack_chunks
 from pippin.backends.torch.step.decode_inputs import Choice
-from pippin.backends.torch.step.sizes import ROOMS, Room, room_for
+from pippin.backends.torch.step.sizes import (
+    MIXED_ROOMS,
+    MIXED_WIDTHS,
+    ROOMS,
+    MixedSize,
+    Room,
+    group_by_room,
+    mixed_size_for,
+    room_for,
+)
 from pippin.types import GRID, Component, SamplingParams
 from run_again import RunAgain
 from serving import TORCH, make_client, make_prompt
 from torch_families import checkpoint
 from torch_serving import load_torch
+
+SMALL = Room(128, 4)
+
+
+def rows_of(*lengths: int) -> list[PrefillRow]:
+    return [PrefillRow(n, 0, np.zeros(length, np.int32)) for n, length in enumerate(lengths, 1)]
+
+
+def test_the_smallest_room_that_holds_them() -> None:
+    assert room_for(1, 1) == Room(64, 4)
+    assert room_for(64, 5) == Room(64, 16)
+    assert room_for(65, 4) == Room(128, 4)
+    assert room_for(2048, 16) == Room(2048, 16)
+    assert room_for(2049, 1) is None
+    assert room_for(64, 17) is None
+
+
+@cases("room", ROOMS, ids=str)
+def test_there_are_blocks_for_rows_of_any_lengths(room: Room) -> None:
+    """The most come of rows that are one token over a block."""
+    rng = np.random.default_rng(room.num_tokens)
+    worst = np.ones(room.num_rows, dtype=np.int64)
+    worst[: (room.num_tokens - room.num_rows) // GRID] += GRID
+    for _ in range(50):
+        cuts = np.sort(rng.choice(np.arange(1, room.num_tokens), room.num_rows - 1, replace=False))
+        lengths = np.diff([0, *cuts, room.num_tokens])
+        assert (-(-lengths // GRID)).sum() <= room.num_blocks
+    assert (-(-worst // GRID)).sum() <= room.num_blocks
+
+
+def test_chunks_go_together_as_far_as_a_room_takes_them() -> None:
+    chunks = rows_of(1000, 1000, *[10] * 20, 5000, 7)
+    groups = group_by_room(chunks)
+    lengths = [[len(row.tokens) for row in group] for group in groups]
+    assert lengths == [[1000, 1000, *[10] * 4], [10] * 16, [2048], [2048], [904, 7]]
+    assert [row.start for group in groups for row in group if row.slot == 23] == [0, 2048, 4096]
+    assert group_by_room([]) == []
+
+
+def test_what_chunks_do_not_fill_reads_zeros_and_writes_waste() -> None:
+    made = MadeUpChunks("qwen3_5", (chunk(3, 0, 70, 64, 70), chunk(1, 5, 2)))
+    words = pack_chunks(SMALL, made.taken, made.held, made.layout)
+    assert (words.tokens[2, 72:] == made.layout.waste_cell).all()
+    cells = [made.held.held(3, 0, 70), made.held.held(1, 5, 7)]
+    assert words.tokens[2, :72].tolist() == np.concatenate(cells).tolist()
+    own = SMALL.num_rows * made.layout.conv_shape[0] + np.arange(72, 128)  # nobody else's inputs
+    assert (words.tokens[3:, 72:] == own).all()
+    lengths, slabs = words.blocks[3].tolist(), words.blocks[6].tolist()
+    assert lengths[:4] == [64, 6, 2, 0]
+    assert not any(lengths[3:])
+    tap, states = made.taken.taps[0].slab, made.taken.states_out.tolist()
+    assert slabs[:4] == [tap, states[0], states[1], 0]
+    assert not any(slabs[3:])
+    assert words.rows.tolist() == [[69, 71, 0, 0], [0, 2, 0, 0], [2, 1, 0, 0]]
+    assert words.samples[0].tolist() == [0] * 4  # whoever samples is filled in later
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("qwen3_5", (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))),
+        ("qwen3_next", (chunk(1, 3, 65, 67),)),
+        ("llama", (chunk(2, 0, 20), chunk(1, 7, 9))),
+    ],
+    ids=["qwen3_5", "qwen3_next", "llama"],
+)
+def test_words_say_what_chunks_are(name: str, chunks: tuple[PrefillRow, ...]) -> None:
+    """The same hidden vectors, and the same KV and states for whoever comes next."""
+    made = MadeUpChunks(name, chunks)
+    with torch.inference_mode():
+        expected, kept = made.plain()
+        found = made.in_room(SMALL, PlainPrompt(made.decoder, made.pools, made.held.table))
+    torch.testing.assert_close(found, expected[made.last], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
+
 
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -41,7 +139,10 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_pair(name: str = "qwen3_5") -> tuple[TorchBackend, TorchBackend, RunAgain]:
+def make_pair(
+    name: str = "qwen3_5", *, mixed: bool = False
+) -> tuple[TorchBackend, TorchBackend, RunAgain]:
+    """One in plain operations, and one whose chunks are captured, or those beside decode rows."""
     plain, captured = (
         TorchBackend(
             load_torch(name), num_slots=6, pool_bytes=AMPLE_BYTES, kernels=False, debug=True
@@ -49,8 +150,14 @@ def make_pair(name: str = "qwen3_5") -> tuple[TorchBackend, TorchBackend, RunAga
         for _ in range(2)
     )
     recorder = RunAgain()
-    capture_chunks(captured, recorder)
+    capture_chunks(captured, RunAgain() if mixed else recorder)
+    if mixed:
+        capture_mixed(captured, recorder)
     return plain, captured, recorder
+
+
+def said(results: list[StepResult]) -> list[dict[int, tuple[int, ...]]]:
+    return [dict(result.tokens) for result in results]
 
 
 def prompt_of(length: int, seed: int = 0) -> np.ndarray:
@@ -108,7 +215,7 @@ def play(backend: TorchBackend, params: dict[str, Any]) -> list[Any]:
 def test_captured_chunks_say_what_chunks_say(params: dict[str, Any]) -> None:
     plain, captured, recorder = make_pair()
     expected, found = play(plain, params), play(captured, params)
-    assert [dict(result.tokens) for result in found] == [dict(r.tokens) for r in expected]
+    assert said(found) == said(expected)
     assert recorder.num_replays == 4
     for mine, theirs in zip(found, expected, strict=True):
         assert not mine.overflowed
@@ -213,12 +320,12 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
     with caplog.at_level(logging.WARNING, logger="pippin"):
         found = play(other, PARAMS["drawn"])
     expected = play(plain, PARAMS["drawn"])
-    assert [dict(result.tokens) for result in found] == [dict(r.tokens) for r in expected]
-    said = [record.getMessage() for record in caplog.records]
+    assert said(found) == said(expected)
+    lines = [record.getMessage() for record in caplog.records]
     what = "chunks of prompts are launched, not captured"
     if stage == "first run":
         what = "plain operations are used for chunks of prompts of some sizes"
-    assert said == [f"{what}: no capture: {stage}"]
+    assert lines == [f"{what}: no capture: {stage}"]
     assert caplog.records[0].exc_info is not None
     assert graphs.works is (stage == "first run")
     other.runner.pools.arena.check_integrity()
@@ -229,9 +336,9 @@ def test_while_requests_run_chunks_that_are_not_captured_are_launched() -> None:
     recorder = RunAgain()
     graphs = capture_chunks(other, recorder)
     other.make_way(busy=True)
-    expected = [dict(result.tokens) for result in play(plain, PARAMS["drawn"])]
+    expected = said(play(plain, PARAMS["drawn"]))
     for _ in range(2):
-        assert [dict(result.tokens) for result in play(other, PARAMS["drawn"])] == expected
+        assert said(play(other, PARAMS["drawn"])) == expected
     assert recorder.num_replays == 0
     assert not graphs.graphs
 
@@ -281,3 +388,140 @@ def test_rooms_are_warmed_up() -> None:
     shapes = replace(ways, kernels=True, chunk_graphs=False).shapes_to_warm_up()
     assert all(shape.num_steps for shape in shapes)
     assert Room(64, 4) in rooms
+
+
+BESIDE = {name: PARAMS[name] for name in ("greedy", "drawn")}
+BESIDE["top_p"] = {"temperature": 1.0, "top_p": 0.8}
+SAMPLER = {"temperature": 1.0, "frequency_penalty": 0.5}
+
+
+def place_of(capture: Capture) -> tuple[int, int]:
+    return capture.slot, capture.start
+
+
+def play_beside(backend: TorchBackend, params: dict[str, Any]) -> list[StepResult]:
+    """Two replies go on while two prompts arrive, ahead of the results."""
+    prompts = {slot: prompt_of(length) for slot, length in ((1, 5), (2, 70), (3, 150), (4, 64))}
+    admits = tuple(
+        Admit(slot, SamplingParams(**params), (), prompt, seed=slot)
+        for slot, prompt in prompts.items()
+    )
+    _, _, c, d = prompts.values()
+    begun = tuple(PrefillRow(s, 0, prompts[s], samples=True, captures=True) for s in (1, 2))
+    first = PrefillRow(3, 0, c[:130], checkpoints=(64, 128, 130), captures=True)
+    rest = PrefillRow(3, 130, c[130:], samples=True, checkpoints=(150,), captures=True)
+    other = PrefillRow(4, 0, d, samples=True, checkpoints=(64,), captures=True)
+    plans: list[dict[str, Any]] = [
+        {"admit": admits, "prefill": begun},
+        {"decode": (DecodeRow(1, 5), DecodeRow(2, 70, checkpoint=True)), "prefill": (first,)},
+        {"decode": (DecodeRow(2, 71), DecodeRow(1, 6)), "prefill": (rest, other)},
+        {"decode": tuple(DecodeRow(s, p) for s, p in ((1, 7), (2, 72), (3, 150), (4, 64)))},
+    ]
+    pending = [backend.launch(StepPlan(n, **plan)) for n, plan in enumerate(plans)]
+    results = [step.wait() for step in pending]
+    ends = tuple(Retire(slot) for slot in prompts)
+    results.append(backend.launch(StepPlan(9, retire=ends)).wait())
+    return results
+
+
+@pytest.mark.parametrize("params", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_what_both_say_in_one_forward_is_what_they_say_apart(
+    name: str, params: dict[str, Any]
+) -> None:
+    plain, captured, recorder = make_pair(name, mixed=True)
+    expected, found = play_beside(plain, params), play_beside(captured, params)
+    assert said(found) == said(expected)
+    assert recorder.num_replays == 2
+    for mine, theirs in zip(found, expected, strict=True):
+        assert not mine.overflowed
+        assert mine.forwards == theirs.forwards
+        pairs = zip(*(sorted(each.captures, key=place_of) for each in (mine, theirs)), strict=True)
+        for a, b in pairs:
+            assert (a.slot, a.start, a.end) == (b.slot, b.start, b.end)
+            assert (a.hidden is None) == (b.hidden is None)
+            assert a.states.keys() == b.states.keys()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_needs_the_sampler_or_is_not_captured_runs_apart(busy: bool) -> None:
+    """Launched kernel by kernel, one forward of both would take longer than two replays."""
+    plain, captured, recorder = make_pair("llama", mixed=True)
+    captured.make_way(busy=busy)
+    params = PARAMS["drawn"] if busy else SAMPLER
+    assert said(play_beside(captured, params)) == said(play_beside(plain, params))
+    assert recorder.num_replays == 0
+    assert captured.runner.mixed.steps is not None
+    assert not (busy and captured.runner.mixed.steps.graphs)
+
+
+def test_sizes() -> None:
+    assert mixed_size_for(1, 1, 1) == MixedSize(16, Room(64, 16))
+    assert mixed_size_for(17, 513, 1) == MixedSize(32, Room(1024, 16))
+    assert mixed_size_for(16, 65, 16) == MixedSize(16, Room(128, 16))
+    assert mixed_size_for(256, 1024, 1) == MixedSize(256, Room(1024, 16))
+    assert mixed_size_for(257, 1, 1) is None
+    assert mixed_size_for(1, 1025, 1) is None
+    assert mixed_size_for(1, 64, 17) is None
+
+
+@pytest.mark.parametrize("num_slots", [2, 17, 64, 100, 256])
+def test_they_are_warmed_up(num_slots: int) -> None:
+    """All that so many slots can ask for."""
+    ways = TorchBackend(load_torch("llama"), num_slots=2, kernels=False)._ways
+    ways = replace(ways, kernels=True, chunk_graphs=True, mixed=True, num_slots=num_slots)
+    shapes = [shape for shape in ways.shapes_to_warm_up() if shape.beside]
+    assert all(shape.beside + shape.num_rows <= num_slots for shape in shapes)
+    found = {mixed_size_for(s.beside, s.num_tokens, s.num_rows) for s in shapes}
+    asked = {
+        MixedSize(width, room)
+        for room in MIXED_ROOMS
+        for less, width in pairwise((0, *MIXED_WIDTHS))
+        if less + 1 < num_slots
+    }
+    assert found == asked
+
+
+@pytest.mark.parametrize("num_slots", [2, 16, 20, 64])
+def test_the_largest_is_captured_first(num_slots: int) -> None:
+    """Those that are warmed up later fit into its memory, however few rows there are."""
+    backend = TorchBackend(load_torch("llama"), num_slots=num_slots, kernels=False)
+    steps = capture_mixed(backend, RunAgain())
+    with torch.inference_mode():
+        backend.runner.capture_largest()
+    ways = replace(backend._ways, kernels=True, chunk_graphs=True, mixed=True)
+    shapes = [shape for shape in ways.shapes_to_warm_up() if shape.beside]
+    sizes = [mixed_size_for(s.beside, s.num_tokens, s.num_rows) for s in shapes]
+    largest = max((s for s in sizes if s is not None), key=lambda s: (s.width, s.room.num_tokens))
+    assert {size for size, _ in steps.graphs} == {largest}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_replies_beside_prompts_are_what_they_are_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the scheduler, with prefixes that the tree holds and prompts that come while others
+    are answered."""
+    client = make_client(f"{TORCH}{name}", chunk=64, num_slots=6)
+    plain = make_client(f"{TORCH}{name}", chunk=64, num_slots=6)
+    recorder = RunAgain()
+    backend = client.loop.backend
+    capture_chunks(backend, RunAgain())  # type: ignore[arg-type]
+    capture_mixed(backend, recorder)  # type: ignore[arg-type]
+    monkeypatch.setattr(backend, "make_way", lambda *, busy: None)
+    lengths = (3, 64, 150, 70, 90)
+    prompts = [make_prompt(f"{TORCH}{name}", n, seed=n % 7) for n in lengths]
+    prompts += [[*p, *prompts[0]] for p in prompts]
+    found = []
+    for each in (client, plain):
+        replies = []
+        for prompt in prompts:
+            replies.append(each.submit(prompt, max_tokens=12, logprobs=None))
+            for _ in range(3):
+                each.loop.step()
+        each.run()
+        found.append(replies)
+    assert recorder.num_replays > 5
+    for reply, expected in zip(*found, strict=True):
+        assert reply.tokens == expected.tokens

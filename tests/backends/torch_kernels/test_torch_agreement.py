@@ -235,53 +235,37 @@ def one_row_of_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("where", "wrong", "named"),
     [
-        ({"steps": WithoutResidual}, "a decode step of 1 rows with attention"),
-        ({"steps": OneRowIsRight}, "a decode step of 3 rows with recurrent layers"),
-        ({"steps": KeepsNothing}, "a decode step of 1 rows with attention"),
-        ({"steps": Raises}, "shared memory"),
-        ({"experts": one_expert_less}, "experts"),
-        ({"experts": one_row_of_experts}, "experts"),
-        ({"in_top_p": lambda x, top_p, min_p: x.amax(dim=-1)}, "top_p"),
-    ],
-)
-def test_a_kernel_that_is_wrong_is_named(
-    wrong: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    decoder = load_torch("qwen3_5_moe").decoder
-    with torch.inference_mode():
-        fallbacks = Fallbacks()
-        assert kernels_agree(decoder, lambda: replace(PLAIN, **wrong), fallbacks) == NONE
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [str(fallback) for fallback in fallbacks]
-    assert all(line.startswith("plain operations are used for all steps: ") for line in said)
-    assert any(named in line for line in said)
-    if "experts" not in wrong:
-        assert not any("experts" in line for line in said)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrong", "named"),
-    [
+        ("all steps", {"steps": WithoutResidual}, "a decode step of 1 rows with attention"),
+        ("all steps", {"steps": OneRowIsRight}, "a decode step of 3 rows with recurrent layers"),
+        ("all steps", {"steps": KeepsNothing}, "a decode step of 1 rows with attention"),
+        ("all steps", {"steps": Raises}, "shared memory"),
+        ("all steps", {"experts": one_expert_less}, "experts"),
+        ("all steps", {"experts": one_row_of_experts}, "experts"),
+        ("all steps", {"in_top_p": lambda x, top_p, min_p: x.amax(dim=-1)}, "top_p"),
         ("prompts", {"chunks": NoNumbers}, "chunks of prompts with recurrent layers"),
         ("prompts", {"chunks": KeepsNoTaps}, "chunks of prompts with recurrent layers"),
         ("prompts", {"prompts": OtherTokens}, "captured chunks with attention"),
-        ("drafts", {"verify": RunsNoKeptDrafts}, "drafts of 1 rows with recurrent layers"),
-        ("drafts", {"verify": KeepsNoDrafts}, "drafts of 3 rows with recurrent layers"),
+        ("steps with drafts", {"verify": RunsNoKeptDrafts}, "drafts of 1 rows with recurrent lay"),
+        ("steps with drafts", {"verify": KeepsNoDrafts}, "drafts of 3 rows with recurrent layers"),
     ],
 )
-def test_kernels_of_one_kind_that_are_wrong_leave_the_others(
-    kind: str, wrong: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+def test_a_kernel_that_is_wrong_is_named(
+    where: str, wrong: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder = load_torch("qwen3_5_moe").decoder
+    """Those of prompts and of drafts leave the others."""
+    decoder, fallbacks = load_torch("qwen3_5_moe").decoder, Fallbacks()
     with torch.inference_mode():
-        found = kernels_agree(decoder, lambda: replace(PLAIN, **wrong), Fallbacks())
-    assert found == Agreed(True, kind != "prompts", kind != "drafts")
+        agreed = kernels_agree(decoder, lambda: replace(PLAIN, **wrong), fallbacks)
+    others = Agreed(True, where != "prompts", where == "prompts")
+    assert agreed == (NONE if where == "all steps" else others)
     said = [record.getMessage() for record in caplog.records]
-    where = "prompts" if kind == "prompts" else "steps with drafts"
+    assert said == [str(fallback) for fallback in fallbacks]
     assert all(line.startswith(f"plain operations are used for {where}: ") for line in said)
     assert any(named in line for line in said)
+    if "experts" not in wrong:
+        assert not any("experts" in line for line in said)
 
 
 class RaisesAtMany(PlainSteps):

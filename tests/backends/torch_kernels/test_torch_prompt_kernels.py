@@ -1,11 +1,11 @@
-"""The kernels that captured chunks are made of, against plain operations: on a GPU, or interpreted.
+"""Kernels of prompts' chunks, beside decode rows and of Mamba-2, against plain operations.
 
-What depends on the chunks is looked up: same room, same launches.
+On a GPU, or interpreted. What depends on the chunks is looked up: same room, same launches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunk_words import DEVICE, MadeUpChunks, chunk
 from pippin.backends.base import PrefillRow
+from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.kernels.attention.blocks import attend_blocks
 from pippin.backends.torch.kernels.attention.tiles import (
     AttentionTile,
@@ -23,19 +24,32 @@ from pippin.backends.torch.kernels.attention.tiles import (
     latent_tile_for,
     splits_for,
 )
-from pippin.backends.torch.kernels.prompt import PromptKernels
+from pippin.backends.torch.kernels.decode import DecodeKernels
+from pippin.backends.torch.kernels.mixed import MixedKernels
+from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
 from pippin.backends.torch.kernels.recurrent.convolution import keep_inputs
+from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
+from pippin.backends.torch.kernels.rows import gated_norm
 from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.models.mamba_layer import MambaInputs, MambaLayer
+from pippin.backends.torch.models.parts import Linear, Norm
 from pippin.backends.torch.plain.attention import attend_rows
+from pippin.backends.torch.plain.blocks import Blocks
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.plain.latent import attend_latent
-from pippin.backends.torch.pools.layout import WASTE_SLAB
-from pippin.backends.torch.shapes import AttentionShape
-from pippin.backends.torch.step.batches import chunk_batch
+from pippin.backends.torch.plain.mamba import mamba_blocks as plain_mamba_blocks
+from pippin.backends.torch.shapes import AttentionShape, MambaShape
+from pippin.backends.torch.step.batches import chunk_batch, decode_batch
+from pippin.backends.torch.step.chunk_inputs import BlockInputs, RecurrentInputs
+from pippin.backends.torch.step.decode_inputs import Inputs, pack_inputs
 from pippin.backends.torch.step.sizes import Room
+from run_again import RunAgain
+from torch_serving import load_torch
 
 ROOM = Room(128, 4)
+
+
 THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
 
 
@@ -44,7 +58,8 @@ THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
     ("name", "chunks"),
     [
         ("qwen3_5", THREE),
-        ("llama", (chunk(2, 7, 9),)),
+        ("qwen3_next", (chunk(1, 3, 65, 67),)),
+        ("llama", (chunk(1, 0, 20), chunk(2, 7, 9))),
         ("qwen3_5_moe", (chunk(2, 7, 9),)),
         ("gpt_oss", (chunk(1, 60, 9), chunk(2, 7, 40))),
         ("gemma2", (chunk(1, 0, 40),)),
@@ -55,23 +70,21 @@ THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_chunks_in_a_room_are_chunks_through_plain_operations(
+def test_chunks_through_kernels_are_chunks_through_plain_operations(
     name: str, chunks: tuple[PrefillRow, ...]
 ) -> None:
-    """Whatever padding reads and writes: the waste is no number here, and nobody sees it."""
+    """As they are launched, and in a room as they are captured."""
     made = MadeUpChunks(name, chunks)
     with torch.inference_mode():
+        expected, kept = made.plain()
+        parts = made.decoder, made.pools, made.held.table
         batch = chunk_batch(made.taken, made.held, made.pools)
-        expected = PlainForward(made.decoder, made.pools).chunks(batch)[batch.last]
-        kept = made.written()
-        waste = slice(WASTE_SLAB * made.layout.slab_bytes, 2 * made.layout.slab_bytes)
-        made.pools.memory[waste].view(torch.float32).fill_(torch.nan)
-        run = PromptKernels(made.decoder, made.pools, made.held.table)
-        inputs = made.inputs(ROOM)
-        found = run.hidden(inputs)[inputs.last.long()]
-    torch.testing.assert_close(found[: len(chunks)], expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
-    assert found.isfinite().all()
+        for found, wanted in (
+            (lambda: ChunkKernels(*parts).chunks(batch), expected),
+            (lambda: made.in_room(ROOM, PromptKernels(*parts)), expected[made.last]),
+        ):
+            torch.testing.assert_close(found(), wanted, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 TWO_HEADS = AttentionTile(64, 16, 8, num_heads=2)
@@ -251,3 +264,134 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
     expected = {"_attend_blocks", "_place_heads", "_scan", "_keep_inputs"}
     expected |= {"_expert_product", "_order"} if name == "qwen3_5_moe" else set()
     assert expected <= {kernel for kernel, _ in found[0]}
+
+
+WIDTH = 8
+
+
+BESIDE = {4: 30, 6: 3, 5: 64}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("llama", THREE),
+        ("qwen3_moe", (chunk(2, 7, 9),)),
+        ("gpt_oss", (chunk(1, 60, 9), chunk(2, 7, 40))),
+        ("glm4_moe_lite", (chunk(1, 60, 9), chunk(2, 0, 70))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rows_and_chunks_in_one_forward(name: str, chunks: tuple[PrefillRow, ...]) -> None:
+    made = MadeUpChunks(name, chunks, BESIDE)
+    future = torch.arange(3, 10, dtype=torch.int32, device=DEVICE)
+    with torch.inference_mode():
+        plain = PlainForward(made.decoder, made.pools)
+        tokens = future[made.pools.index(made.rows.slots)].long()
+        rows = plain.tokens(decode_batch(made.rows, tokens, made.held, made.pools))
+        batch = chunk_batch(made.taken, made.held, made.pools)
+        expected = torch.cat([rows, plain.chunks(batch)[batch.last]])
+        kept = made.written()
+        made.spoil_waste()
+        table = made.held.table
+        decode = DecodeKernels(made.decoder, made.pools, table)
+        run = MixedKernels(made.decoder, made.pools, table, decode)
+        words = torch.from_numpy(pack_inputs(WIDTH, made.rows, made.layout.waste_cell))
+        inputs = made.inputs(ROOM)
+        found = run.hidden(Inputs(words.to(DEVICE)), inputs, future)
+        last = found[WIDTH:][inputs.last.long()][: len(chunks)]
+        found = torch.cat([found[: len(BESIDE)], last])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_slots", "runs_together"),
+    [("llama", 4, True), ("llama", 1, False), ("qwen3_5", 4, False)],
+)
+def test_models_with_recurrent_layers_run_them_apart(
+    name: str, num_slots: int, runs_together: bool
+) -> None:
+    backend = TorchBackend(
+        load_torch(name), num_slots=num_slots, pool_bytes=None, kernels=True, recorder=RunAgain()
+    )
+    assert any(shape.beside for shape in backend.shapes_to_warm_up) == runs_together
+
+
+NO_PRODUCT = cast(Linear, None)  # none is run here
+
+
+LENGTHS = (70, 3)  # of rows whose states are in slabs 1 and 2
+
+
+NUM_TOKENS = 80  # the rest is padding
+
+
+# By block: position, first token, tokens, the slab that its state goes to; the last is of no row.
+POSITIONS, STARTS, COUNTS, SLABS = (0, 64, 5, 0), (0, 64, 70, 0), (64, 6, 3, 0), (3, 1, 4, 0)
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def make_layer(num_groups: int) -> MambaLayer:
+    shape = MambaShape(4, 16, num_groups, state_dim=16, num_taps=4, least_dt=0.01, most_dt=2.0)
+    return MambaLayer(
+        shape,
+        project=NO_PRODUCT,
+        taps=torch.zeros(0),
+        conv_bias=None,
+        decay=-2.0 * torch.rand(4, device=DEVICE),
+        dt_bias=torch.randn(4, device=DEVICE),
+        skip=torch.randn(4, device=DEVICE),
+        norm=Norm(torch.randn(shape.inner, device=DEVICE), 1e-5),
+        out=NO_PRODUCT,
+    )
+
+
+# An interpreter multiplies no bfloat16.
+@pytest.mark.parametrize(
+    ("dtype", "num_groups", "near"),
+    [(torch.float32, 2, 1e-5), (torch.float32, 4, 1e-5), (torch.float16, 1, 2e-3)],
+)
+def test_blocks_are_run_from_state_to_state(
+    dtype: torch.dtype, num_groups: int, near: float
+) -> None:
+    """Two rows, one of two blocks whose first state is kept as well; heads that share B and C."""
+    torch.manual_seed(0)
+    layer = make_layer(num_groups)
+    shape, num_tokens = layer.shape, sum(LENGTHS)
+    mixed = torch.randn(NUM_TOKENS, shape.num_channels, device=DEVICE).to(dtype)
+    gates = torch.randn(NUM_TOKENS, shape.num_heads + 3, device=DEVICE)[:, : shape.num_heads]
+    state = torch.randn(6, *shape.state_parts, device=DEVICE)
+    groups = shape.num_groups * shape.state_dim
+    parts = mixed[:num_tokens].float().split([shape.inner, groups, groups], dim=-1)
+    x, b, c = (
+        part.unflatten(1, (count, -1))
+        for part, count in zip(parts, (shape.num_heads, num_groups, num_groups), strict=True)
+    )
+    dt = torch.nn.functional.softplus(gates[:num_tokens] + layer.dt_bias)
+    dt = dt.clamp(shape.least_dt, shape.most_dt)
+    plain = MambaInputs(x, b, c, dt, layer.decay * dt)
+    y, after = plain_mamba_blocks(plain, layer.skip, Blocks(LENGTHS, DEVICE), state[[1, 2]].clone())
+    words = ((1, 1, 2, 0), POSITIONS, STARTS, COUNTS, (0, 0, 70, 0), (1, 1, 2, 0), SLABS)
+    blocks = BlockInputs(*(integers(*line) for line in words))
+    rows = (integers(1, 2, 0, 0), integers(0, 2, 0, 0), integers(2, 1, 0, 0))
+    before = state.clone()
+    found = mamba_blocks(mixed, gates, layer, state, RecurrentInputs(integers(), *rows, blocks))
+    torch.testing.assert_close(found[:num_tokens].float(), y, rtol=near, atol=10 * near)
+    assert not found[num_tokens:].any()
+    torch.testing.assert_close(state[[3, 1, 4]], after, rtol=near, atol=10 * near)
+    assert torch.equal(state[[0, 2, 5]], before[[0, 2, 5]])
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_the_gate_comes_before_the_norm_of_a_group(num_groups: int) -> None:
+    torch.manual_seed(0)
+    layer = make_layer(num_groups)
+    y, z = (torch.randn(3, layer.shape.inner, device=DEVICE) for _ in range(2))
+    expected = layer.normed(y * torch.nn.functional.silu(z))
+    found = gated_norm(y.unflatten(1, (num_groups, -1)), z, layer.norm, gate_first=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
