@@ -57,9 +57,9 @@ def test_all_that_is_imported_is_traced() -> None:
         ),
         ("src/pippin/__main__.py", "test_serve.py", "cache/test_locks.py"),
         ("src/pippin/api/page/page.css", "api/test_access_control.py", "cache/test_locks.py"),
-        ("tests/builders.py", "scheduler/test_replies.py", "text/test_stop.py"),
-        ("tests/text/test_stop.py", "text/test_stop.py", "text/test_tokenizer.py"),
-        ("tools/simulate.py", "test_tools.py", "text/test_stop.py"),
+        ("tests/builders.py", "scheduler/test_replies.py", "text/test_cut_json.py"),
+        ("tests/text/test_cut_json.py", "text/test_cut_json.py", "text/test_tokenizer.py"),
+        ("tools/simulate.py", "test_tools.py", "text/test_cut_json.py"),
         ("docs/api/overview.md", "test_docs.py", "test_tools.py"),
     ],
 )
@@ -73,7 +73,7 @@ def test_quick_tests_are_those_close_to_a_change(
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "tests/conftest.py", "tests/api/some.json"])
 def test_the_core_is_run_for_what_cannot_be_traced(changed: str) -> None:
-    core, other = ROOT / "tests/cache/test_locks.py", ROOT / "tests/text/test_stop.py"
+    core, other = ROOT / "tests/cache/test_locks.py", ROOT / "tests/text/test_cut_json.py"
     assert quick().choose({ROOT / changed}, [core, other]) == {core}
     assert quick().choose([], [core, other]) == {core}
     assert quick().choose({ROOT / changed, other}, [core, other]) == {core, other}

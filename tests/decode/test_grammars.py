@@ -365,7 +365,7 @@ def test_a_large_grammar_is_followed_by_threads_and_a_small_one_within_fewer_ite
 ) -> None:
     (choice,) = [n for n, token in enumerate(vocabulary.tokens) if token == b"x"]
     assert compile_grammar(splits(100), vocabulary).slow
-    small = compile_grammar(splits(40), vocabulary)
+    small = compile_grammar(splits(30), vocabulary)
     assert not small.slow
     small.advance([choice])
     with pytest.raises(RequestError, match=r"Too many items .limit 10000"):

@@ -99,7 +99,9 @@ def start(*argv: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_without_a_server_one_is_started_and_stopped() -> None:
-    with start(NAME, "Tell me a story.", "--max-tokens", "5", "--max-len", "512") as process:
+    with start(
+        NAME, "Tell me a story.", "--max-tokens", "9", "--temperature", "0", "--max-len", "512"
+    ) as process:
         said, errors = process.communicate()
     assert process.returncode == 0, errors
     assert said.strip()

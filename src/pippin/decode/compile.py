@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -134,6 +135,8 @@ MAX_SLOW_SECONDS = 0.03
 # hardly more of them than the grammar has symbols. 20 tools of 8 parameters are small.
 SMALL = LLParserLimits(verbose_errors=False, max_grammar_size=1_000, step_max_items=10_000)
 LARGE = LLParserLimits(verbose_errors=False)
+MAX_SMALL_WORDS = 1_000  # of Lark: the error of a chain of rules that is too large takes seconds
+_WORD = re.compile(r"\w+")
 
 
 @dataclass
@@ -228,9 +231,10 @@ class CompiledGrammar:
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
     """The grammar before a reply's first token. Raises an error for the client."""
     source = _source(spec)
-    matcher = _matcher(source, vocabulary, SMALL)
-    if is_large := matcher.is_error():
-        matcher = _matcher(source, vocabulary, LARGE)
+    is_large = spec.kind == "ebnf" and len(_WORD.findall(source)) > MAX_SMALL_WORDS
+    matcher = None if is_large else _matcher(source, vocabulary, SMALL)
+    if matcher is None or matcher.is_error():
+        matcher, is_large = _matcher(source, vocabulary, LARGE), True
     complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if complaints:
         raise RequestError(f"{spec.kind}: {in_one_line(complaints[0])}", param=spec.kind)

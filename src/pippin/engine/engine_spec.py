@@ -41,4 +41,4 @@ SLOWEST_DISK = 128e6  # bytes a second
 # What is not synced yet: a segment that the last batch fills, and the one that follows it.
 CLOSE_SECONDS = 2 * MAX_SEGMENT_BYTES / SLOWEST_DISK
 EXIT_GRACE_SECONDS = LAST_STEP_SECONDS + FLUSH_SECONDS + CLOSE_SECONDS
-STOP_GRACE_SECONDS = EXIT_GRACE_SECONDS + 1.0
+STOP_GRACE_SECONDS = EXIT_GRACE_SECONDS + 4.0  # to be gone on a machine that is busy
