@@ -53,7 +53,7 @@ def test_parts_are_measured_in_order_and_by_name() -> None:
         return Table(name, ("x",), []), [name]
 
     parts = {name: partial(part, name) for name in ("a", "b", "c")}
-    assert report_parts("test", parts).data == {"a": ["a"], "b": ["b"], "c": ["c"]}
+    assert report_parts("test", parts, None).data == {"a": ["a"], "b": ["b"], "c": ["c"]}
     chosen = report_parts("test", parts, ["c", "a"])
     assert [table.title for table in chosen.tables] == ["a", "c"]
     with pytest.raises(BenchError, match="no part 'd'; there are a, b, c"):
