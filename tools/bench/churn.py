@@ -195,8 +195,8 @@ def _churn_here(config: Config, load: Load, seed: int, step_log: Path | None) ->
         rates = measure_rates(config, widths_to_measure(r.decode_rows for r in served))
     share = efficiency(served, rates, outcome)
     report = summarize(model_dir.name, load, outcome, [*notes, str(rates)])
-    target = verdict(share, "{:.0%}", at_least=EFFICIENCY_TARGET)
-    report.tables[0].rows.append(("efficiency", f"{share:.1%}, {target}"))
+    wanted = verdict(share, "{:.0%}", at_least=EFFICIENCY_TARGET)
+    report.tables[0].rows.append(("efficiency", f"{share:.1%}, {wanted}"))
     report.data.update({"efficiency": share, "rates": asdict(rates), "num_steps": len(served)})
     return report
 

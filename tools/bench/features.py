@@ -75,8 +75,13 @@ class FeatureBench:
         """A reply that is mostly forced, in chunks and one token at a time."""
         params = SamplingParams(max_tokens=512, temperature=0.0, json_schema=FORM)
         chunks, tokens = self.llm.beside(), self.llm.beside(forced_chunks=False)
-        ways = [partial(self._rate, engine, [params]) for engine in (chunks, tokens)]
-        return self._rates("Forms", ("in chunks", "one by one"), *ways, LEAST_FORCED)
+        return self._rates(
+            "Forms",
+            ("in chunks", "one by one"),
+            partial(self._rate, chunks, [params]),
+            partial(self._rate, tokens, [params]),
+            LEAST_FORCED,
+        )
 
     def prefix_cache(self) -> Part:
         """New prompts, where the cache cannot help, with it and without."""

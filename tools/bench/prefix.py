@@ -114,13 +114,13 @@ class PrefixBench:
             system = {"role": "system", "content": prompts.text(PROMPT_TOKENS - QUESTION_TOKENS)}
             asked.append([system, {"role": "user", "content": prompts.question()}])
         with tempfile.TemporaryDirectory() as directory:
-            disk = {"cache_dir": directory, "disk": DISK}
-            with self._server(killed=how == "kill", **disk) as client:
+            server = partial(self._server, cache_dir=directory, disk=DISK)
+            with server(killed=how == "kill") as client:
                 cold = [asyncio.run(chat(client, messages, REPLY_TOKENS)) for messages in asked]
                 _wait_until_written(client.target)
                 if how == "kill":
                     asyncio.run(_begin_writing(client, self._prompts("kill", -1)))
-            with self._server(**disk) as client:
+            with server() as client:
                 restored = [asyncio.run(chat(client, messages, REPLY_TOKENS)) for messages in asked]
                 found = _disk(client.target)
         equal = sum(a.text == b.text for a, b in zip(cold, restored, strict=True))

@@ -105,7 +105,8 @@ class SpeculateBench:
     def _engines(self, speculate: str, *, prefix_cache: bool) -> tuple[LLM, LLM]:
         """With drafts, and without."""
         with_drafts, without = (
-            self.llm.beside(speculate=way, prefix_cache=prefix_cache) for way in (speculate, "off")
+            self.llm.beside(speculate=way, prefix_cache=prefix_cache)  # type: ignore[arg-type]
+            for way in (speculate, "off")
         )
         return with_drafts, without
 
