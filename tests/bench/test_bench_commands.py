@@ -58,7 +58,6 @@ def test_rates_and_concurrencies_become_loads(
     ("name", "argv"),
     [
         ("one_batch", ["--batch", "1,3", "--input", "40", "--output", "16", "--repeats", "1"]),
-        ("features", ["--only", "overlap", "--streams", "2", "--output", "16", "--pairs", "2"]),
         ("speculate", ["--rows", "1,3", "--output", "24", "--pairs", "1"]),
     ],
 )
@@ -73,7 +72,6 @@ def test_every_offline_benchmark_prints_what_it_measured(
         "one_batch": lambda: [
             number(timing["decode_tokens_per_second"]) for timing in data["timings"]
         ],
-        "features": lambda: [f"{data['overlap']['ratio']:.3f}x"],
         "speculate": lambda: [
             f"{row['ratio']:.3f}x"
             for part in ("oracle", "edits", "new", "mtp")
@@ -90,14 +88,8 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         ("one_batch", ["--batch", "1,x"], "--batch"),
         ("one_batch", ["--no-prefix-cache"], "--no-prefix-cache"),
         ("speculate", ["--backend", "fake", "--only", "depth"], "no part 'depth'"),
-        ("features", ["--no-overlap"], "Unknown option: --no-overlap"),
         ("prefix", ["--cache-dir", "x"], "Unknown option: --cache-dir"),
-        (
-            "features",
-            ["--backend", "fake", "--streams", "1", "--only", "grammar"],
-            "--streams must be at least 2 for grammar, got 1",
-        ),
-        ("features", ["--backend", "fake", "--pairs", "0"], "--pairs. Must be > 0"),
+        ("speculate", ["--backend", "fake", "--pairs", "0"], "--pairs. Must be > 0"),
         ("churn", ["--clients", "3", "--rate", "1"], "exclude each other"),
         ("churn", ["--seconds", "0"], "--seconds. Must be > 0"),
         ("churn", ["--url", "http://x", "--memory", "0.5"], "remove --step-log and options of"),

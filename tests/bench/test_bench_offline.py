@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from churn import measure_rates
-from features import FeatureBench, features
 from one_batch import one_batch
 from pippin import LLM, SamplingParams
 from pippin.bench.report import BenchError
 from pippin.config import Config, ModelConfig
-from prompts import Prompts
 from shared import WARM_UPS, Pairs, in_turn
 
 TOY = Config(model=ModelConfig(backend="fake"))
@@ -67,29 +65,6 @@ def test_rates_of_one_batch_are_measured_at_each_width() -> None:
     assert all(seconds > 0 for _, seconds in rates.decode_steps)
     assert rates.prefill_tokens_per_second > 0
     assert "tok/s; decode steps of" in str(rates)
-
-
-def test_overlap_runs_both_ways_in_turn() -> None:
-    report = features(TOY, only=["overlap"], streams=3, output=24, pairs=3)
-    rates = report.data["overlap"]
-    assert [len(rates[way]) for way in ("tried", "base")] == [3, 3]
-    ratios = [a / b for a, b in zip(rates["tried"], rates["base"], strict=True)]
-    assert rates["ratio"] == pytest.approx(sorted(ratios)[1])
-    assert report.tables[0].rows[0][-1].startswith("at least 1.00x: ")
-
-
-def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
-    with LLM(config=TOY) as llm:
-        table, cost = FeatureBench(llm, 1, 8, 4, prompt_tokens=300).prefix_cache()
-    assert len(cost["base"]) == 4
-    assert all(seconds > 0 for seconds in cost["base"])
-    assert [row[-1][:13] for row in table.rows] == ["at most 1.03x"]
-
-
-def test_prompts_that_were_not_new_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("features.prompts_for", lambda llm, seed: Prompts("always the same"))
-    with LLM(config=TOY) as llm, pytest.raises(BenchError, match="of new prompts were cached"):
-        FeatureBench(llm, 1, 8, 1, prompt_tokens=300).prefix_cache()
 
 
 def test_pairs_swap_who_goes_first_and_drop_the_warm_up() -> None:

@@ -1,8 +1,7 @@
 """What the prefix cache saves, as clients of two servers see it, one of them without a cache; and
 what a cache on disk saves after a restart.
 
-Only one server has work at a time. What the cache costs where it saves nothing is less than two
-processes differ by: `features.py` measures it.
+Only one server has work at a time.
 """
 
 from __future__ import annotations
