@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from cases import cases
+from processes import environment
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools"
@@ -54,3 +55,18 @@ def test_the_core_is_run_for_what_cannot_be_traced(changed: str) -> None:
     assert quick().choose({ROOT / changed}, [core, other]) == {core}
     assert quick().choose(set(), [core, other]) == {core}
     assert quick().choose({ROOT / changed, other}, [core, other]) == {core, other}
+
+
+@pytest.mark.slow
+def test_a_newcomer_follows_a_streamed_chat_through_so_many_files_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Limits for a reader to carry, a little above today's (docs/internals/source-tree.md): a chat
+    that needs more has to become simpler elsewhere."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    tool = load_tool("trace_request")
+    calls = tool.count()
+    for in_backends, most_files, most_functions in ((False, 65, 620), (True, 55, 330)):
+        files, functions = tool.passed_through(calls, in_backends)
+        assert 10 < files <= most_files
+        assert 100 < functions <= most_functions
