@@ -25,8 +25,8 @@ from pippin.api.http.request_log import RequestLog
 from pippin.api.http.workers import Workers
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.errors import EngineDead, PippinError, RequestError
+from pippin.startup.engines import SupervisedEngine
 from pippin.startup.launch import Engines, load_app
-from pippin.startup.replicas import SupervisedEngine
 from pippin.startup.resolve import resolve
 
 log = logging.getLogger(__name__)

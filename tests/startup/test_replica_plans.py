@@ -11,8 +11,8 @@ from pippin.backends.host import THREAD_LIMITS, num_threads
 from pippin.config import Config, EngineConfig, PeersConfig, ServerConfig
 from pippin.engine.build_loop import _remedy, budget_bytes
 from pippin.errors import ConfigError
+from pippin.startup.engines import CUDA_DEVICES, plan_replicas
 from pippin.startup.launch import check_devices
-from pippin.startup.replicas import CUDA_DEVICES, plan_replicas
 
 GB = 10**9
 

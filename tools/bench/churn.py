@@ -33,8 +33,7 @@ from pippin.bench.client import (
     summarize_load,
 )
 from pippin.bench.report import BenchError, Report, Table, busy_note, median, number, say
-from pippin.bench.serve import find_target, warm_up
-from pippin.cli.bench import ApiKey, Count
+from pippin.bench.serve import ApiKey, Count, find_target, warm_up
 from pippin.config import Config, ModelConfig
 from pippin.metrics import StepLog, StepRecord, read_step_log
 from pippin.startup.checkpoint import find_checkpoint

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from pippin import LLM, SamplingParams
 from pippin.bench.report import BenchError, Report, median, number
-from pippin.cli.bench import Count
+from pippin.bench.serve import Count
 from pippin.config import Config
 from shared import Compared, Names, Pairs, Part, in_turn, pairs_table, report_parts, run, verdict
 from steps import (

@@ -11,7 +11,7 @@ from pathlib import Path
 from ceilings import Ceilings, Context, find_ceilings, read_context
 from pippin import LLM
 from pippin.bench.report import Report, Table, busy_note, median, number, say
-from pippin.cli.bench import Count, Numbers
+from pippin.bench.serve import Count, Numbers
 from pippin.config import Config
 from shared import run
 from steps import decode_step_seconds, generate, last_step, prompts_for

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pippin.bench.client import LoadClient, TimedReply, parse
 from pippin.bench.report import Report, say
-from pippin.cli.bench import Count
+from pippin.bench.serve import Count
 from pippin.config import Config
 from pippin.startup.checkpoint import find_checkpoint
 from prompts import Prompts, count_with

@@ -33,7 +33,7 @@ from pippin.bench.client import (
     summarize_load,
 )
 from pippin.bench.report import BenchError, Report, Table, percentile, ratio
-from pippin.cli.bench import Count
+from pippin.bench.serve import Count
 from pippin.config import Config
 from pippin.startup.checkpoint import find_checkpoint
 from prompts import Prompts, count_with

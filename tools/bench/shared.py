@@ -31,8 +31,8 @@ from pippin.bench.report import (
     ratio,
     say,
 )
+from pippin.bench.serve import LIST, POSITIVE, Files
 from pippin.cli import fail
-from pippin.cli.bench import LIST, POSITIVE, Files
 from pippin.cli.options import takes_config
 from pippin.cli.settings import SETTINGS
 from pippin.errors import PippinError

@@ -12,7 +12,7 @@ from zlib import crc32
 
 from pippin import LLM, SamplingParams
 from pippin.bench.report import BenchError, Report, busy_note, say
-from pippin.cli.bench import Count, Numbers
+from pippin.bench.serve import Count, Numbers
 from pippin.config import Config
 from pippin.offline.offline_requests import Completion
 from pippin.scheduler.request import Request

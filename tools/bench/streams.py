@@ -23,7 +23,7 @@ from pippin.bench.client import (
     Target,
 )
 from pippin.bench.report import BenchError, Report, Table, number, say
-from pippin.cli.bench import Numbers
+from pippin.bench.serve import Numbers
 from pippin.config import ModelConfig
 from servers import pippin_server
 from shared import Names, Positive, run

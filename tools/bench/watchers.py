@@ -9,8 +9,7 @@ from functools import partial
 
 from pippin.bench.client import Load, LoadClient, RequestSizes, Sent, send_load, summarize_load
 from pippin.bench.report import BenchError, Report, number, say
-from pippin.bench.serve import find_target
-from pippin.cli.bench import ApiKey, Count, Numbers
+from pippin.bench.serve import ApiKey, Count, Numbers, find_target
 from prompts import Prompts
 from shared import Compared, Pairs, in_turn, pairs_table, run
 

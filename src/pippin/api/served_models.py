@@ -16,7 +16,7 @@ from pippin.api.model_info import ModelInfo, RequestRules, spread
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.engine_client import Engine, RequestEngine
 from pippin.errors import NotReady
-from pippin.switching.model_engines import Lease, ModelEngines
+from pippin.switching import Lease, ModelEngines
 from pippin.text.bundle import TextBundle
 
 LATEST = ":latest"  # Ollama's tag of a name that has none
@@ -39,7 +39,7 @@ class ServedText:
 class Residency:
     """Whether a model is in memory, and who uses it."""
 
-    state: str = "ready"  # see `switching/turns.py`
+    state: str = "ready"  # see `switching.py`
     num_open: int | None = None  # requests; None: not counted, since it stays loaded
     num_waiting: int = 0  # for it to be loaded
     num_loads: int = 1

@@ -35,6 +35,7 @@ from pippin.engine.build_loop import build_loop
 from pippin.engine.engine_client import DeltaQueue
 from pippin.errors import STATUSES, EngineDead
 from pippin.messages import Submit, TokenDelta
+from pippin.offline.llm import Router
 from pippin.offline.offline_requests import (
     Completion,
     Conversations,
@@ -48,7 +49,6 @@ from pippin.offline.offline_requests import (
     offline_config,
     only_one,
 )
-from pippin.offline.router import Router
 from pippin.scheduler.loop import Loop
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve

@@ -33,16 +33,17 @@ from pippin.engine.events.trace import TraceFile
 from pippin.errors import ConfigError, LoadError
 from pippin.logs import configure_logging
 from pippin.startup.checkpoint import load_text, model_info
-from pippin.startup.on_demand_models import (
+from pippin.startup.engines import (
     BATCH_RUNNING,
     OnDemandModels,
+    SupervisedEngine,
     check_several,
     is_on_demand,
+    plan_replicas,
 )
-from pippin.startup.replicas import SupervisedEngine, plan_replicas
 from pippin.startup.resolve import resolve
 from pippin.startup.server_file import announced
-from pippin.switching.model_engines import ModelEngines
+from pippin.switching import ModelEngines
 from pippin.text.parsers.formats import ReplyFormats
 
 NEXT_PORTS = 100  # tried in order for a free one

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pippin.amounts import IN_WORDS, parse_duration
 from pippin.api.dialects.dialect import HOLE, EventTemplate, logprobs_entry
 from pippin.api.fields import table as kinds
 from pippin.api.fields.openai import ROLES
@@ -34,7 +35,6 @@ from pippin.api.requests.messages import Message, function_call, message_bodies,
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
 from pippin.api.requests.sampling_fields import num_logprobs, read_options
 from pippin.api.requests.tools import read_chat_tools
-from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import ModelNotFound, PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallEnd, FoldedCall, members_of

@@ -13,7 +13,7 @@ from pippin.api.endpoints.app_state import AppState
 from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.model_info import ModelInfo
-from pippin.config.server import event_address
+from pippin.config import event_address
 from pippin.errors import NotReady
 from pippin.types import GRID
 
