@@ -22,7 +22,7 @@ from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, OutOfMemory, PippinError, RequestError
 from pippin.messages import Submit
 from pippin.offline import llm as llm_module
-from pippin.offline.offline_requests import progress_bar
+from pippin.offline.llm import progress_bar
 from pippin.scheduler.loop import Loop
 
 TOY = ModelConfig(backend="fake")

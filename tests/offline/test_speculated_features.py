@@ -13,7 +13,7 @@ import pytest
 from oracle_drafter import OracleDrafter
 from pippin import LLM, SamplingParams
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.offline.offline_requests import Completion
+from pippin.offline.llm import Completion
 from pippin.scheduler.request import Request
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -14,7 +14,7 @@ from pippin import LLM, SamplingParams
 from pippin.bench.report import BenchError, Report, busy_note, say
 from pippin.bench.serve import Count, Numbers
 from pippin.config import Config
-from pippin.offline.offline_requests import Completion
+from pippin.offline.llm import Completion
 from pippin.scheduler.request import Request
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
