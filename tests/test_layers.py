@@ -120,6 +120,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "decode.size",
         "embedding",
         "engine.engine_client",
+        "engine.engine_pool",
         "hub",
         "messages",
         "sequences",

@@ -14,7 +14,7 @@ from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
 from pippin.api.requests.body import shown
-from pippin.engine.engine_client import Engine
+from pippin.engine.engine_pool import EnginePool
 from pippin.errors import NotFound, PippinError, RequestError
 
 MAX_DIGITS = 4  # of a replica's number
@@ -49,7 +49,7 @@ async def node(state: AppState, request: Request) -> Response:
     )
 
 
-async def _stream(engine: Engine, replica: int) -> AsyncGenerator[bytes, None]:
+async def _stream(engine: EnginePool, replica: int) -> AsyncGenerator[bytes, None]:
     async with aclosing(engine.watch(replica)) as watched:
         async for name, json in watched:
             yield b"event: %b\ndata: %b\n\n" % (name.encode(), json)
