@@ -514,10 +514,6 @@ class ServerConfig:
     step_log: str | None = None
     """File to which one line of JSON per step is written: what the step did, and when."""
 
-    trace: str | None = None
-    """File to which a trace of the engine is written in Chrome's trace format, for Perfetto; at
-    most 200 MB."""
-
     kv_events: str | None = None
     """Address at which KV events are published over ZeroMQ, tcp://HOST:PORT: which blocks of tokens
     are cached, for routers. They contain the tokens of prompts, and are not encrypted. Default:
@@ -625,13 +621,11 @@ class ServerConfig:
                 )
         if self.num_replicas > MAX_REPLICAS:
             raise ConfigError(f"replicas must be at most {MAX_REPLICAS}, got {self.num_replicas}")
-        for option in ("step_log", "trace"):
-            if self.num_replicas > 1 and getattr(self, option) is not None:
-                name = option.replace("_", "-")
-                raise ConfigError(
-                    f"{option} records one engine, and there are {self.num_replicas}: remove "
-                    f"--{name}, or use one replica"
-                )
+        if self.num_replicas > 1 and self.step_log is not None:
+            raise ConfigError(
+                f"step_log records one engine, and there are {self.num_replicas}: remove "
+                "--step-log, or use one replica"
+            )
 
 
 def event_address(option: str, text: str) -> tuple[str, int]:

@@ -36,7 +36,7 @@ TABLES = ("ray", "prefill")
 # A replica's own: a second one on the machine could not use it.
 OF_ONE_SERVER = {
     "cache_dir": "engine",
-    **dict.fromkeys(("kv_events", "kv_events_replay", "step_log", "trace"), "server"),
+    **dict.fromkeys(("kv_events", "kv_events_replay", "step_log"), "server"),
 }
 
 

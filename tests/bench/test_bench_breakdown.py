@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cases import cases
-from churn import Breakdown, Rates, break_down, widths_to_measure
+from churn import Breakdown, Rates, break_down
 from pippin.metrics import StepRecord
 from pippin.types import DeviceReading, StepForwards
 
@@ -123,23 +123,6 @@ def test_each_second_has_one_cause(
     assert parts.efficiency == pytest.approx(expected["work"] / last.resumed), what
 
 
-def test_a_chunk_that_costs_no_more_than_in_a_batch_is_not_small() -> None:
-    ran = StepForwards(prefill=1)
-    fast = replace(RATES, chunks=((100, 0.01), (500, 0.02)))
-    parts = break_down([step(0, 0.0, 0.41, tokens=400, forwards=ran)], fast, 0.0, 0.41)
-    check(parts, work=0.41)
-
-
-def test_an_account_that_lags_by_a_tick_is_right_in_sum() -> None:
-    steps = [step(0, 0.0, 0.01, busy=0.01)]
-    for number, busy in enumerate((0.004, 0.016) * 10, start=1):  # each step takes 10 ms
-        last = steps[-1]
-        assert last.device is not None
-        steps.append(step(number, last.resumed, 0.01, busy=last.device.busy + busy))
-    parts = break_down(steps, RATES, 0.0, steps[-1].resumed)
-    assert parts.idle_device + parts.launching == pytest.approx(0.006)  # not ten times that
-
-
 def test_under_overlap_the_next_step_is_launched_within_this_one_s_span() -> None:
     first = step(0, 0.0, 0.01)
     second = replace(step(1, 0.01, 0.05, waited=0.0, launch=0.0), planned=0.005, launched=0.008)
@@ -153,18 +136,6 @@ def test_time_without_requests_is_nobody_s_fault() -> None:
     second = replace(step(1, 3.0, 0.01), after_pause=True)
     parts = break_down([first, second], RATES, 0.5, 3.5)
     check(parts, work=0.02, no_requests=2.98)
-
-
-def test_steps_outside_the_period_do_not_count() -> None:
-    steps = [step(0, 0.0, 0.01), step(1, 1.0, 0.01), step(2, 2.0, 0.01)]
-    parts = break_down(steps, RATES, 0.5, 1.5)
-    check(parts, work=0.01, no_requests=0.99)
-
-
-def test_a_few_widths_cover_all_that_ran() -> None:
-    assert widths_to_measure([3, 12, 7]) == [1, 2, 4, 8, 12]
-    assert widths_to_measure([8]) == [1, 2, 4, 8]
-    assert widths_to_measure([0]) == widths_to_measure([]) == [1]
 
 
 def test_rates_are_interpolated_between_what_was_measured() -> None:

@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
 import servers
 from bundled import BUNDLED_PATH
-from churn import Rates, churn, churn_at, churn_requests, summarize
+from churn import Rates, churn, churn_at, churn_requests
 from pippin.bench.client import (
     DISCONNECT_AFTER,
     Load,
@@ -28,16 +27,11 @@ from pippin.bench.client import (
 from pippin.bench.report import BenchError
 from pippin.config import Config, ModelConfig
 from processes import environment
-from prompts import Prompts, count_with
+from prompts import Prompts
 
 
 def drawn(seed: str, count: int) -> list[LoadRequest]:
     return list(islice(churn_requests(Prompts(seed)), count))
-
-
-def test_equal_seeds_draw_equal_requests() -> None:
-    assert drawn("a", 20) == drawn("a", 20)
-    assert drawn("a", 20) != drawn("b", 20)
 
 
 def test_requests_are_of_all_lengths_and_many_begin_alike() -> None:
@@ -52,12 +46,6 @@ def test_requests_are_of_all_lengths_and_many_begin_alike() -> None:
     assert 0.04 < sum(request.disconnects for request in requests) / len(requests) < 0.17
     greedy = sum(request.sampling["temperature"] == 0.0 for request in requests) / len(requests)
     assert 0.4 < greedy < 0.6
-
-
-def test_a_prompt_has_about_the_tokens_that_are_said_of_it() -> None:
-    count = count_with(BUNDLED_PATH)
-    for request in islice(churn_requests(Prompts("a", count)), 20):
-        assert count(request.prompt) == pytest.approx(request.prompt_tokens, rel=0.25, abs=3)
 
 
 def recording(tokens: Sequence[str], *, cut: bool = False, sent: float = 0.0) -> Recording:
@@ -102,12 +90,6 @@ def test_errors_are_counted_and_the_rest_is_measured() -> None:
 def test_a_load_that_nobody_answers_says_why() -> None:
     with pytest.raises(BenchError, match="none of 1 requests was answered: out of reach"):
         summarize_load([Sent(ASKED, BenchError("out of reach"))])
-
-
-def test_a_server_out_of_reach_is_an_error_of_each_request() -> None:
-    client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
-    sent = asyncio.run(send_load(client, Load(2, seconds=0.1), churn_requests(Prompts("a"))))
-    assert [type(each.result) for each in sent] == [BenchError, BenchError]  # not a flood of them
 
 
 def test_clients_share_the_requests_of_one_size() -> None:
@@ -157,22 +139,3 @@ def test_any_endpoint_by_its_url_and_clients_that_disconnect() -> None:
 async def _disconnect(client: LoadClient) -> Recording:
     exchange = await client.start_completion("a fox", 4000, disconnect_after=DISCONNECT_AFTER)
     return await exchange.done
-
-
-def test_errors_stand_below_the_table() -> None:
-    outcome = summarize_load([Sent(ASKED, recording(["a"])), Sent(ASKED, BenchError("no room"))])
-    report = summarize("a model", Load(seconds=1.0), outcome, None, [])
-    assert "1 x no room" in report.notes
-    assert ("errors", "1") in report.tables[0].rows
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_children_import_what_we_do")
-def test_the_step_log_needs_a_place(tmp_path: Path) -> None:
-    with (
-        pytest.raises(BenchError, match="cannot write a step log"),
-        servers.pippin_server(
-            str(BUNDLED_PATH), ("--backend", "fake", "--step-log", str(tmp_path / "no" / "steps"))
-        ),
-    ):
-        pass

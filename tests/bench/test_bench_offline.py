@@ -7,21 +7,18 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 import growth as growth_module
 from bundled import BUNDLED_PATH
 from ceilings import Ceilings, Context, Experts, Mlx, Products, Torch, read_products
 from churn import measure_rates
-from features import FeatureBench, features
+from features import features
 from growth import growth
-from one_batch import Timing, one_batch, summarize
+from one_batch import one_batch
 from pippin import LLM, SamplingParams
-from pippin.bench.report import BenchError
-from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.config import Config, ModelConfig
 from pippin.types import Component, LayerSpec, ModelSpec
-from prompts import Prompts
 from shared import WARM_UPS, Compared, Pairs, in_turn
 
 TOY = Config(model=ModelConfig(backend="fake"))
@@ -63,17 +60,6 @@ def test_one_batch_runs_on_torch_where_there_is_no_mlx() -> None:
     assert run.stdout.split() == ["1", "True", "False"], run.stderr
 
 
-def test_too_few_steps_is_an_error_not_a_number() -> None:
-    with pytest.raises(BenchError, match="steps decoded 2 rows together"):
-        one_batch(TOY, batch=[2], input=[32], output=2, repeats=1)
-
-
-def test_shares_are_of_the_ceilings() -> None:
-    timing = Timing(4, 100, 0.5, 800.0, 0.02, 200.0, 1600.0, 400.0, 800.0)
-    (row,) = summarize([timing], {"output": 8}, []).tables[0].rows
-    assert (row[4], row[7], row[8]) == ("50%", "50%", "25%")
-
-
 def test_rates_of_one_batch_are_measured_at_each_width() -> None:
     rates = measure_rates(TOY, [1, 3])
     assert [rows for rows, _ in rates.decode_steps] == [1, 3]
@@ -101,15 +87,6 @@ def test_growth_covers_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row[-1] == "" for table in report.tables for row in table.rows[:-1])
 
 
-def test_a_tree_that_lost_the_known_prompt_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth_module, "TREE_PROMPT", 20_000)
-    monkeypatch.setattr(growth_module, "FILL_PROMPT", 20_000)
-    monkeypatch.setattr(growth_module, "TREE_TOKENS", (60_000,))
-    tight = Config(TOY.model, EngineConfig(memory="4MB"))
-    with pytest.raises(BenchError, match="evicted from the tree"):
-        growth(tight, only=["tree"])
-
-
 def test_overlap_runs_both_ways_in_turn() -> None:
     report = features(TOY, only=["overlap"], streams=3, output=24, pairs=3)
     found = report.data["overlap"]
@@ -128,21 +105,6 @@ def test_overlap_runs_both_ways_in_turn() -> None:
     assert idle[-1].startswith("at most 5%: ")
 
 
-def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
-    with LLM(config=TOY) as llm:
-        table, cost = FeatureBench(llm, 1, 8, 4, prompt_tokens=300).prefix_cache()
-    ttft, total = cost["ttft"]["base"], cost["total"]["base"]
-    assert len(ttft) == len(total) == 4
-    assert all(0 < first <= last for first, last in zip(ttft, total, strict=True))
-    assert [row[-1][:13] for row in table.rows] == ["at most 1.03x", ""]
-
-
-def test_prompts_that_were_not_new_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("features.prompts_for", lambda llm, seed: Prompts("always the same"))
-    with LLM(config=TOY) as llm, pytest.raises(BenchError, match="of new prompts were cached"):
-        FeatureBench(llm, 1, 8, 1, prompt_tokens=300).prefix_cache()
-
-
 def test_pairs_swap_who_goes_first_and_drop_the_warm_up() -> None:
     calls: list[str] = []
     tried, base = in_turn(
@@ -151,13 +113,6 @@ def test_pairs_swap_who_goes_first_and_drop_the_warm_up() -> None:
     assert tried == base == ["pair 0", "pair 1", "pair 2"]
     measured = calls[2 * WARM_UPS :]
     assert measured == ["a pair 0", "b", "b", "a pair 1", "a pair 2", "b"]
-
-
-def test_the_ratio_of_pairs_is_the_middle_of_ratios_with_quartiles() -> None:
-    pairs = Pairs([1.0, 4.0, 9.0, 1.6, 25.0], [1.0, 2.0, 3.0, 4.0, 5.0])
-    ratios = np.array([1.0, 2.0, 3.0, 0.4, 5.0])
-    assert pairs.ratio == 2.0
-    assert pairs.quartiles == pytest.approx(tuple(np.percentile(ratios, [25, 75])))
 
 
 def test_a_compared_row_has_medians_the_ratio_and_its_target() -> None:
@@ -189,23 +144,6 @@ def test_products_are_the_bundled_models_matrices() -> None:
     used = {name: w for name, w in weights.items() if not name.startswith("mtp")}
     matrices = [w.size for w in used.values() if w.ndim == 2]
     assert sum(o * i for o, i in products.layers) + 8192 * 384 == sum(matrices)
-
-
-def test_an_untied_head_replaces_the_embedding(tmp_path: Path) -> None:
-    weights = {
-        "model.embed_tokens.weight": mx.zeros((10, 4)),
-        "lm_head.weight": mx.zeros((12, 4)),
-        "model.layers.0.up.weight": mx.zeros((8, 4)),
-        "model.layers.0.norm.weight": mx.zeros(4),
-        "visual.proj.weight": mx.zeros((4, 4)),
-    }
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    assert read_products(tmp_path) == Products([(8, 4)], (12, 4), "F32")
-
-
-def test_a_quantized_checkpoint_has_no_ceilings(tmp_path: Path) -> None:
-    mx.save_safetensors(str(tmp_path / "m.safetensors"), {"w": mx.zeros((2, 2), mx.uint32)})
-    assert read_products(tmp_path) is None
 
 
 def test_experts_count_as_far_as_tokens_take_them(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import runpy
-import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -113,47 +112,6 @@ def test_behind_a_result_comes_one_fixed_text_and_the_tools_are_as_before(dialec
     assert request.options.params.grammar is not None
     assert "It is done." in request.options.params.grammar.text
     assert forced["tools"] == force(dialect)["tools"]
-
-
-EFFORTS: dict[str, dict[str, Any]] = {
-    "chat/completions": {"reasoning_effort": "high"},
-    "messages": {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
-    "responses": {"reasoning": {"effort": "high", "summary": "auto"}},
-}
-
-
-@pytest.mark.parametrize("dialect", PARSERS)
-@pytest.mark.parametrize("has_result", [False, True])
-def test_how_much_to_reason_is_as_the_client_sent_it(dialect: str, has_result: bool) -> None:
-    more = RESULTS[dialect] if has_result else []
-    forced = force(dialect, *more, fields=EFFORTS[dialect])
-    assert PARSERS[dialect](forced, RULES).reasoning_effort == "high"
-    for field, value in EFFORTS[dialect].items():
-        assert forced[field] == value or forced[field].items() > value.items()
-
-
-def test_lines_that_the_last_request_had_and_the_models_own_are_not_new() -> None:
-    sys.path.insert(0, str(FOLDER.parent))
-    try:
-        from agents.forcing_proxy import Exchange
-        from agents.token_table import token_table
-    finally:
-        sys.path.remove(str(FOLDER.parent))
-    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-    reply = {"role": "assistant", "content": "It is done."}
-    first = {"system": "You help.\nStatus: clean\n", "messages": [USER]}
-    second = {"system": "You help.\nStatus: dirty\n", "messages": [USER, reasoning, reply, USER]}
-    exchanges = [Exchange("a", "/v1/messages", first), Exchange("b", "/v1/messages", second)]
-    facts = [
-        {"id": "a", "prompt_tokens": 100, "cached_tokens": 0},
-        {"id": "b", "prompt_tokens": 150, "cached_tokens": 64},
-    ]
-    log = "\n".join(["started", *map(json.dumps, facts)])
-    _, one, other, most = token_table(exchanges, log, len)
-    assert one.split() == ["1", "100", "0", "100", "100", "0"]
-    new = len("Status: dirty\n") + len(USER["content"])
-    assert other.split() == ["2", "150", "64", "86", str(new), str(86 - new)]
-    assert most.split()[2] == str(86 - new)
 
 
 class Echo(BaseHTTPRequestHandler):

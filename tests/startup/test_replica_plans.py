@@ -92,7 +92,7 @@ def test_an_engine_of_a_pair_has_no_replicas() -> None:
         ({"devices": "0,,1"}, "use numbers or UUIDs"),
         ({"devices": "0;rm"}, "use numbers or UUIDs"),
         ({"devices": "0,1", "replicas": 3}, "replicas is 3 and devices names 2"),
-        ({"replicas": 2, "trace": "t.json"}, "trace records one engine, and there are 2"),
+        ({"replicas": 2, "step_log": "s"}, "step_log records one engine, and there are 2"),
         ({"devices": "0,1", "step_log": "s"}, "remove --step-log"),
     ],
 )

@@ -291,7 +291,7 @@ class SupervisedEngine:
 
 DEFAULT_KEEP_ALIVE_S = 300.0  # as Ollama's
 BATCH_RUNNING = 8  # requests of batches in all engines; see --batch-running
-ONE_MODEL_ONLY = ("kv_events", "step_log", "trace")
+ONE_MODEL_ONLY = ("kv_events", "step_log")
 
 
 def is_on_demand(configs: Sequence[Config]) -> bool:
