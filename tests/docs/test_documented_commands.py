@@ -260,7 +260,6 @@ def test_commands_and_clients_work_on_a_server(
     server.process.wait()
     for command in ON_A_DIRECTORY:
         run_pippin(command, capsys)
-    assert json.loads((server.directory / "trace.json").read_text())
 
 
 @pytest.mark.slow
