@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from pippin.amounts import IN_WORDS, parse_bytes, parse_duration, parse_memory, split_amount
@@ -125,7 +125,6 @@ class LimitsConfig:
         check_seconds(self, "header_timeout", "body_timeout", "send_timeout", "request_timeout")
 
 
-DEFAULT_ROWS = 64  # of benchmarks, which measure steps of a given size
 Speculate = Literal["auto", "off", "suffix", "mtp", "draft"]
 
 
@@ -254,16 +253,6 @@ class EngineConfig:
                     f"{name} requires the prefix cache, which is off: remove "
                     f"--{name.replace('_', '-')} or --no-prefix-cache"
                 )
-
-    def without_usual_drafts(self) -> EngineConfig:
-        """The same, with drafts only where they are asked for: what is timed is to depend on what
-        is given alone."""
-        return replace(self, speculate=self.speculate or "off")
-
-    def with_rows(self, num_rows: int) -> EngineConfig:
-        """The same, where at least so many requests run at the same time."""
-        given = DEFAULT_ROWS if self.max_running == "auto" else self.max_running
-        return replace(self, max_running=max(given, num_rows))
 
 
 ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(\d{1,5})")

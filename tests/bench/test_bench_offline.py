@@ -19,7 +19,7 @@ from one_batch import one_batch
 from pippin import LLM, SamplingParams
 from pippin.config import Config, ModelConfig
 from pippin.types import Component, LayerSpec, ModelSpec
-from shared import WARM_UPS, Compared, Pairs, in_turn
+from shared import WARM_UPS, Compared, Pairs, engine_beside, in_turn
 
 TOY = Config(model=ModelConfig(backend="fake"))
 
@@ -127,7 +127,7 @@ def test_engines_beside_each_other_share_a_model_and_nothing_else() -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     prompt = list(range(1, 90))
     with LLM(config=TOY) as llm:
-        plain = llm.beside(prefix_cache=False, overlap=False)
+        plain = engine_beside(llm, prefix_cache=False, overlap=False)
         texts = [engine.generate(prompt, params)[0] for engine in (llm, plain, llm, plain)]
         assert len({tuple(text.tokens) for text in texts}) == 1
         assert [text.cached_tokens > 0 for text in texts] == [False, False, True, False]

@@ -21,7 +21,6 @@ from pippin.bench.report import (
     Table,
     number,
     percentile,
-    read_ticks,
 )
 from pippin.decode.compile import compile_grammar
 from pippin.text.tokenizer import Tokenizer
@@ -56,19 +55,6 @@ def test_a_verdict_names_its_target(value: float, most: str) -> None:
 )
 def test_numbers_have_three_digits(value: float, shown: str) -> None:
     assert number(value) == shown
-
-
-def test_stolen_time_is_a_share_of_all_cpu_time(tmp_path: Path) -> None:
-    stat = tmp_path / "stat"
-    readings = []
-    for line in ("cpu 10 0 10 80 0 0 0 0 0 0", "cpu 30 0 20 120 0 5 5 20 30 0"):
-        stat.write_text(f"{line}\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
-        readings.append(read_ticks(stat))
-    before, after = readings
-    assert before is not None
-    assert after is not None
-    assert after.stolen_since(before) == 0.2
-    assert read_ticks(tmp_path / "nothing") is None
 
 
 finite = st.floats(-1e6, 1e6)

@@ -39,7 +39,7 @@ from pippin.metrics import StepLog, StepRecord, read_step_log
 from pippin.startup.checkpoint import find_checkpoint
 from prompts import Prompts, count_with
 from servers import as_options, pippin_server, write_endless_copy
-from shared import Positive, run, verdict, without_collections
+from shared import Positive, run, verdict, with_rows, without_collections, without_usual_drafts
 from steps import first_token_seconds, generate, last_step, prompts_for
 
 PROMPT_TOKENS = (5, 2500)  # of a request's own; every order of magnitude is as likely
@@ -124,7 +124,7 @@ def widths_to_measure(decode_rows: Iterable[int]) -> list[int]:
 
 def measure_rates(config: Config, widths: Sequence[int]) -> Rates:
     engine = replace(
-        config.engine.without_usual_drafts().with_rows(max(widths)), prefix_cache=False
+        with_rows(without_usual_drafts(config.engine), max(widths)), prefix_cache=False
     )
     with TemporaryDirectory() as folder, LLM(config=replace(config, engine=engine)) as llm:
         log = llm.metrics.log = StepLog(Path(folder) / "steps")
@@ -402,7 +402,7 @@ def _load_table(model: str, load: Load, outcome: LoadOutcome) -> Table:
         ("requests", str(outcome.num_requests)),
         ("errors", str(outcome.num_errors)),
         ("generated, tok/s", number(outcome.generated_per_second)),
-        ("prompts, tok/s", number(outcome.prompt_per_second)),
+        ("prompts, tok/s", number(outcome.prompt_tokens / outcome.seconds)),
         *((f"{name}, ms", number(value)) for name, value in outcome.times_ms.items()),
     ]
     title = f"{model}, {outcome.seconds:.0f} s"

@@ -18,7 +18,19 @@ from pippin import LLM, SamplingParams
 from pippin.bench.report import BenchError, Report, median, number
 from pippin.bench.serve import Count
 from pippin.config import Config
-from shared import Compared, Names, Pairs, Part, in_turn, pairs_table, report_parts, run, verdict
+from shared import (
+    Compared,
+    Names,
+    Pairs,
+    Part,
+    engine_beside,
+    in_turn,
+    pairs_table,
+    report_parts,
+    run,
+    verdict,
+    without_usual_drafts,
+)
 from steps import (
     decode_idle_share,
     decode_step_seconds,
@@ -66,7 +78,7 @@ class FeatureBench:
     prompt_tokens: int = NEW_PROMPT_TOKENS
 
     def overlap(self) -> Part:
-        on, off = (self.llm.beside(overlap=wanted) for wanted in (True, False))
+        on, off = (engine_beside(self.llm, overlap=wanted) for wanted in (True, False))
         free = [self._params()] * self.num_streams
 
         def turn(engine: LLM, name: str) -> tuple[float, float]:
@@ -121,7 +133,7 @@ class FeatureBench:
 
     def forced_chunks(self) -> Part:
         params = SamplingParams(max_tokens=512, temperature=0.0, json_schema=FORM)
-        chunks, tokens = self.llm.beside(), self.llm.beside(forced_chunks=False)
+        chunks, tokens = engine_beside(self.llm), engine_beside(self.llm, forced_chunks=False)
 
         def turn(engine: LLM, name: str) -> tuple[float]:
             return (1 / timed(engine, self._texts(1, f"form {name}"), [params]),)
@@ -136,7 +148,9 @@ class FeatureBench:
         return pairs_table(title, "in chunks", "one by one", [row]), data
 
     def prefix_cache(self) -> Part:
-        cached, uncached = (self.llm.beside(prefix_cache=wanted) for wanted in (True, False))
+        cached, uncached = (
+            engine_beside(self.llm, prefix_cache=wanted) for wanted in (True, False)
+        )
         params = replace(self._params(), max_tokens=NEW_REPLY_TOKENS)
 
         def turn(engine: LLM, name: str) -> tuple[float, float]:
@@ -211,7 +225,7 @@ def features(
     pairs
         Number of pairs of runs, one of each kind; ratios are computed within a pair.
     """
-    engine = config.engine.without_usual_drafts()
+    engine = without_usual_drafts(config.engine)
     with LLM(config=replace(config, engine=engine)) as llm:
         bench = FeatureBench(llm, streams, output, pairs)
         parts = {

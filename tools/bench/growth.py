@@ -14,7 +14,7 @@ from functools import partial
 from pippin import LLM
 from pippin.bench.report import BenchError, Report, Table, median, number, say
 from pippin.config import Config, EngineConfig, ModelConfig
-from shared import Names, Part, report_parts, run, verdict
+from shared import Names, Part, report_parts, run, verdict, with_rows, without_usual_drafts
 from steps import (
     admission_seconds,
     decode_step_seconds,
@@ -47,7 +47,7 @@ def curve(title: str, x: str, y: str, points: list[tuple[float, float]], most: f
 
 def skew(config: Config) -> Part:
     """One long row among short ones, over the long row alone plus the short ones alone."""
-    engine = config.engine.without_usual_drafts().with_rows(SKEWED_ROWS)
+    engine = with_rows(without_usual_drafts(config.engine), SKEWED_ROWS)
     short = [SHORT_CONTEXT] * (SKEWED_ROWS - 1)
     points = []
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:

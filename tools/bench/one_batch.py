@@ -13,7 +13,7 @@ from pippin import LLM
 from pippin.bench.report import Report, Table, busy_note, median, number, say
 from pippin.bench.serve import Count, Numbers
 from pippin.config import Config
-from shared import run
+from shared import run, with_rows, without_usual_drafts
 from steps import decode_step_seconds, generate, last_step, prompts_for
 
 GIGA = 1e9
@@ -63,14 +63,17 @@ def one_batch(
     batches, input_lens = batch or (1, 4, 16), input or (512,)
     notes = busy_note()
     engine = dataclasses.replace(
-        config.engine.without_usual_drafts().with_rows(max(batches)), prefix_cache=False
+        with_rows(without_usual_drafts(config.engine), max(batches)), prefix_cache=False
     )
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
         timings = []
         for size, length in itertools.product(batches, input_lens):
             say(f"batch of {size}, {length:,} tokens each")
             timings.append(time_batch(llm, size, length, output, repeats))
-        chunks = [min(llm.prefill_tokens, timing.batch * timing.input) for timing in timings]
+        chunks = [
+            min(llm.loop.scheduler.limits.prefill_tokens, timing.batch * timing.input)
+            for timing in timings
+        ]
         config, spec = llm.config, llm.loop.backend.spec
     best = None
     if ceilings:  # their weights, after those of llm

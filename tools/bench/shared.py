@@ -6,13 +6,14 @@ ratio, and the median of the ratios is reported, never the ratio of two averages
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Any, TypeVar
 
@@ -35,12 +36,57 @@ from pippin.bench.serve import LIST, POSITIVE, Files
 from pippin.cli import fail
 from pippin.cli.options import takes_config
 from pippin.cli.settings import SETTINGS
+from pippin.config import EngineConfig, Speculate
+from pippin.engine.build_loop import build_loop
 from pippin.errors import PippinError
+from pippin.offline.llm import LLM, Router
 
+DEFAULT_ROWS = 64
 Names = Annotated[list[str] | None, LIST]
 Positive = Annotated[float, POSITIVE]
 T = TypeVar("T")
 WARM_UPS = 2
+
+
+def without_usual_drafts(engine: EngineConfig) -> EngineConfig:
+    """Drafts only where they are asked for: what is timed is to depend on what is given alone."""
+    return replace(engine, speculate=engine.speculate or "off")
+
+
+def with_rows(engine: EngineConfig, num_rows: int) -> EngineConfig:
+    """At least so many requests run at the same time."""
+    given = DEFAULT_ROWS if engine.max_running == "auto" else engine.max_running
+    return replace(engine, max_running=max(given, num_rows))
+
+
+def engine_beside(
+    llm: LLM,
+    *,
+    prefix_cache: bool = True,
+    overlap: bool = True,
+    forced_chunks: bool = True,
+    speculate: Speculate | None = None,
+) -> LLM:
+    """Another engine over the same loaded model, with its own requests, cache and metrics.
+
+    Only one of the two may have requests at a time. It can speculate if the first was loaded to.
+    """
+    other = copy.copy(llm)
+    engine = replace(
+        llm.config.engine,
+        prefix_cache=prefix_cache,
+        overlap=overlap,
+        forced_chunks=forced_chunks,
+        speculate=speculate or llm.config.engine.speculate,
+        host_cache=None,  # which one engine has to itself
+        cache_dir=None,  # likewise
+        disk=None,
+    )
+    other.config = replace(llm.config, engine=engine)
+    backend = llm.loop.backend
+    other.loop = build_loop(other.config, lambda _: None, for_streams=False, backend=backend)
+    other._router = Router(other.loop)
+    return other
 
 
 def command(

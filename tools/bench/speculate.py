@@ -20,7 +20,7 @@ from pippin.scheduler.request import Request
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 from oracle_drafter import OracleDrafter
-from shared import Compared, Names, Pairs, in_turn, pairs_table, run
+from shared import Compared, Names, Pairs, engine_beside, in_turn, pairs_table, run
 from steps import prompts_for
 
 PROMPT_TOKENS = 24
@@ -101,8 +101,8 @@ class SpeculateBench:
 
     def by_backend(self, num_rows: int) -> tuple[Compared, Any]:
         name = self.own_drafter
-        with_drafts = self.llm.beside(speculate=name, prefix_cache=False)
-        without = self.llm.beside(speculate="off", prefix_cache=False)
+        with_drafts = engine_beside(self.llm, speculate=name, prefix_cache=False)
+        without = engine_beside(self.llm, speculate="off", prefix_cache=False)
         return self._compare(
             name, num_rows, with_drafts, without, lambda pair: self._work(num_rows, pair)
         )
@@ -110,8 +110,8 @@ class SpeculateBench:
     def _engines(self, *, prefix_cache: bool) -> tuple[LLM, LLM]:
         """With drafts from texts, and without."""
         return (
-            self.llm.beside(speculate="suffix", prefix_cache=prefix_cache),
-            self.llm.beside(speculate="off", prefix_cache=prefix_cache),
+            engine_beside(self.llm, speculate="suffix", prefix_cache=prefix_cache),
+            engine_beside(self.llm, speculate="off", prefix_cache=prefix_cache),
         )
 
     def _work(self, num_rows: int, seed: str) -> Work:

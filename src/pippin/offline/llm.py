@@ -7,7 +7,6 @@ print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].text)
 
 from __future__ import annotations
 
-import copy
 import heapq
 import itertools
 import math
@@ -27,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pippin.api.requests.body import are_token_ids, check_salt, token_ids_in_words
 from pippin.api.requests.sampling_fields import check_priority, check_sampling
-from pippin.config import Config, EngineConfig, ModelConfig, Speculate
+from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.embedding import embedding_of, embedding_submit
 from pippin.engine.build_loop import build_loop
 from pippin.errors import EngineDead, RequestError
@@ -289,36 +288,6 @@ class LLM:
         self._router = Router(self.loop)
         self._requests = OfflineRequests(self.text, self.loop.backend.spec)
 
-    def beside(
-        self,
-        *,
-        prefix_cache: bool = True,
-        overlap: bool = True,
-        forced_chunks: bool = True,
-        speculate: Speculate | None = None,
-    ) -> LLM:
-        """Another engine over the same loaded model, with its own requests, cache and metrics.
-
-        Only one of the two may have requests at a time. It can speculate if this one was loaded to.
-        """
-        other = copy.copy(self)
-        engine = replace(
-            self.config.engine,
-            prefix_cache=prefix_cache,
-            overlap=overlap,
-            forced_chunks=forced_chunks,
-            speculate=speculate or self.config.engine.speculate,
-            host_cache=None,  # which one engine has to itself
-            cache_dir=None,  # likewise
-            disk=None,
-        )
-        other.config = replace(self.config, engine=engine)
-        other.loop = build_loop(
-            other.config, lambda _: None, for_streams=False, backend=self.loop.backend
-        )
-        other._router = Router(other.loop)
-        return other
-
     def generate(
         self,
         prompts: Prompts,
@@ -388,11 +357,6 @@ class LLM:
     @property
     def max_len(self) -> int:
         return self.loop.backend.spec.max_len
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens of a step when nothing else is running."""
-        return self.loop.scheduler.limits.prefill_tokens
 
     @property
     def metrics(self) -> EngineMetrics:
