@@ -649,7 +649,7 @@ class World:
         scheduler = self.client.loop.scheduler
         if not scheduler.slots.num_free:
             return False
-        running = scheduler.registry.running
+        running = scheduler.running
         return not scheduler.limits.deterministic or all(
             one.row_tokens >= one.request.max_total for one in running
         )

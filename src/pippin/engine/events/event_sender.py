@@ -239,7 +239,7 @@ class EventSender:
         began = self._steps[0].planned if self._steps else now
         seconds = now - max(began, self._last_at)
         return EngineLoad(
-            running=scheduler.num_running,
+            running=len(scheduler.running),
             waiting=len(scheduler.admission.queue),
             compiling=len(scheduler.compiling),
             loading=scheduler.traffic.num_loading,

@@ -112,13 +112,13 @@ class Recorder:
         if not self._sinks:
             for request in self._scheduler.requests.values():
                 self._lives[request.id] = self._life(request)
-            self._scheduler.registry.observer = self
+            self._scheduler.observer = self
         self._sinks.append(sink)
 
     def remove(self, sink: EventSink) -> None:
         self._sinks.remove(sink)
         if not self._sinks:
-            self._scheduler.registry.observer = None
+            self._scheduler.observer = None
             self._lives.clear()
             self._launched.clear()
             self._preempted.clear()
