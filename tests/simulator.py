@@ -31,6 +31,7 @@ from builders import (
     oracle,
 )
 from damage import damage
+from integrity import check_integrity, check_tier
 from memory_store import MemoryStore
 from oracle_drafter import OracleDrafter
 from pippin.backends.base import StepPlan, StepResult
@@ -47,7 +48,6 @@ from pippin.scheduler.request import Limits, Request, RunningSlot, Stage
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from pippin.types import Component
-from tier_checks import check_tier
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 LAYOUTS = ((A, S), (A,), (A, W, S), (A, W), (S,), (W, S))
@@ -609,7 +609,7 @@ class World:
             assert running.row_len <= running.row_tokens, "a row is larger than its claim"
         self._check_queue()
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
-            scheduler.cache.check_integrity()
+            check_integrity(scheduler.cache)
             for tiers, _ in scheduler.tiers:
                 check_tier(tiers)
 

@@ -19,6 +19,7 @@ import pytest
 from builders import Client, Reply
 from cases import cases
 from families import FAMILIES, VOCAB
+from integrity import check_integrity
 from memory_store import MemoryStore
 from near_ties import assert_same, count_same
 from pippin.backends.mlx.backend import MLXBackend
@@ -156,7 +157,7 @@ def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     leaf = nodes_of(client, longer)[-1]
     if leaf.payloads[ATTENTION] is not None and not leaf.children:
         store.take(leaf, Unit.LEAF)
-    cache_of(client).check_integrity()
+    check_integrity(cache_of(client))
     prompts = [base, longer, diverge(name, longer, 190, 10, seed=63)]
     assert_same(ask_all(client, prompts), cold(name, prompts))
     check_idle(client)
@@ -235,7 +236,7 @@ def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -
     while cache.nbytes:
         assert 0 <= active_bytes() - idle - cache.nbytes <= VIEW_BYTES
         assert cache.evict(cache.nbytes // 2 + 1)
-    cache.check_integrity()
+    check_integrity(cache)
     assert active_bytes() == idle
 
 

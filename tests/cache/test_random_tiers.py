@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from naive_cache import SALTS, SPACE, A, CheckedCache, H, Piece, Prefix, S, W, salted, with_salt
 
+from integrity import check_tier
 from memory_store import MemoryStore
 from pippin.cache.entries import ArraySpec, Bytes, Key
 from pippin.cache.host_store import HostStore
@@ -23,7 +24,6 @@ from pippin.cache.tiers.tier_io import PieceSource, TierIO, plain_memory
 from pippin.cache.tree.canary import Canary
 from pippin.types import Component, LayerSpec, ModelSpec
 from simulator import Workers
-from tier_checks import check_tier
 
 LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S), (A, S, H), (A, H), (A, W, S, H)]
 WINDOW = 5

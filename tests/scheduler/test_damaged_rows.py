@@ -16,6 +16,7 @@ from builders import (
 )
 from cases import cases
 from damage import damage
+from integrity import check_integrity
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
 from pippin.cache.prefix_cache import PrefixCache
@@ -74,7 +75,7 @@ def test_damage_costs_a_hit_and_no_token(
     assert cache_of(client).tree.stats.damaged > 0
     assert cache_of(client).counters()["damaged"] == cache_of(client).tree.stats.damaged
     check_idle(client)
-    cache_of(client).check_integrity()
+    check_integrity(cache_of(client))
     counted = cache_of(client).tree.stats.damaged
     last = client.ask(prompt, max_tokens=30)
     assert last.tokens == expected[0]
@@ -111,7 +112,7 @@ def test_others_that_run_on_what_is_damaged_later_go_on(overlap: bool, by_refere
     expected = oracle([*prompt, 7, 9], components=(A, S), max_tokens=10, grammar=ToyGrammar(3))
     assert third.tokens == expected[0]
     check_idle(client)
-    cache_of(client).check_integrity()
+    check_integrity(cache_of(client))
     assert not any(node.damaged for node in cache_of(client).radix.nodes())
 
 

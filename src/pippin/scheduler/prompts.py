@@ -69,7 +69,7 @@ def share(
 
 
 def _finishable(lengths: Sequence[int], most: int) -> int:
-    """What the shortest of these need together, as many as `most` tokens finish. They are sorted."""
+    """What the shortest need together, of those that `most` tokens finish. They are sorted."""
     return max(itertools.takewhile(most.__ge__, itertools.accumulate(lengths)), default=0)
 
 
