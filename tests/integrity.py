@@ -33,7 +33,7 @@ def check_tier(tier: CacheTier) -> None:
 
 def check_integrity(cache: PrefixCache) -> None:
     """Links, payloads, locks, bytes and the eviction queue agree. Visits every node."""
-    tree = cache.tree
+    tree = cache
     nodes = list(tree.radix.nodes())
     for node in nodes:
         _check_links(node)

@@ -196,7 +196,7 @@ def check_pools(backend: Any, cache: PrefixCache) -> None:
     """Of torch's pools nobody but the tree holds anything."""
     arena = backend.runner.pools.arena
     arena.check_integrity()
-    assert arena.used_bytes == cache.nbytes - cache.tree.component_bytes[Component.HIDDEN]
+    assert arena.used_bytes == cache.nbytes - cache.component_bytes[Component.HIDDEN]
     assert not backend.runner.rows.lengths.any()
 
 

@@ -148,7 +148,7 @@ def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     longer = diverge(name, base, 200, 70, seed=62)
     ask_all(client, [base])
     ask_all(client, [longer])
-    store = cache_of(client).tree
+    store = cache_of(client)
     for node in nodes_of(client, longer):
         if 64 < node.end < 250 and node.children:
             for unit, index in ((Unit.STATE, STATE), (Unit.WINDOW, WINDOW)):
@@ -189,7 +189,7 @@ def tight_capacity(name: str, num_tokens: int, num_rows: int) -> int:
 
 
 def evictions(cache: PrefixCache) -> dict[Component, int]:
-    return {c: n for c, n in cache.tree.stats.evictions.items() if c in cache.tree.component_bytes}
+    return {c: n for c, n in cache.stats.evictions.items() if c in cache.component_bytes}
 
 
 @cases("name", TRIED_MOST)
@@ -254,7 +254,7 @@ def test_a_long_run_of_distinct_prompts_stays_inside_its_bytes(name: str) -> Non
         run_within_budget(client)
         peaks.append(active_bytes() - idle)
     assert max(peaks) <= capacity_bytes
-    assert cache_of(client).tree.stats.bytes_evicted > 2 * capacity_bytes
+    assert cache_of(client).stats.bytes_evicted > 2 * capacity_bytes
     backend = client.loop.backend
     assert isinstance(backend, MLXBackend)
     assert not backend._admitted

@@ -250,7 +250,7 @@ class CheckedCache:
 
     @property
     def num_evicted(self) -> int:
-        return sum(self.cache.tree.stats.evictions.values())
+        return sum(self.cache.stats.evictions.values())
 
     # --- the rules, by brute force ---
 
@@ -316,9 +316,9 @@ class CheckedCache:
     def check_version(self) -> None:
         """As long as the version stays the same, so does every probe."""
         probed = {tokens: self.cache.probe(*salted(tokens)) for tokens in self.probed}
-        if self.cache.tree.version == self.probed_version:
+        if self.cache.version == self.probed_version:
             assert probed == self.probed
-        self.probed, self.probed_version = probed, self.cache.tree.version
+        self.probed, self.probed_version = probed, self.cache.version
 
     def check_payloads(
         self,

@@ -115,7 +115,7 @@ def test_a_split_does_not_cover_up_what_changed_before() -> None:
     tokens[2] = 9
     node = cache.radix.walk(as_tokens(range(100, 108)))[0][0]
     node.tokens = as_tokens(tokens[:8]).tobytes()
-    assert not canary.verify_restore(as_tokens(tokens[:5]), cache.tree.split(node, 5))
+    assert not canary.verify_restore(as_tokens(tokens[:5]), cache.split(node, 5))
 
 
 @pytest.mark.parametrize("fields", [("start",), ("end",), ("start", "end")], ids=str)

@@ -24,7 +24,7 @@ def test_what_nobody_holds_goes_at_once_with_all_below() -> None:
     cache.condemn(np.array(tokens[:14]), A, 8)
     assert cache.probe(np.array(tokens)) == 8
     assert cache.num_cached(np.array(tokens)) == 8
-    assert cache.tree.stats.damaged == 1
+    assert cache.stats.damaged == 1
     check_integrity(cache)
 
 
@@ -42,7 +42,7 @@ def test_what_is_held_goes_with_its_last_lock(component: Component, left: int) -
         cache.unlock(lock)
     assert cache.probe(ids) == left
     assert cache.probe(ids[:14]) == 8
-    assert cache.tree.stats.damaged == 1
+    assert cache.stats.damaged == 1
     check_integrity(cache)
 
 

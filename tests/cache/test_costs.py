@@ -119,7 +119,7 @@ def test_what_a_tier_lacks_of_a_conversation_costs_so_much_a_turn() -> None:
             for end in range(BLOCK, len(tokens) + 1, BLOCK):
                 kv = {c: Sized(BLOCK, 4 * BLOCK) for c in (A, W)}
                 cache.insert(tokens[:end], end - BLOCK, kv, {}, Sized(1, 10))
-        diff = Diff(above.tree.rules, above, below, lambda _, num_tokens: num_tokens, 1 << 30)
+        diff = Diff(above.rules, above, below, lambda _, num_tokens: num_tokens, 1 << 30)
         lines.append(num_lines(lambda: diff.find(tokens)))  # noqa: B023
         assert not diff.runs
     short, long = lines

@@ -53,6 +53,6 @@ def test_damage_is_named(message: str) -> None:
     checked.insert([1, 2, 3, 4], 0, states=[2, 4])
     check_integrity(checked.cache)
     leaf = next(node for node in checked.cache.radix.nodes() if not node.children)
-    DAMAGE[message](checked.cache.tree, leaf)
+    DAMAGE[message](checked.cache, leaf)
     with pytest.raises(AssertionError, match=message):
         check_integrity(checked.cache)

@@ -35,7 +35,7 @@ def test_nothing_is_gathered_while_nobody_watches() -> None:
     one = Watched(make_client())
     scheduler = one.client.loop.scheduler
     assert scheduler.cache is not None
-    store = scheduler.cache.tree
+    store = scheduler.cache
     one.client.ask(make_prompt(70))
     assert scheduler.observer is None
     assert not store.observers

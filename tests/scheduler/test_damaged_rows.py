@@ -72,15 +72,15 @@ def test_damage_costs_a_hit_and_no_token(
     for _ in range(2):
         reply = client.ask(prompt, max_tokens=30)
         assert (reply.tokens, reply.finish) == expected
-    assert cache_of(client).tree.stats.damaged > 0
-    assert cache_of(client).counters()["damaged"] == cache_of(client).tree.stats.damaged
+    assert cache_of(client).stats.damaged > 0
+    assert cache_of(client).counters()["damaged"] == cache_of(client).stats.damaged
     check_idle(client)
     check_integrity(cache_of(client))
-    counted = cache_of(client).tree.stats.damaged
+    counted = cache_of(client).stats.damaged
     last = client.ask(prompt, max_tokens=30)
     assert last.tokens == expected[0]
     assert last.cached_tokens == len(prompt)
-    assert cache_of(client).tree.stats.damaged == counted, "it is counted once"
+    assert cache_of(client).stats.damaged == counted, "it is counted once"
 
 
 @both_modes
@@ -128,7 +128,7 @@ def test_what_is_damaged_is_not_written_to_disk() -> None:
         workers.advance(10)
         client.step(1)
     assert reply.tokens == oracle(prompt, components=(A, S), max_tokens=40)[0]
-    assert cache_of(client).tree.stats.damaged > 0
+    assert cache_of(client).stats.damaged > 0
     again = make_client((A, S), store=store, workers=workers)
     late = again.submit(prompt, max_tokens=40)
     while late.finish is None:

@@ -391,7 +391,7 @@ class Handovers(Waits[Handover]):
         self, request: Request, tokens: np.ndarray, now: float, computing: float
     ) -> Handover | None:
         memory, salt = self._tiers.memory, request.salt
-        has_attention = memory.tree.rules.has_attention
+        has_attention = memory.rules.has_attention
         wanted = Wanted(
             next(self._ids),
             tokens.copy(),

@@ -179,7 +179,7 @@ class Diff:
             return disk_reach
         for position in (end, disk_reach):
             if position:
-                self.above.tree.end_node(last, position)
+                self.above.end_node(last, position)
         nodes = [node for node in last.ancestors() if disk_reach < node.end <= end][::-1]
         self._add(Component.ATTENTION, disk_reach, nodes)
         return end
@@ -216,7 +216,7 @@ class Diff:
         floors = [end.end - self.rules.window for end in ends]
         for end, floor in zip(ends, floors, strict=True):  # all of them first: a node is cut once
             if floor > 0:
-                self.above.tree.end_node(end, floor)
+                self.above.end_node(end, floor)
         needed: dict[int, Node] = {}  # by start
         for end, floor in zip(ends, floors, strict=True):
             needed |= {node.start: node for node in end.back_to(floor)}
@@ -350,7 +350,7 @@ class CacheTier:
         self._unused: list[Key] = []  # nothing of these is in the tree any more
         # Of the salt and the tokens that were hashed last.
         self._last_chain = b"", b"", Chain(store.fingerprint)
-        self.cache.tree.observers += (_Places(),)
+        self.cache.observers += (_Places(),)
         self._fill()
 
     # ---- down ------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class CacheTier:
         if above is not None:
             source, root, wants_state = above.cache, above.root(salt), _any_state
         sizes = (self._num_bytes, self.batch_bytes)
-        diff = Diff(self.memory.tree.rules, source, self.cache, *sizes, wants_state)
+        diff = Diff(self.memory.rules, source, self.cache, *sizes, wants_state)
         return diff.find(as_tokens(tokens), root, self.root(salt))
 
     def pieces(self, runs: Sequence[Run]) -> list[Piece]:
@@ -419,7 +419,7 @@ class CacheTier:
 
         The tree names an entry for it that no store has; nothing of it can be loaded.
         """
-        if not num_held or not self.memory.tree.rules.has_attention:
+        if not num_held or not self.memory.rules.has_attention:
             return []
         ids = as_tokens(tokens)[:num_held]
         entry = self.entry(ids, Component.ATTENTION, 0, salt)
@@ -610,7 +610,7 @@ class CacheTier:
 
     def _remove(self, owner: Owned, limit: int) -> int:
         """Up to `limit` parts of an entry, or nodes below them; returns how many were looked at."""
-        tree, removed = self.cache.tree, 0
+        tree, removed = self.cache, 0
         for part in list(islice(owner.parts, limit)):
             node = part.node
             assert node is not None
@@ -643,7 +643,7 @@ class CacheTier:
             "nodes": cache.radix.num_nodes,
             "tokens": cache.radix.num_tokens,
             "nbytes": cache.nbytes,
-            "component_bytes": {c.value: n for c, n in cache.tree.component_bytes.items()},
+            "component_bytes": {c.value: n for c, n in cache.component_bytes.items()},
             "unreadable_entries": self.num_unreadable,
             "load_bytes_per_second": round(self.rates.bytes_per_second),
             **asdict(self.stats),
