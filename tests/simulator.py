@@ -36,7 +36,7 @@ from memory_store import MemoryStore
 from oracle_drafter import OracleDrafter
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.entries import Bytes, Destination, Entry, Key, Loaded
+from pippin.cache.entries import Bytes, Destination, Entry, Key
 from pippin.cache.host_store import HostStore, PinnedEntry
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
@@ -221,9 +221,7 @@ class SimulatedDisk(MemoryStore):
         self.fails = self._rng.random() < self._fault_rate
         return super().write(entry, data)
 
-    def read(
-        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
-    ) -> list[Loaded | None]:
+    def read(self, keys: Sequence[Key], into: Sequence[Destination]) -> list[bool]:
         for key in keys:
             if self._rng.random() < self._fault_rate:
                 self.forget([key])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pippin.cache.entries import ArraySpec, Bytes, Entry, EntryStore, Key, Loaded
+from pippin.cache.entries import ArraySpec, Bytes, Entry, EntryStore, Key
 from pippin.cache.host_store import HostStore, PinnedEntry
 from pippin.cache.prefix_cache import Match
 from pippin.cache.tree.radix import Node
@@ -38,6 +38,11 @@ class Span(NamedTuple):
     @property
     def is_whole(self) -> bool:
         return self.num_tokens == num_parts(self.entry)
+
+    def views(self, arrays: Sequence[Bytes]) -> tuple[Bytes, ...]:
+        """Of the whole entry's arrays its part."""
+        both = zip(self.entry.arrays, arrays, strict=True)
+        return tuple(spec.tokens(data, self.start, self.stop) for spec, data in both)
 
 
 def num_parts(entry: Entry) -> int:
@@ -195,44 +200,30 @@ def _grouped(
 
 def read(
     store: EntryStore[Any], piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes
-) -> tuple[Bytes, ...] | list[Key]:
-    """The piece's arrays, in `buffer`; or the keys that could not be read. From any thread.
+) -> tuple[tuple[Bytes, ...], list[Key]]:
+    """The piece's arrays, in `buffer`, and the keys that could not be read. From any thread.
 
     An entry of which only a part is wanted is read to memory of its own first.
     """
-    arrays = _divided(buffer, specs)
+    ends = accumulate((spec.nbytes for spec in specs), initial=0)
+    arrays, at = tuple(buffer[start:end] for start, end in pairwise(ends)), 0
     targets: list[list[Bytes]] = []
-    at = 0
     for span in piece.spans:
         end = at + span.num_tokens
         targets.append([s.tokens(a, at, end) for a, s in zip(arrays, specs, strict=True)])
         at = end
-    spans = list(zip(piece.spans, targets, strict=True))
-    into = [to if span.is_whole else span.entry.new_buffers() for span, to in spans]
-    loaded = store.read(piece.keys, into)
-    lost = [key for key, found in zip(piece.keys, loaded, strict=True) if found is None]
-    if lost:
-        return lost
-    for (span, to), found in zip(spans, loaded, strict=True):
-        if found is not None and not span.is_whole:
-            for target, part in zip(to, views_of(found, span), strict=True):
+    parts = list(zip(piece.spans, targets, strict=True))
+    into = [to if span.is_whole else span.entry.new_buffers() for span, to in parts]
+    found = store.read(piece.keys, into)
+    for (span, to), content, is_there in zip(parts, into, found, strict=True):
+        if is_there and not span.is_whole:
+            for target, part in zip(to, span.views(content), strict=True):
                 target[:] = part
-    return arrays
-
-
-def views_of(loaded: Loaded, span: Span) -> tuple[Bytes, ...]:
-    """The arrays of a part of an entry."""
-    arrays = zip(loaded.entry.arrays, loaded.arrays, strict=True)
-    return tuple(spec.tokens(data, span.start, span.stop) for spec, data in arrays)
+    return arrays, [key for key, is_there in zip(piece.keys, found, strict=True) if not is_there]
 
 
 def num_bytes(specs: Sequence[ArraySpec]) -> int:
     return sum(spec.nbytes for spec in specs)
-
-
-def _divided(buffer: Bytes, specs: Sequence[ArraySpec]) -> tuple[Bytes, ...]:
-    ends = accumulate((spec.nbytes for spec in specs), initial=0)
-    return tuple(buffer[at:end] for at, end in pairwise(ends))
 
 
 PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
@@ -388,8 +379,7 @@ class TierIO:
         """As `read`, in the caller's thread."""
         began = perf_counter()
         if buffer is not None:
-            found = read(self.store, piece, specs, buffer)
-            lost, arrays = (found, ()) if isinstance(found, list) else ([], found)
+            arrays, lost = read(self.store, piece, specs, buffer)
             return ReadPiece(arrays, lost, perf_counter() - began)
         assert isinstance(self.store, HostStore)
         (span,) = piece.spans
@@ -397,7 +387,7 @@ class TierIO:
         seconds = perf_counter() - began
         if pinned is None:
             return ReadPiece((), piece.keys, seconds)
-        return ReadPiece(views_of(pinned.loaded, span), [], seconds, pinned)
+        return ReadPiece(span.views(pinned.arrays), [], seconds, pinned)
 
 
 def _call(verb: Callable[..., None], arguments: tuple[Any, ...]) -> None:
