@@ -154,6 +154,11 @@ class Entry:
     def end(self) -> int:
         return self.start + len(self.tokens) // 4
 
+    @property
+    def num_parts(self) -> int:
+        """How many tokens its payload divides into."""
+        return self.key.num_tokens or 1
+
     @cached_property
     def nbytes(self) -> int:
         """Of the payload."""

@@ -251,7 +251,8 @@ class Loads(Waits[LoadJob]):
             if not found.inserted or found.length < piece.end:
                 self._cancel(job)
                 continue
-            self._tiers.note_copy(*place, job.salt)
+            copy = piece.component, piece.start, piece.end
+            self._tiers.note_copies(place[0], [copy], job.salt)
             before, job.memory_lock = job.memory_lock, memory.lock(found)
             memory.unlock(before)  # may evict, so it comes last
             job.brought = max(job.brought, found.length)

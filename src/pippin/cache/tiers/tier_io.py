@@ -37,17 +37,12 @@ class Span(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        return self.num_tokens == num_parts(self.entry)
+        return self.num_tokens == self.entry.num_parts
 
     def views(self, arrays: Sequence[Bytes]) -> tuple[Bytes, ...]:
         """Of the whole entry's arrays its part."""
         both = zip(self.entry.arrays, arrays, strict=True)
         return tuple(spec.tokens(data, self.start, self.stop) for spec, data in both)
-
-
-def num_parts(entry: Entry) -> int:
-    """How many tokens its payload divides into."""
-    return entry.key.num_tokens or 1
 
 
 @dataclass(eq=False)
@@ -65,7 +60,7 @@ class Owned:
 
     def part(self) -> EntryPart:
         """All of it, for an insert."""
-        return EntryPart(self, 0, num_parts(self.entry))
+        return EntryPart(self, 0, self.entry.num_parts)
 
 
 class EntryPart:
@@ -91,7 +86,7 @@ class EntryPart:
     @property
     def nbytes(self) -> int:
         """Such that those of all parts add up."""
-        nbytes, total = self.owner.entry.nbytes, num_parts(self.owner.entry)
+        nbytes, total = self.owner.entry.nbytes, self.owner.entry.num_parts
         return nbytes * self.stop // total - nbytes * self.start // total
 
     def split(self, at: int) -> tuple[Payload, Payload]:
@@ -142,23 +137,18 @@ def pieces(match: Match, held: int, max_bytes: int) -> list[Piece]:
     """
     found: list[Piece] = []
     for component in Component:
-        spans = _spans(match.payloads.get(component, ()))
-        if not spans or (component is Component.HIDDEN and match.length < match.prompt_len):
+        parts = spans(match.payloads.get(component, ()))
+        if not parts or (component is Component.HIDDEN and match.length < match.prompt_len):
             continue
         if component.divides:
             first = held if component is Component.ATTENTION else 0
-            found += _grouped(component, _from(first, match.length, spans), max_bytes)
+            found += _grouped(component, first, match.length, parts, max_bytes)
         else:
-            found.append(Piece(component, match.length, match.length, tuple(spans)))
+            found.append(Piece(component, match.length, match.length, tuple(parts)))
     return found
 
 
-def piece_of(component: Component, start: int, end: int, parts: Sequence[Payload]) -> Piece:
-    """Of parts that follow each other along a path: KV of [start, end), or what is kept there."""
-    return Piece(component, start if component.divides else end, end, tuple(_spans(parts)))
-
-
-def _spans(parts: Sequence[Payload]) -> list[Span]:
+def spans(parts: Sequence[Payload]) -> list[Span]:
     """Parts of one entry that follow each other as one: an entry is read whole, and once."""
     found: list[Span] = []
     for part in parts:
@@ -170,32 +160,27 @@ def _spans(parts: Sequence[Payload]) -> list[Span]:
     return found
 
 
-def _from(first: int, end: int, spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Spans that end at `end`, with their positions, less what lies before `first`."""
-    start = end - sum(span.num_tokens for span in spans)
-    for span in spans:
-        stop = start + span.num_tokens
-        if stop > first:
-            skipped = max(0, first - start)
-            yield start + skipped, Span(span.entry, span.start + skipped, span.stop)
-        start = stop
-
-
 def _grouped(
-    component: Component, placed: Iterator[tuple[int, Span]], max_bytes: int
+    component: Component, first: int, end: int, parts: Sequence[Span], max_bytes: int
 ) -> Iterator[Piece]:
-    """As many spans together as make a piece of `max_bytes`."""
-    groups: list[tuple[int, list[Span]]] = []
-    nbytes = 0
-    for start, span in placed:
-        if not groups or nbytes + span.entry.nbytes > max_bytes:
-            groups.append((start, []))
-            nbytes = 0
-        groups[-1][1].append(span)
-        nbytes += span.entry.nbytes
-    for start, spans in groups:
-        end = start + sum(span.num_tokens for span in spans)
-        yield Piece(component, start, end, tuple(spans))
+    """Spans that end at `end`, less what lies before `first`: as many together as make a piece of
+    `max_bytes`."""
+    group: list[Span] = []
+    nbytes = 0  # of the group
+    start = stop = end - sum(span.num_tokens for span in parts)
+    for span in parts:
+        skipped = min(max(0, first - stop), span.num_tokens)
+        if group and nbytes + span.entry.nbytes > max_bytes:
+            yield Piece(component, start, stop, tuple(group))
+            group, nbytes = [], 0
+        if not group:
+            start = stop + skipped
+        stop += span.num_tokens
+        if skipped < span.num_tokens:
+            nbytes += span.entry.nbytes
+            group.append(Span(span.entry, span.start + skipped, span.stop))
+    if group:
+        yield Piece(component, start, stop, tuple(group))
 
 
 def read(
