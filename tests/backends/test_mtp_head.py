@@ -16,7 +16,7 @@ from cases import cases
 from families import CONFIGS, build
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, make_mtp_head
 from pippin.backends.mlx.load import load_model
 from pippin.backends.mtp_weights import PREFIX, STORED_LESS_ONE, find_mtp_weights
