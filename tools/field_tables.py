@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from pippin.api.fields import openai
+from pippin.api.requests import openai_fields as openai
 from pippin.api.dialects import messages, infill, ollama
 from pippin.api.batches import routes
-from pippin.api.endpoints import scoring, tokenize
-from pippin.api.fields import table as shared
-from pippin.api.fields.table import ValueKind
-from pippin.api.fields.table import FieldTable, Unused
+from pippin.api.endpoints import generation, scoring
+from pippin.api.requests import fields as table as shared
+from pippin.api.requests.fields import ValueKind
+from pippin.api.requests.fields import FieldTable, Unused
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
@@ -43,8 +43,8 @@ TABLES = {
     "ollama_options": ollama.OPTIONS.table,
     "ollama_embed": ollama.EMBED,
     "ollama_pull": ollama.PULL,
-    "tokenize": tokenize.TOKENIZE,
-    "detokenize": tokenize.DETOKENIZE,
+    "tokenize": generation.TOKENIZE,
+    "detokenize": generation.DETOKENIZE,
 }
 MARKED = re.compile(r"<!-- (fields|ignored|refused): (\w+) -->\n((?:\|.*\n)*)")
 SHARED_LINK = "overview.md#fields-of-both-endpoints"

@@ -23,11 +23,9 @@ from starlette.applications import Starlette
 from test_batches import HELLO, change, client_of, finished, line, results, send, start
 
 from builders import make_loop
-from pippin.api.batches.batch import Batch
-from pippin.api.batches.lines import ERRORS, OUTPUT, LineClient, Results
 from pippin.api.batches.routes import LOWEST_PRIORITY
-from pippin.api.batches.runner import Batches
-from pippin.api.batches.store import BatchStore, Database, FileStore, storage_errors
+from pippin.api.batches.runner import ERRORS, OUTPUT, Batches, LineClient, Results
+from pippin.api.batches.store import Batch, BatchStore, Database, FileStore, storage_errors
 from pippin.backends.fake import FakeBackend
 from pippin.config import ServerConfig
 from pippin.messages import Submit, TokenDelta

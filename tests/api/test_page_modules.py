@@ -42,7 +42,7 @@ def call() -> Iterator[Callable[..., Any]]:
 
 
 def _exported(module: str) -> str:
-    from pippin.api.page.routes import FILES
+    from pippin.api.page import FILES
 
     lines = (FILES / module).read_text().splitlines()
     exports = [line.split() for line in lines if line.startswith("export ")]

@@ -21,11 +21,11 @@ from pippin.api.dialects.completions import parse_completion
 from pippin.api.dialects.messages import parse_message_request
 from pippin.api.dialects.response_store import ResponseStore
 from pippin.api.dialects.responses import parse_responses_request
-from pippin.api.fields import openai
-from pippin.api.fields import openai as extensions
-from pippin.api.fields.table import FieldTable
 from pippin.api.jobs.prepare import prepare_chat, prepare_completion
 from pippin.api.model_info import RequestRules
+from pippin.api.requests import openai_fields as extensions
+from pippin.api.requests import openai_fields as openai
+from pippin.api.requests.fields import FieldTable
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.text.tokenizer import Tokenizer

@@ -14,18 +14,17 @@ from starlette.routing import Route, compile_path
 
 from pippin.api.batches import routes as batches
 from pippin.api.dialects import infill, messages, ollama
-from pippin.api.endpoints import embeddings, events, generation, scoring, tokenize
+from pippin.api.endpoints import embeddings, generation, scoring
 from pippin.api.endpoints import ollama as ollamas
 from pippin.api.endpoints import server_info as server
-from pippin.api.endpoints import stored_responses as stored
 from pippin.api.endpoints.app_state import AppState, Handler
 from pippin.api.endpoints.generation import answered_whole, read_by
-from pippin.api.fields import openai
-from pippin.api.fields.table import FieldTable
 from pippin.api.http.http_errors import ErrorShape, JSONResponse
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import EVENTS, JSON_LINES
 from pippin.api.model_info import RequestRules
+from pippin.api.requests import openai_fields as openai
+from pippin.api.requests.fields import FieldTable
 
 OpenApi = dict[str, Any]
 
@@ -75,8 +74,8 @@ ENDPOINTS = (
     *_local("POST", "/api/embed", ollamas.embed, ollama.EMBED),
     *_local("POST", "/api/embeddings", ollamas.embeddings, ollama.EMBEDDINGS),
     *_local("POST", "/api/show", ollamas.show, ollama.SHOW),
-    *_local("POST", "/tokenize", read_by(tokenize.tokenize), tokenize.TOKENIZE),
-    *_local("POST", "/detokenize", read_by(tokenize.detokenize), tokenize.DETOKENIZE),
+    *_local("POST", "/tokenize", read_by(generation.tokenize), generation.TOKENIZE),
+    *_local("POST", "/detokenize", read_by(generation.detokenize), generation.DETOKENIZE),
     *_local("GET", "/api/tags", ollamas.tags, None),
     *_local("GET", "/api/ps", ollamas.ps, None),
     *_local("GET", "/api/version", ollamas.version, None),
@@ -86,12 +85,12 @@ ENDPOINTS = (
     Endpoint("GET", "/ready", server.ready, is_local=True, is_probe=True, is_open=True),
     Endpoint("POST", "/api/pull", ollamas.pull, ollama.PULL),
     Endpoint("DELETE", "/api/delete", ollamas.delete),
-    Endpoint("GET", "/v1/responses/{id}", stored.show_response, query=openai.STORED_RESPONSE),
-    Endpoint("DELETE", "/v1/responses/{id}", stored.delete_response, query=FieldTable({})),
+    Endpoint("GET", "/v1/responses/{id}", generation.show_response, query=openai.STORED_RESPONSE),
+    Endpoint("DELETE", "/v1/responses/{id}", generation.delete_response, query=FieldTable({})),
     Endpoint(
         "GET",
         "/v1/responses/{id}/input_items",
-        stored.list_input_items,
+        generation.list_input_items,
         query=openai.STORED_ITEMS,
     ),
     Endpoint("POST", "/v1/files", batches.create_file, form=batches.UPLOAD),
@@ -112,8 +111,8 @@ ENDPOINTS = (
     Endpoint("POST", "/flush_cache", server.flush_cache, is_admin=True),
     Endpoint("POST", "/restart_replicas", server.restart_replicas, is_admin=True),
     Endpoint("GET", "/metrics", lambda state, request: state.metrics.show(request), is_probe=True),
-    Endpoint("GET", "/events", events.events, is_admin=True, streams=True),
-    Endpoint("GET", "/events/node/{id:int}", events.node, is_admin=True),
+    Endpoint("GET", "/events", server.events, is_admin=True, streams=True),
+    Endpoint("GET", "/events/node/{id:int}", server.node, is_admin=True),
     Endpoint("GET", "/openapi.json", _openapi),
 )
 # Clients that were given an address without /v1 send paths like /chat/completions.
@@ -141,7 +140,7 @@ def _endpoint(row: Endpoint, state: AppState) -> Any:
         if row.is_admin:
             state.admins.check(request.scope)
         if row.query is not None:
-            request.state.query = stored.read_query(request, row.query, state.rules)
+            request.state.query = generation.read_query(request, row.query, state.rules)
         return await row.handler(state, request)
 
     return handle

@@ -15,19 +15,17 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pippin.api.batches.batch import ENDPOINTS, WINDOWS_S, Batch
-from pippin.api.batches.lines import LineClient
-from pippin.api.batches.runner import Batches, BatchOwner
-from pippin.api.batches.store import FileRecord, new_id
+from pippin.api.batches.runner import Batches, BatchOwner, LineClient
+from pippin.api.batches.store import ENDPOINTS, WINDOWS_S, Batch, FileRecord, new_id
 from pippin.api.dialects.response_store import ResponseStores
 from pippin.api.endpoints.app_state import AppState
-from pippin.api.endpoints.stored_responses import page_of
-from pippin.api.fields import table
-from pippin.api.fields.table import MAX_PRIORITY, FieldTable, Members
+from pippin.api.endpoints.generation import page_of
 from pippin.api.http.access_control import client_of, owner_of
 from pippin.api.http.http_errors import ERROR_HANDLERS, JSONResponse
 from pippin.api.http.read_body import FILE_FIELD, Form, read_form
+from pippin.api.requests import fields as table
 from pippin.api.requests.body import Body
+from pippin.api.requests.fields import MAX_PRIORITY, FieldTable, Members
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import RequestError
 from pippin.messages import Submit, TokenDelta

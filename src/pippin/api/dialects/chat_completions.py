@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippin.api.dialects.dialect import HOLE, CompletionStream, EventTemplate, logprobs_entry
-from pippin.api.fields.openai import CHAT
 from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.messages import normalise, parse_messages, read_prediction
 from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.requests.openai_fields import CHAT
 from pippin.api.requests.sampling_fields import (
     check_choices,
     continues_final_message,

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippin.api.dialects.dialect import HOLE, LEAST_LOGPROB, CompletionStream, EventTemplate
-from pippin.api.fields.openai import COMPLETION
-from pippin.api.fields.table import rows_of
 from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
+from pippin.api.requests.fields import rows_of
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
+from pippin.api.requests.openai_fields import COMPLETION
 from pippin.api.requests.sampling_fields import check_choices, read_options
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.tokenizer import Tokenizer

@@ -14,12 +14,13 @@ import msgspec
 from msgspec import Meta
 
 from pippin.api.dialects.dialect import data_event
-from pippin.api.fields import openai, table
-from pippin.api.fields.table import FieldTable, ValueKind, ignored_field, refused_field
 from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
+from pippin.api.requests import fields as table
+from pippin.api.requests import openai_fields as openai
 from pippin.api.requests.body import MAX_LABEL_CHARS, MAX_LABELS, MAX_MESSAGES
+from pippin.api.requests.fields import FieldTable, ValueKind, ignored_field, refused_field
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
 from pippin.api.requests.sampling_fields import check_choices, read_options
 from pippin.errors import PippinError

@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 
 from pippin.api.dialects.dialect import HOLE, BlockStream, EventTemplate, named_event
-from pippin.api.fields import table
-from pippin.api.fields.openai import HINTS, NO_SERVICE, SAMPLERS
-from pippin.api.fields.table import (
+from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.model_info import RequestRules
+from pippin.api.requests import fields as table
+from pippin.api.requests.body import Body
+from pippin.api.requests.fields import (
     MODEL,
     SAMPLING,
     SERVING,
@@ -27,9 +29,6 @@ from pippin.api.fields.table import (
     pick,
     refused_field,
 )
-from pippin.api.jobs.run_job import FoldedChoice, Job
-from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import Body
 from pippin.api.requests.messages import (
     Message,
     function_call,
@@ -39,6 +38,7 @@ from pippin.api.requests.messages import (
     texts_of,
 )
 from pippin.api.requests.neutral_request import ChatRequest, ToolUse
+from pippin.api.requests.openai_fields import HINTS, NO_SERVICE, SAMPLERS
 from pippin.api.requests.sampling_fields import read_options, template_variables
 from pippin.api.requests.tools import (
     DeclaredTool,

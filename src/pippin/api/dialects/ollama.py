@@ -11,9 +11,11 @@ from typing import Any, Literal
 import msgspec
 
 from pippin.api.dialects.dialect import HOLE, EventTemplate, logprobs_entry
-from pippin.api.fields import table as kinds
-from pippin.api.fields.openai import ROLES
-from pippin.api.fields.table import (
+from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.model_info import RequestRules
+from pippin.api.requests import fields as kinds
+from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency
+from pippin.api.requests.fields import (
     MAX_LOGPROBS,
     SAMPLING,
     SERVING,
@@ -27,11 +29,9 @@ from pippin.api.fields.table import (
     ignored_field,
     refused_field,
 )
-from pippin.api.jobs.run_job import FoldedChoice, Job
-from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency
 from pippin.api.requests.messages import Message, function_call, message_bodies, text_in_place_of
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
+from pippin.api.requests.openai_fields import ROLES
 from pippin.api.requests.sampling_fields import num_logprobs, read_options
 from pippin.api.requests.tools import read_chat_tools
 from pippin.durations import IN_WORDS, parse_duration

@@ -21,13 +21,13 @@ from pippin.api.dialects.dialect import (
     num_reasoning_tokens,
 )
 from pippin.api.dialects.response_store import ResponseStore, StoredTurn
-from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
-from pippin.api.fields.table import FieldTable
 from pippin.api.jobs.run_job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
+from pippin.api.requests.fields import FieldTable
 from pippin.api.requests.messages import Message, function_call, read_arguments, texts_of
 from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.requests.openai_fields import INPUT_TOKENS, RESPONSES
 from pippin.api.requests.sampling_fields import (
     effort_of,
     read_options,

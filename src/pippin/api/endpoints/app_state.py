@@ -14,10 +14,9 @@ from pippin.api.batches.runner import Batches
 from pippin.api.dialects.response_store import ResponseStores
 from pippin.api.endpoints.metrics_endpoint import ServerMetrics
 from pippin.api.http.access_control import Admins, client_of, owner_salt_of
-from pippin.api.http.read_body import BodyBudget, decode_body, read_body
+from pippin.api.http.read_body import SMALL_BYTES, BodyBudget, Workers, decode_body, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import in_time, unless_disconnected
-from pippin.api.http.workers import SMALL_BYTES, Workers
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Leniency
 from pippin.api.served_models import ModelLease, ServedModel, ServedModels, ServedText

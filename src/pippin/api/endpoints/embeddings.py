@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pippin.api.fields.openai import EMBEDDINGS
-from pippin.api.fields.table import rows_of
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Body, Leniency, under_owner
+from pippin.api.requests.fields import rows_of
+from pippin.api.requests.openai_fields import EMBEDDINGS
 from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_of, embedding_submit, unit
 from pippin.engine.engine_client import RequestEngine

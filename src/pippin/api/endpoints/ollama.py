@@ -37,7 +37,6 @@ from pippin.api.dialects.ollama import (
 from pippin.api.endpoints.app_state import AppState, Runnable
 from pippin.api.endpoints.embeddings import EmbeddingJob, embed_all, read_embeddings
 from pippin.api.endpoints.generation import answer
-from pippin.api.fields.table import FieldTable
 from pippin.api.http.access_control import check_downloads
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
@@ -46,6 +45,7 @@ from pippin.api.jobs.prepare import prepare_chat, prepare_completion
 from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import ModelInfo, RequestRules, spread
 from pippin.api.requests.body import Body
+from pippin.api.requests.fields import FieldTable
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
 from pippin.api.served_models import ModelLease, ServedModel, ServedText
 from pippin.durations import FOR_EVER, parse_duration

@@ -18,8 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from pippin.api.endpoints.embeddings import SubmitsJob, text_tokens, vector_of
-from pippin.api.fields import table
-from pippin.api.fields.table import (
+from pippin.api.model_info import ModelInfo, RequestRules
+from pippin.api.requests import fields as table
+from pippin.api.requests.body import MAX_MESSAGES, Body
+from pippin.api.requests.fields import (
     MAX_LOGPROBS,
     FieldTable,
     ValueKind,
@@ -27,8 +29,6 @@ from pippin.api.fields.table import (
     refused_field,
     rows_of,
 )
-from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import MAX_MESSAGES, Body
 from pippin.api.requests.sampling_fields import read_timeout
 from pippin.embedding import embedding_submit
 from pippin.engine.engine_client import RequestEngine

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pippin.api.grammars.constrain import can_forbid_calls, constrain
+from pippin.api.jobs.constrain import can_forbid_calls, constrain
 from pippin.api.jobs.run_job import Job
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import MAX_BYTES_PER_TOKEN

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pippin.api.grammars.call_rules import ANY_TEXT, CallRules, Lark, alternatives
+from pippin.api.jobs.call_rules import ANY_TEXT, CallRules, Lark, alternatives
 from pippin.api.requests.neutral_request import ChatRequest, Options
 from pippin.decode.json_schema import check_schema, closed
 from pippin.decode.size import check_size
