@@ -18,7 +18,6 @@ from scripted_engine import ScriptedEngine, say, serving
 
 from cases import cases
 from pippin.api.dialects import responses
-from pippin.api.dialects.response_store import ResponseStore, StoredTurn
 from pippin.api.dialects.responses import messages_of, read_items
 from pippin.api.http import read_body
 from pippin.api.http.read_body import NUM_THREADS
@@ -26,6 +25,7 @@ from pippin.api.requests import body as bounds
 from pippin.api.requests import body as json_scan
 from pippin.api.requests.body import Body, check_json_size, shown
 from pippin.api.requests.sampling_fields import check_sampling
+from pippin.api.response_store import ResponseStore, StoredTurn
 from pippin.errors import MAX_MESSAGE_CHARS, RequestError, cut
 from pippin.text.chat_template import MessageShape
 from pippin.types import SamplingParams

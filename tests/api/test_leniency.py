@@ -18,7 +18,6 @@ from scripted_engine import MODEL, TEXT, ScriptedEngine, say, serving
 from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.messages import parse_message_request
-from pippin.api.dialects.response_store import ResponseStore
 from pippin.api.dialects.responses import parse_responses_request
 from pippin.api.http.request_log import IGNORED_HEADER
 from pippin.api.jobs.prepare import prepare_chat
@@ -26,6 +25,7 @@ from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import HEADER_CHARS, Leniency
 from pippin.api.requests.messages import describe_image
 from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.response_store import ResponseStore
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import RequestError, UnsupportedField
 
@@ -46,7 +46,7 @@ def chat(fields: dict[str, Any], **options: bool) -> ChatRequest:
 
 def responses(fields: dict[str, Any], **options: bool) -> ChatRequest:
     body = {"model": "stories", "input": "Hi."} | fields
-    return parse_responses_request(body, rules(**options), ResponseStore(10, 10_000))
+    return parse_responses_request(body, rules(**options, stored=ResponseStore(10, 10_000)))
 
 
 def messages(fields: dict[str, Any], **options: bool) -> ChatRequest:

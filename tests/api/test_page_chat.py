@@ -229,7 +229,7 @@ def test_the_browser_keeps_a_bounded_number_of_conversations(browser: Browser) -
     with serving(ScriptedEngine(say("Hi."))) as url, visiting(browser, url) as visit:
         left, dropped = visit.page.evaluate(
             """async () => {
-                const store = await import("/page/chat/store.js");
+                const store = await import("/page/chat/conversation.js");
                 const chat = await import("/page/chat/conversation.js");
                 const dropped = [];
                 for (let i = 0; i < store.MAX_CONVERSATIONS + 2; i += 1) {

@@ -19,7 +19,6 @@ from pippin.api.dialects import messages as anthropic
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
 from pippin.api.dialects.messages import parse_message_request
-from pippin.api.dialects.response_store import ResponseStore
 from pippin.api.dialects.responses import parse_responses_request
 from pippin.api.jobs.prepare import prepare_chat, prepare_completion
 from pippin.api.model_info import RequestRules
@@ -58,7 +57,7 @@ def completion(**fields: Any) -> Any:
 
 def responses(**fields: Any) -> Any:
     body = {"model": "qwen", "input": "Count to ten, please.", **fields}
-    return parse_responses_request(body, RULES, ResponseStore(1, 1_000))
+    return parse_responses_request(body, RULES)
 
 
 def messages(**fields: Any) -> Any:

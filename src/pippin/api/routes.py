@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,11 +15,14 @@ from starlette.routing import Route, compile_path
 
 from pippin.api.batches import routes as batches
 from pippin.api.dialects import infill, messages, ollama
+from pippin.api.dialects.chat_completions import ChatDialect, parse_chat
+from pippin.api.dialects.completions import CompletionsDialect, parse_completion
+from pippin.api.dialects.responses import ResponsesDialect, parse_responses_request
 from pippin.api.endpoints import embeddings, generation, scoring
 from pippin.api.endpoints import ollama as ollamas
 from pippin.api.endpoints import server_info as server
 from pippin.api.endpoints.app_state import AppState, Handler
-from pippin.api.endpoints.generation import answered_whole, read_by
+from pippin.api.endpoints.generation import answered_whole, counts, generates, read_by
 from pippin.api.http.http_errors import ErrorShape, JSONResponse
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import EVENTS, JSON_LINES
@@ -56,24 +60,37 @@ async def _openapi(state: AppState, request: Request) -> Response:
 _rerank = answered_whole(scoring.parse_rerank, scoring.whole_rerank)
 _score = answered_whole(scoring.parse_score, scoring.whole_score)
 _embed = answered_whole(embeddings.parse_embeddings, embeddings.whole_embeddings)
+_completions = generates(parse_completion, CompletionsDialect)
+_responses = generates(parse_responses_request, ResponsesDialect)
+_input_tokens = counts(
+    partial(parse_responses_request, table=openai.INPUT_TOKENS), object="response.input_tokens"
+)
+_count_tokens = counts(partial(messages.parse_message_request, table=messages.COUNT_TOKENS))
+_messages = generates(messages.parse_message_request, messages.MessagesDialect)
+_ollama_chat = ollamas.replies(
+    ollama.parse_ollama_chat,
+    ollama.OllamaChat,
+    {"message": {"role": "assistant", "content": ""}},
+)
+_ollama_generate = ollamas.replies(ollama.parse_generate, ollama.OllamaGenerate, {"response": ""})
 
 ENDPOINTS = (
-    *_local("POST", "/v1/chat/completions", generation.chat_completions, openai.CHAT),
-    *_local("POST", "/v1/completions", generation.completions, openai.COMPLETION),
-    *_local("POST", "/infill", generation.infill, infill.INFILL),
-    *_local("POST", "/v1/responses", generation.create_response, openai.RESPONSES),
-    *_local("POST", "/v1/responses/input_tokens", generation.input_tokens, openai.INPUT_TOKENS),
-    *_local("POST", "/v1/messages", generation.messages, messages.MESSAGES),
-    *_local("POST", "/v1/messages/count_tokens", generation.count_tokens, messages.COUNT_TOKENS),
+    *_local("POST", "/v1/chat/completions", generates(parse_chat, ChatDialect), openai.CHAT),
+    *_local("POST", "/v1/completions", _completions, openai.COMPLETION),
+    *_local("POST", "/infill", generates(infill.parse_infill, infill.InfillDialect), infill.INFILL),
+    *_local("POST", "/v1/responses", _responses, openai.RESPONSES),
+    *_local("POST", "/v1/responses/input_tokens", _input_tokens, openai.INPUT_TOKENS),
+    *_local("POST", "/v1/messages", _messages, messages.MESSAGES),
+    *_local("POST", "/v1/messages/count_tokens", _count_tokens, messages.COUNT_TOKENS),
     *_local("POST", "/v1/embeddings", _embed, openai.EMBEDDINGS),
     # Jina's, Cohere's, vLLM's
     *_local("POST", "/v1/rerank /v2/rerank /rerank", _rerank, scoring.RERANK),
     *_local("POST", "/v1/score /score", _score, scoring.SCORE),
-    *_local("POST", "/api/chat", ollamas.chat, ollama.CHAT),
-    *_local("POST", "/api/generate", ollamas.generate, ollama.GENERATE),
+    *_local("POST", "/api/chat", _ollama_chat, ollama.CHAT),
+    *_local("POST", "/api/generate", _ollama_generate, ollama.GENERATE),
     *_local("POST", "/api/embed", ollamas.embed, ollama.EMBED),
     *_local("POST", "/api/embeddings", ollamas.embeddings, ollama.EMBEDDINGS),
-    *_local("POST", "/api/show", ollamas.show, ollama.SHOW),
+    *_local("POST", "/api/show", read_by(ollamas.show), ollama.SHOW),
     *_local("POST", "/tokenize", read_by(generation.tokenize), generation.TOKENIZE),
     *_local("POST", "/detokenize", read_by(generation.detokenize), generation.DETOKENIZE),
     *_local("GET", "/api/tags", ollamas.tags, None),

@@ -17,7 +17,6 @@ from starlette.routing import Route
 
 from pippin.api.batches.runner import Batches, BatchOwner, LineClient
 from pippin.api.batches.store import ENDPOINTS, WINDOWS_S, Batch, FileRecord, new_id
-from pippin.api.dialects.response_store import ResponseStores
 from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.generation import page_of
 from pippin.api.http.access_control import client_of, owner_of
@@ -26,6 +25,7 @@ from pippin.api.http.read_body import FILE_FIELD, Form, read_form
 from pippin.api.requests import fields as table
 from pippin.api.requests.body import Body
 from pippin.api.requests.fields import MAX_PRIORITY, FieldTable, Members
+from pippin.api.response_store import ResponseStores
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import RequestError
 from pippin.messages import Submit, TokenDelta

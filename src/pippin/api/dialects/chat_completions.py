@@ -20,9 +20,9 @@ from pippin.api.requests.sampling_fields import (
     template_variables,
 )
 from pippin.api.requests.tools import InputReader, input_of, read_chat_tools
+from pippin.api.served_models import ModelLease
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
-from pippin.text.tokenizer import Tokenizer
 
 
 def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
@@ -45,11 +45,10 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
 
 
 class ChatDialect(CompletionStream):
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        super().__init__(job)
-        self._tokenizer = tokenizer
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
         self._num_calls: dict[int, int] = {}  # complete ones, by choice
         self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice and call
 

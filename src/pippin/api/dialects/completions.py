@@ -12,8 +12,8 @@ from pippin.api.requests.fields import rows_of
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
 from pippin.api.requests.openai_fields import COMPLETION
 from pippin.api.requests.sampling_fields import check_choices, read_options
+from pippin.api.served_models import ModelLease
 from pippin.sequences import SequencePiece, ShownToken
-from pippin.text.tokenizer import Tokenizer
 from pippin.types import TokenLogprobs
 
 
@@ -42,9 +42,8 @@ def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
 class CompletionsDialect(CompletionStream):
     object = chunk_object = "text_completion"
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        super().__init__(job)
-        self._tokenizer = tokenizer
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
         self._with_logprobs = job.with_logprobs
 
     def events(self, piece: SequencePiece) -> bytes:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from pippin.api.http.http_errors import error_body
+from pippin.api.http.sending import EVENTS, HEARTBEAT
 from pippin.api.jobs.run_job import TIERS, FoldedChoice, Job, run_sequences
+from pippin.api.served_models import ModelLease
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
@@ -38,32 +40,50 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
 DONE = b"data: [DONE]\n\n"
 
 
-class Dialect(Protocol):
+class Dialect:
     """One job's reply, as bytes of server-sent events or as one object."""
 
-    def open(self) -> bytes: ...  # before the first piece
+    prefix = "cmpl-"  # of its id
+    media_type = EVENTS  # of a stream
 
-    def events(self, piece: SequencePiece) -> bytes: ...  # empty, if there is nothing to send yet
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        self._job = job
+        self._tokenizer = lease.served.text.tokenizer
 
-    def close(self) -> bytes: ...  # the reply is complete: its usage is known
+    def open(self) -> bytes:
+        """Before the first piece."""
+        return b""
 
-    def whole(self, choices: Sequence[FoldedChoice]) -> Any: ...  # a JSON value
+    def events(self, piece: SequencePiece) -> bytes:
+        """Empty, if there is nothing to send yet."""
+        raise NotImplementedError
 
-    def error(self, error: PippinError) -> bytes: ...  # the end of a stream that failed
+    def ping(self) -> bytes:
+        """While there is nothing else to send."""
+        return HEARTBEAT
+
+    def close(self) -> bytes:
+        """The reply is complete: its usage is known."""
+        return b""
+
+    def whole(self, choices: Sequence[FoldedChoice]) -> Any:
+        """A JSON value."""
+        raise NotImplementedError
+
+    def error(self, error: PippinError) -> bytes:
+        """The end of a stream that failed."""
+        return data_event(error_body(error))
 
 
-class CompletionStream:
+class CompletionStream(Dialect):
     """The part that OpenAI's chat and text completions have in common."""
 
     object = ""  # what one object is called
     chunk_object = ""  # and one event
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
         self._templates: dict[Hashable, EventTemplate] = {}  # of chunks with nothing but text
-
-    def open(self) -> bytes:
-        return b""
 
     def close(self) -> bytes:
         if not self._job.include_usage:
@@ -72,7 +92,7 @@ class CompletionStream:
         return data_event(last | {"usage": openai_usage(self._job)}) + DONE
 
     def error(self, error: PippinError) -> bytes:
-        return data_event(error_body(error)) + DONE
+        return super().error(error) + DONE
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": None} if self._job.include_usage else {}
@@ -164,7 +184,7 @@ async def reply_events(
     yield dialect.close()
 
 
-class BlockStream:
+class BlockStream(Dialect):
     """A dialect names its kinds of blocks, and writes their events: begin, delta, end."""
 
     TEXT, REASONING = "", ""

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import Body, Leniency, under_owner
-from pippin.api.requests.fields import rows_of
+from pippin.api.model_info import ModelInfo
+from pippin.api.requests.body import Leniency, under_owner
+from pippin.api.requests.fields import FieldTable, rows_of
 from pippin.api.requests.openai_fields import EMBEDDINGS
 from pippin.api.requests.sampling_fields import read_timeout
+from pippin.api.served_models import ModelLease, ServedText
 from pippin.embedding import embedding_of, embedding_submit, unit
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import EngineDead, RequestError
@@ -48,16 +49,16 @@ class SubmitsJob:
 class EmbeddingJob(SubmitsJob):
     encoding_format: str
     dimensions: int | None  # that are kept of each vector; None: all
+    keep_alive_s: float | None  # Ollama's: for which its model stays loaded
 
 
-def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> EmbeddingJob:
-    return read_embeddings(EMBEDDINGS.read(fields, rules), text, rules)
-
-
-def read_embeddings(
-    body: Body, text: TextBundle, rules: RequestRules, *, truncate: bool = False
+def parse_embeddings(
+    fields: Any, served: ServedText, table: FieldTable = EMBEDDINGS, *, truncate: bool = False
 ) -> EmbeddingJob:
-    """`body`: checked. `truncate`: of a text that is too long, only as much is read as fits."""
+    """`truncate`: of a text that is too long, only as much is read as fits, if nothing is sent."""
+    text, rules = served.text, served.rules
+    body = table.read(fields, rules)
+    truncate = body.get("truncate", truncate)
     items, most = rows_of(body.get("input")), rules.limits.max_choices
     if len(items) > most:
         limit = f"at most {most:,} are allowed (--max-choices)"
@@ -77,6 +78,7 @@ def read_embeddings(
         body.leniency,
         body.get("encoding_format", "float"),
         body.get("dimensions"),
+        body.get("keep_alive"),
     )
 
 
@@ -110,17 +112,15 @@ async def embed_all(job: EmbeddingJob, engine: RequestEngine) -> list[np.ndarray
     return vectors
 
 
-async def whole_embeddings(
-    job: EmbeddingJob, engine: RequestEngine, model: ModelInfo
-) -> dict[str, Any]:
-    vectors = await embed_all(job, engine)
+async def whole_embeddings(job: EmbeddingJob, lease: ModelLease) -> dict[str, Any]:
+    vectors = await embed_all(job, lease.engine)
     return {
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, job)}
             for index, vector in enumerate(vectors)
         ],
-        "model": model.name,
+        "model": lease.served.model.name,
         "usage": {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens},
     }
 

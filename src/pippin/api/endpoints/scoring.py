@@ -18,7 +18,6 @@ import msgspec
 from msgspec import Meta
 
 from pippin.api.endpoints.embeddings import SubmitsJob, text_tokens, vector_of
-from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests import fields as table
 from pippin.api.requests.body import MAX_MESSAGES, Body
 from pippin.api.requests.fields import (
@@ -30,13 +29,14 @@ from pippin.api.requests.fields import (
     rows_of,
 )
 from pippin.api.requests.sampling_fields import read_timeout
+from pippin.api.served_models import ModelLease, ServedText
 from pippin.embedding import embedding_submit
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import EngineDead
 from pippin.messages import Submit, pack_tokens
 from pippin.sequences import error_of_delta, room_for_reply
 from pippin.tasks import all_or_none
-from pippin.text.bundle import DEFAULT_INSTRUCTION, Reranker, TextBundle
+from pippin.text.bundle import DEFAULT_INSTRUCTION, Reranker
 from pippin.text.prompt import Prompt, check_nbytes, nbytes_of
 from pippin.types import SamplingParams, TokenLogprobs
 
@@ -105,12 +105,12 @@ class RerankJob(ScoreJob):
     return_documents: bool
 
 
-def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJob:
-    body = RERANK.read(fields, rules)
+def parse_rerank(fields: Any, served: ServedText) -> RerankJob:
+    body = RERANK.read(fields, served.rules)
     given = body.get("documents")
     documents = [_text(each) for each in (given if isinstance(given, list) else [given])]
     pairs = [(_text(body.get("query")), document) for document in documents]
-    job = _job(body, text, rules, ("query", "documents"), pairs)
+    job = _job(body, served, ("query", "documents"), pairs)
     return RerankJob(
         **vars(job),
         documents=documents,
@@ -119,8 +119,8 @@ def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJo
     )
 
 
-def parse_score(fields: Any, text: TextBundle, rules: RequestRules) -> ScoreJob:
-    body = SCORE.read(fields, rules)
+def parse_score(fields: Any, served: ServedText) -> ScoreJob:
+    body = SCORE.read(fields, served.rules)
     names = _names_of_pairs(body)
     first, second = (rows_of(body.get(name)) for name in names)
     if len(first) == 1:
@@ -129,7 +129,7 @@ def parse_score(fields: Any, text: TextBundle, rules: RequestRules) -> ScoreJob:
         counts = f"{len(first):,} texts and {names[1]} has {len(second):,}"
         raise body.error(names[0], f"has {counts}; send one, or as many as in {names[1]}")
     pairs = list(zip(first, second, strict=True))
-    return _job(body, text, rules, names, pairs)
+    return _job(body, served, names, pairs)
 
 
 def _names_of_pairs(body: Body) -> tuple[str, str]:
@@ -146,12 +146,11 @@ def _text(given: str | Document) -> str:
     return given if isinstance(given, str) else given.text
 
 
-def _job(
-    body: Body, text: TextBundle, rules: RequestRules, names: tuple[str, str], pairs: list[Pair]
-) -> ScoreJob:
+def _job(body: Body, served: ServedText, names: tuple[str, str], pairs: list[Pair]) -> ScoreJob:
     """Submits of pairs, one for each text that is embedded. No pair is encoded behind one that is
     too long."""
-    model, tokenizer, reranker = rules.model, text.tokenizer, text.reranker
+    text, rules, model = served.text, served.rules, served.model
+    tokenizer, reranker = text.tokenizer, text.reranker
     if len(pairs) > (most := rules.limits.max_choices):
         limit = f"at most {most:,} are allowed (--max-choices)"
         raise body.error(names[1], f"has {len(pairs):,} texts; {limit}")
@@ -222,8 +221,8 @@ def _new_id() -> str:
     return f"score-{uuid.uuid4().hex}"
 
 
-async def whole_rerank(job: RerankJob, engine: RequestEngine, model: ModelInfo) -> dict[str, Any]:
-    scores = await _scores(job, engine)
+async def whole_rerank(job: RerankJob, lease: ModelLease) -> dict[str, Any]:
+    scores = await _scores(job, lease.engine)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[dict[str, Any]] = []
     for index in best[: job.top_n or None]:
@@ -233,7 +232,7 @@ async def whole_rerank(job: RerankJob, engine: RequestEngine, model: ModelInfo) 
     return {
         "id": id,
         "object": "list",
-        "model": model.name,
+        "model": lease.served.model.name,
         "usage": _usage(job),
         "results": results,
         # Cohere's:
@@ -241,13 +240,13 @@ async def whole_rerank(job: RerankJob, engine: RequestEngine, model: ModelInfo) 
     }
 
 
-async def whole_score(job: ScoreJob, engine: RequestEngine, model: ModelInfo) -> dict[str, Any]:
-    scores = await _scores(job, engine)
+async def whole_score(job: ScoreJob, lease: ModelLease) -> dict[str, Any]:
+    scores = await _scores(job, lease.engine)
     return {
         "id": _new_id(),
         "object": "list",
         "created": int(time.time()),
-        "model": model.name,
+        "model": lease.served.model.name,
         "data": [
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(scores)

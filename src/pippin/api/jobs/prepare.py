@@ -20,6 +20,7 @@ from pippin.api.requests.neutral_request import (
     Options,
     ToolUse,
 )
+from pippin.api.served_models import ServedText
 from pippin.errors import UnsupportedField
 from pippin.sequences import GeneratedSequence, context_overflow, open_sequences, room_for_reply
 from pippin.text.bundle import FillInMiddle, TextBundle
@@ -33,6 +34,13 @@ _SWITCHES = {
     "enable_thinking": re.compile(r"\benable_thinking\b"),
     "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)"),
 }
+
+
+def prepare(request: ChatRequest | CompletionRequest, served: ServedText, prefix: str) -> Job:
+    """`prefix`: of the reply's id."""
+    if isinstance(request, ChatRequest):
+        return prepare_chat(request, served.text, served.model, prefix=prefix)
+    return prepare_completion(request, served.text, served.model, prefix=prefix)
 
 
 def prepare_chat(
@@ -104,7 +112,9 @@ def reasoning_variables(request: ChatRequest, text: TextBundle) -> dict[str, Any
     return variables
 
 
-def prepare_completion(request: CompletionRequest, text: TextBundle, model: ModelInfo) -> Job:
+def prepare_completion(
+    request: CompletionRequest, text: TextBundle, model: ModelInfo, *, prefix: str = "cmpl-"
+) -> Job:
     options, gap = request.options, request.gap
     if gap is None:
         prompts = [_fitting_prompt(one, request, text, model) for one in request.prompts]
@@ -123,7 +133,7 @@ def prepare_completion(request: CompletionRequest, text: TextBundle, model: Mode
         if not options.params.ignore_eos:  # marks between texts end the reply too
             stop_ids = (*options.params.stop_token_ids, *fill.stop_ids)
             options = replace(options, params=replace(options.params, stop_token_ids=stop_ids))
-    return _job("cmpl-", prompts, options, text, model, request, param="prompt")
+    return _job(prefix, prompts, options, text, model, request, param="prompt")
 
 
 def gap_prompt(

@@ -62,6 +62,10 @@ class Job:
     def with_logprobs(self) -> bool:
         return self.sequences[0].submit.params.logprobs is not None
 
+    @property
+    def keep_alive_s(self) -> float | None:
+        return self.request.options.keep_alive_s
+
     def keep_apart(self, owner_salt: bytes) -> None:
         for sequence in self.sequences:
             sequence.submit = under_owner(sequence.submit, owner_salt)
