@@ -146,20 +146,6 @@ def test_long_and_hostile_texts_take_no_time_to_speak_of(call: Any) -> None:
         call("lib/markdown.js", "parseInline(text).length", text=text)
 
 
-def test_a_request_as_python_is_python(call: Any) -> None:
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": 'It\'s "x"\n' * 20}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "tools": [{"type": "function", "function": {"name": "f", "strict": False, "x": None}}],
-    }
-    source = call("chat/reply.js", "asPython(url, body, true)", url="http://h/", body=body)
-    compile(source, "copied.py", "exec")
-    literal = call("chat/reply.js", "literal(body)", body=body)
-    assert eval(literal, {}) == body
-
-
 NODES = [
     {"id": 1, "parent": 0, "start": 0, "tokens": 64},
     {"id": 2, "parent": 1, "start": 64, "tokens": 10},
