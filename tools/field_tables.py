@@ -16,7 +16,7 @@ import msgspec
 from pippin.api.requests import openai_fields as openai
 from pippin.api.dialects import messages, infill, ollama
 from pippin.api.batches import routes
-from pippin.api.endpoints import generation, scoring
+from pippin.api.endpoints import embeddings, generation
 from pippin.api.requests import fields as table as shared
 from pippin.api.requests.fields import ValueKind
 from pippin.api.requests.fields import FieldTable, Unused
@@ -36,8 +36,8 @@ TABLES = {
     "messages": messages.MESSAGES,
     "embeddings": openai.EMBEDDINGS,
     "batch": routes.BATCH,
-    "rerank": scoring.RERANK,
-    "score": scoring.SCORE,
+    "rerank": embeddings.RERANK,
+    "score": embeddings.SCORE,
     "ollama_chat": ollama.CHAT,
     "ollama_generate": ollama.GENERATE,
     "ollama_options": ollama.OPTIONS.table,

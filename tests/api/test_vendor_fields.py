@@ -16,11 +16,10 @@ from qwen35_server import MODEL, TEXT
 from vendor_fields import LLAMA_CPP, SGLANG, VLLM
 
 from pippin.api.dialects import messages as anthropic
-from pippin.api.dialects.chat_completions import parse_chat
-from pippin.api.dialects.completions import parse_completion
+from pippin.api.dialects.chat_completions import parse_chat, parse_completion
 from pippin.api.dialects.messages import parse_message_request
 from pippin.api.dialects.responses import parse_responses_request
-from pippin.api.jobs.prepare import prepare_chat, prepare_completion
+from pippin.api.job import prepare_chat, prepare_completion
 from pippin.api.model_info import RequestRules
 from pippin.api.requests import openai_fields as extensions
 from pippin.api.requests import openai_fields as openai

@@ -1,7 +1,7 @@
 """What crosses to and from HTTP clients.
 
-    http/  ──▶  dialects/ with requests/  ──▶  jobs/  ──▶  an engine
-           ◀──  dialects/                 ◀──  jobs/  ◀──
+    http/  ──▶  dialects/ with requests/  ──▶  job.py with grammar.py  ──▶  an engine
+           ◀──  dialects/                 ◀──  job.py                  ◀──
 
 `requests/fields.py` has what tables of fields are made of. `routes.py` has all routes, which
 `endpoints/` and `batches/` answer; `app.py` makes a server of them.

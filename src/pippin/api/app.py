@@ -18,8 +18,7 @@ from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.metrics_endpoint import MeteredEngine, ServerMetrics
 from pippin.api.endpoints.server_info import ANTHROPIC_HEADER
 from pippin.api.http.access_control import AccessControl, known_keys
-from pippin.api.http.http_errors import ERROR_HANDLERS, ErrorResponse
-from pippin.api.http.request_log import RequestLog
+from pippin.api.http.answers import ERROR_HANDLERS, ErrorResponse, RequestLog
 from pippin.api.page import page_paths, page_routes
 from pippin.api.response_store import ResponseStores
 from pippin.api.routes import (

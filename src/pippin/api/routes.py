@@ -15,16 +15,19 @@ from starlette.routing import Route, compile_path
 
 from pippin.api.batches import routes as batches
 from pippin.api.dialects import infill, messages, ollama
-from pippin.api.dialects.chat_completions import ChatDialect, parse_chat
-from pippin.api.dialects.completions import CompletionsDialect, parse_completion
+from pippin.api.dialects.chat_completions import (
+    ChatDialect,
+    CompletionsDialect,
+    parse_chat,
+    parse_completion,
+)
 from pippin.api.dialects.responses import ResponsesDialect, parse_responses_request
-from pippin.api.endpoints import embeddings, generation, scoring
+from pippin.api.endpoints import embeddings, generation
 from pippin.api.endpoints import ollama as ollamas
 from pippin.api.endpoints import server_info as server
 from pippin.api.endpoints.app_state import AppState, Handler
 from pippin.api.endpoints.generation import answered_whole, counts, generates, read_by
-from pippin.api.http.http_errors import ErrorShape, JSONResponse
-from pippin.api.http.request_log import record_of
+from pippin.api.http.answers import ErrorShape, JSONResponse, record_of
 from pippin.api.http.sending import EVENTS, JSON_LINES
 from pippin.api.model_info import RequestRules
 from pippin.api.requests import openai_fields as openai
@@ -57,8 +60,8 @@ async def _openapi(state: AppState, request: Request) -> Response:
     return JSONResponse(openapi_document(state.rules, needs_key=bool(state.config.api_key)))
 
 
-_rerank = answered_whole(scoring.parse_rerank, scoring.whole_rerank)
-_score = answered_whole(scoring.parse_score, scoring.whole_score)
+_rerank = answered_whole(embeddings.parse_rerank, embeddings.whole_rerank)
+_score = answered_whole(embeddings.parse_score, embeddings.whole_score)
 _embed = answered_whole(embeddings.parse_embeddings, embeddings.whole_embeddings)
 _completions = generates(parse_completion, CompletionsDialect)
 _responses = generates(parse_responses_request, ResponsesDialect)
@@ -84,8 +87,8 @@ ENDPOINTS = (
     *_local("POST", "/v1/messages/count_tokens", _count_tokens, messages.COUNT_TOKENS),
     *_local("POST", "/v1/embeddings", _embed, openai.EMBEDDINGS),
     # Jina's, Cohere's, vLLM's
-    *_local("POST", "/v1/rerank /v2/rerank /rerank", _rerank, scoring.RERANK),
-    *_local("POST", "/v1/score /score", _score, scoring.SCORE),
+    *_local("POST", "/v1/rerank /v2/rerank /rerank", _rerank, embeddings.RERANK),
+    *_local("POST", "/v1/score /score", _score, embeddings.SCORE),
     *_local("POST", "/api/chat", _ollama_chat, ollama.CHAT),
     *_local("POST", "/api/generate", _ollama_generate, ollama.GENERATE),
     *_local("POST", "/api/embed", ollamas.embed, ollama.EMBED),

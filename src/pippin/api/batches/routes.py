@@ -20,7 +20,7 @@ from pippin.api.batches.store import ENDPOINTS, WINDOWS_S, Batch, FileRecord, ne
 from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.generation import page_of
 from pippin.api.http.access_control import client_of, owner_of
-from pippin.api.http.http_errors import ERROR_HANDLERS, JSONResponse
+from pippin.api.http.answers import ERROR_HANDLERS, JSONResponse
 from pippin.api.http.read_body import FILE_FIELD, Form, read_form
 from pippin.api.requests import fields as table
 from pippin.api.requests.body import Body

@@ -32,7 +32,7 @@ from pippin.api.batches.store import (
     new_id,
 )
 from pippin.api.http.access_control import known_keys, owner_state, separates_owners
-from pippin.api.http.request_log import RequestLog, record_of
+from pippin.api.http.answers import RequestLog, record_of
 from pippin.api.requests.body import check_json_size
 from pippin.config import ServerConfig
 from pippin.errors import RETRY_AFTER_S, NotFound, PippinError, RequestError, cut

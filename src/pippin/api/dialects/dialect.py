@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from pippin.api.http.http_errors import error_body
+from pippin.api.http.answers import error_body
 from pippin.api.http.sending import EVENTS, HEARTBEAT
-from pippin.api.jobs.run_job import TIERS, FoldedChoice, Job, run_sequences
+from pippin.api.job import TIERS, FoldedChoice, Job, run_sequences
 from pippin.api.served_models import ModelLease
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import PippinError
@@ -75,43 +75,6 @@ class Dialect:
         return data_event(error_body(error))
 
 
-class CompletionStream(Dialect):
-    """The part that OpenAI's chat and text completions have in common."""
-
-    object = ""  # what one object is called
-    chunk_object = ""  # and one event
-
-    def __init__(self, job: Job, lease: ModelLease) -> None:
-        super().__init__(job, lease)
-        self._templates: dict[Hashable, EventTemplate] = {}  # of chunks with nothing but text
-
-    def close(self) -> bytes:
-        if not self._job.include_usage:
-            return DONE
-        last = self._envelope(self.chunk_object, [])
-        return data_event(last | {"usage": openai_usage(self._job)}) + DONE
-
-    def error(self, error: PippinError) -> bytes:
-        return super().error(error) + DONE
-
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        usage = {"usage": None} if self._job.include_usage else {}
-        return data_event(self._envelope(self.chunk_object, [choice]) | usage)
-
-    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._envelope(self.object, choices) | {"usage": openai_usage(self._job)}
-
-    def _envelope(self, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._job.id,
-            "object": object,
-            "created": self._job.created_s,
-            "model": self._job.model,
-            "choices": choices,
-            **self._job.omitted,
-        }
-
-
 def data_event(data: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
@@ -128,20 +91,6 @@ def cached_details(job: Job) -> dict[str, int]:
 
 def num_reasoning_tokens(job: Job) -> int:
     return sum(sequence.num_reasoning_tokens for sequence in job.sequences)
-
-
-def openai_usage(job: Job) -> dict[str, Any]:
-    return {
-        "prompt_tokens": job.num_prompt_tokens,
-        "completion_tokens": job.num_tokens,
-        "total_tokens": job.num_prompt_tokens + job.num_tokens,
-        "prompt_tokens_details": cached_details(job),
-        "completion_tokens_details": {
-            "reasoning_tokens": num_reasoning_tokens(job),
-            "accepted_prediction_tokens": job.num_drafts("accepted"),
-            "rejected_prediction_tokens": job.num_drafts("rejected"),  # not among the completion's
-        },
-    }
 
 
 def logprobs_entry(token: ShownToken, tokenizer: Tokenizer) -> dict[str, Any]:

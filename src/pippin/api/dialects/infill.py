@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pippin.api.dialects.dialect import Dialect, data_event
-from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests import fields as table
 from pippin.api.requests import openai_fields as openai

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pippin.api.dialects.dialect import HOLE, BlockStream, EventTemplate, named_event
-from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests import fields as table
 from pippin.api.requests.body import Body

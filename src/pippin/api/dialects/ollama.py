@@ -12,7 +12,7 @@ import msgspec
 
 from pippin.api.dialects.dialect import HOLE, Dialect, EventTemplate, logprobs_entry
 from pippin.api.http.sending import JSON_LINES
-from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests import fields as kinds
 from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency

@@ -20,7 +20,7 @@ from pippin.api.dialects.dialect import (
     named_event,
     num_reasoning_tokens,
 )
-from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
 from pippin.api.requests.fields import FieldTable

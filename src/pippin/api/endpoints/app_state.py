@@ -13,8 +13,8 @@ from starlette.responses import Response
 from pippin.api.batches.runner import Batches
 from pippin.api.endpoints.metrics_endpoint import ServerMetrics
 from pippin.api.http.access_control import Admins, client_of, owner_of, owner_salt_of
+from pippin.api.http.answers import record_of
 from pippin.api.http.read_body import SMALL_BYTES, BodyBudget, Workers, decode_body, read_body
-from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import in_time, unless_disconnected
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Leniency

@@ -11,11 +11,9 @@ from starlette.responses import Response
 from pippin.api.dialects.dialect import Dialect, reply_events, whole_reply
 from pippin.api.endpoints.app_state import AppState, Handler, Runnable
 from pippin.api.http.access_control import owner_of
-from pippin.api.http.http_errors import JSONResponse
-from pippin.api.http.request_log import record_of
+from pippin.api.http.answers import JSONResponse, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
-from pippin.api.jobs.prepare import prepare, render_prompt
-from pippin.api.jobs.run_job import Job
+from pippin.api.job import Job, prepare, render_prompt
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency, check_count
 from pippin.api.requests.fields import (

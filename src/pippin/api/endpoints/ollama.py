@@ -35,11 +35,9 @@ from pippin.api.endpoints.app_state import AppState, Handler
 from pippin.api.endpoints.embeddings import EmbeddingJob, embed_all, parse_embeddings
 from pippin.api.endpoints.generation import TextAnswer, answer
 from pippin.api.http.access_control import check_downloads
-from pippin.api.http.http_errors import JSONResponse
-from pippin.api.http.request_log import record_of
+from pippin.api.http.answers import JSONResponse, record_of
 from pippin.api.http.sending import JSON_LINES, StreamResponse, WholeResponse
-from pippin.api.jobs.prepare import prepare
-from pippin.api.jobs.run_job import Job
+from pippin.api.job import Job, prepare
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.fields import FieldTable

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from pippin.api.dialects.dialect import data_event
 from pippin.api.endpoints.app_state import AppState
 from pippin.api.http.access_control import shows_prompts
-from pippin.api.http.http_errors import JSONResponse, error_body
+from pippin.api.http.answers import JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import shown

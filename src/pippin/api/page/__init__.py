@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pippin.api.http.request_log import record_of
+from pippin.api.http.answers import record_of
 
 FILES = Path(__file__).parent / "files"
 MEDIA_TYPES = {
