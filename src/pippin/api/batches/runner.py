@@ -11,11 +11,9 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Generator, Mapping
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -23,11 +21,10 @@ from starlette.types import ASGIApp, Message, Scope
 
 from pippin.api.batches.store import (
     Batch,
-    BatchStore,
     BatchUsage,
     Database,
-    FileStore,
     LineError,
+    OwnerStore,
     Status,
     new_id,
 )
@@ -90,46 +87,28 @@ def check_lines(
     return len(known), errors
 
 
-class WaitingLines:
-    """Lines that have no result yet. Threads may share it."""
-
-    def __init__(self, path: Path, max_line_bytes: int, done: Container[str]) -> None:
-        self._lines = _numbered(path, max_line_bytes)
-        self._done = done
-        self._lock = threading.Lock()
-
-    def next(self) -> InputLine | None:
-        with self._lock:
-            for _, text in self._lines:
-                assert text is not None, "checked"
-                if not text.strip():
-                    continue
-                line = msgspec.json.decode(text, type=InputLine)
-                if line.custom_id not in self._done:
-                    return line
-            return None
-
-    def close(self) -> None:
-        with self._lock:
-            self._lines.close()
+def unanswered(path: Path, most: int, done: Container[str]) -> Iterator[InputLine]:
+    """Lines of a checked file that have no result yet."""
+    for _, text in _numbered(path, most):
+        assert text is not None, "checked"
+        if text.strip():
+            line = msgspec.json.decode(text, type=InputLine)
+            if line.custom_id not in done:
+                yield line
 
 
-def _numbered(path: Path, most: int) -> Generator[tuple[int, bytes | None], None, None]:
+def _numbered(path: Path, most: int) -> Iterator[tuple[int, bytes | None]]:
     """Each line with its number; None for the text of one that is too long."""
     with path.open("rb") as file:
         number = 0
         while text := file.readline(most + 1):
             number += 1
-            if len(text) > most and not text.endswith(b"\n"):
-                _skip_line(file)
-                yield number, None
-            else:
+            if len(text) <= most or text.endswith(b"\n"):
                 yield number, text
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (piece := file.readline(_DISCARDED_BYTES)) and not piece.endswith(b"\n"):
-        pass
+                continue
+            while (piece := file.readline(_DISCARDED_BYTES)) and not piece.endswith(b"\n"):
+                pass
+            yield number, None
 
 
 def _checked(text: bytes, endpoint: str, check_model: Callable[[str], object]) -> InputLine:
@@ -146,34 +125,24 @@ def _checked(text: bytes, endpoint: str, check_model: Callable[[str], object]) -
     except RequestError as error:
         raise RequestError(error.message, code="invalid_json_line") from error
     num_chars = len(line.custom_id)
-    for is_wrong, param, message in (
-        (
-            not 0 < num_chars <= MAX_CUSTOM_ID_CHARS,
-            "custom_id",
-            f"custom_id has {num_chars:,} characters; it must have 1 to {MAX_CUSTOM_ID_CHARS}",
-        ),
-        (line.method != "POST", "method", f'method is {cut(line.method)!r}; it must be "POST"'),
-        (
-            line.url != endpoint,
-            "url",
-            f"url is {cut(line.url)!r}; it must be the endpoint of the batch, {endpoint!r}",
-        ),
-        (
-            body.stream not in (None, False),
-            "stream",
-            "body.stream is not supported in a batch: leave it out",
-        ),
-        (
-            not isinstance(body.model, str),
-            "model",
-            "body.model is required; it must be a string",
-        ),
-    ):
-        if is_wrong:
-            code = "url_mismatch" if param == "url" else "invalid_request"
-            raise RequestError(message, code=code, param=param)
+    if not 0 < num_chars <= MAX_CUSTOM_ID_CHARS:
+        limit = f"it must have 1 to {MAX_CUSTOM_ID_CHARS}"
+        raise _wrong("custom_id", f"custom_id has {num_chars:,} characters; {limit}")
+    if line.method != "POST":
+        raise _wrong("method", f'method is {cut(line.method)!r}; it must be "POST"')
+    if line.url != endpoint:
+        asked = f"it must be the endpoint of the batch, {endpoint!r}"
+        raise _wrong("url", f"url is {cut(line.url)!r}; {asked}", code="url_mismatch")
+    if body.stream not in (None, False):
+        raise _wrong("stream", "body.stream is not supported in a batch: leave it out")
+    if not isinstance(body.model, str):
+        raise _wrong("model", "body.model is required; it must be a string")
     check_model(body.model)
     return line
+
+
+def _wrong(param: str, message: str, code: str = "invalid_request") -> RequestError:
+    return RequestError(message, code=code, param=param)
 
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0  # before a line is tried again
@@ -253,7 +222,7 @@ class _Known(msgspec.Struct, frozen=True):
 class Results:
     """What is stored of a batch's, and what is added. Threads may share it."""
 
-    def __init__(self, batch: Batch, files: FileStore) -> None:
+    def __init__(self, batch: Batch, files: OwnerStore) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._open = True
@@ -302,16 +271,6 @@ EXPIRED = {
 }
 
 
-@dataclass(eq=False)
-class BatchOwner:
-    """The holder of an API key, or every client of a server without keys."""
-
-    state: Mapping[str, Any]  # of its requests
-    files: FileStore
-    batches: BatchStore
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one of its batches runs at a time
-
-
 class Batches:
     def __init__(
         self,
@@ -334,7 +293,7 @@ class Batches:
         self._checks = asyncio.Semaphore(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing = False
-        self._owners: dict[bytes, BatchOwner] = {}
+        self._owners: dict[bytes, OwnerStore] = {}
         self._database: Database | None = None
         self._unfinished = Gauge(
             "pippin_batches_unfinished",
@@ -355,7 +314,7 @@ class Batches:
         if self._directory is not None and self._directory.exists():
             self._open(self._directory)
 
-    def of(self, owner: bytes) -> BatchOwner:
+    def of(self, owner: bytes) -> OwnerStore:
         if self._directory is None:
             raise NotFound(
                 "this server stores no files and runs no batches: start it with --batch-bytes "
@@ -365,11 +324,11 @@ class Batches:
             self._open(self._directory)
         return self._owners[owner]
 
-    async def create(self, owner: BatchOwner, batch: Batch) -> None:
-        await asyncio.to_thread(owner.batches.add, batch)
+    async def create(self, owner: OwnerStore, batch: Batch) -> None:
+        await asyncio.to_thread(owner.add_batch, batch)
         self._start(owner, batch)
 
-    async def cancel(self, owner: BatchOwner, batch: Batch) -> dict[str, Any]:
+    async def cancel(self, owner: OwnerStore, batch: Batch) -> dict[str, Any]:
         """The batch as it was then: it may be cancelled before its record is written."""
         if batch.status == "cancelling":
             return batch.wire()
@@ -378,7 +337,7 @@ class Batches:
         batch.enter("cancelling", time.time())
         self._tasks[batch.id].cancel()
         shown = batch.wire()
-        await asyncio.to_thread(owner.batches.save, batch)
+        await asyncio.to_thread(owner.save, batch)
         return shown
 
     async def close(self) -> None:
@@ -400,27 +359,26 @@ class Batches:
         try:
             for key in keys or [b""]:
                 name, most = _name_of(key), config.batch_file_bytes
-                self._owners[key] = BatchOwner(
-                    owner_state(key, separates=separates_owners(config)) if key else {},
-                    FileStore(database, name, max_bytes=share, max_file_bytes=most),
-                    BatchStore(database, name),
+                state = owner_state(key, separates=separates_owners(config)) if key else {}
+                self._owners[key] = OwnerStore(
+                    database, name, state, max_bytes=share, max_file_bytes=most
                 )
         except BaseException:
             database.close()
             raise
         self._database = database
         for owner in self._owners.values():
-            for batch in owner.batches.batches():
+            for batch in owner.batches.values():
                 if not batch.is_finished:
                     self._start(owner, batch)
 
-    def _start(self, owner: BatchOwner, batch: Batch) -> None:
+    def _start(self, owner: OwnerStore, batch: Batch) -> None:
         task = asyncio.create_task(self._run(owner, batch))
         self._tasks[batch.id] = task
         self._unfinished.inc()
         task.add_done_callback(lambda task: self._ended(owner, batch, task))
 
-    def _ended(self, owner: BatchOwner, batch: Batch, task: asyncio.Task[None]) -> None:
+    def _ended(self, owner: OwnerStore, batch: Batch, task: asyncio.Task[None]) -> None:
         del self._tasks[batch.id]
         self._unfinished.dec()
         if task.cancelled():
@@ -429,7 +387,7 @@ class Batches:
         elif (error := task.exception()) is not None:
             log.error("batch %s stopped; it goes on at the next start", batch.id, exc_info=error)
 
-    async def _run(self, owner: BatchOwner, batch: Batch) -> None:
+    async def _run(self, owner: OwnerStore, batch: Batch) -> None:
         limit = asyncio.timeout(max(0.0, batch.expires_at - time.time()))
         end: Status = "completed"
         if batch.status == "finalizing":  # until the server was stopped
@@ -461,40 +419,45 @@ class Batches:
             batch.enter("finalizing", time.time())  # it cannot be cancelled any more
         await asyncio.to_thread(self._finish, owner, batch, end)
 
-    async def _check(self, owner: BatchOwner, batch: Batch) -> None:
+    async def _check(self, owner: OwnerStore, batch: Batch) -> None:
         if batch.status != "validating":
             return
-        path, most = owner.files.path(batch.input_file_id), self._max_line_bytes
+        path, most = owner.path(batch.input_file_id), self._max_line_bytes
         async with self._checks:
             batch.total, batch.errors = await asyncio.to_thread(
                 check_lines, path, batch.endpoint, most, self._check_model
             )
         batch.enter("failed" if batch.errors else "in_progress", time.time())
-        await asyncio.to_thread(owner.batches.save, batch)
+        await asyncio.to_thread(owner.save, batch)
 
-    async def _run_lines(self, owner: BatchOwner, batch: Batch) -> None:
-        results = await asyncio.to_thread(Results, batch, owner.files)
+    async def _run_lines(self, owner: OwnerStore, batch: Batch) -> None:
+        results = await asyncio.to_thread(Results, batch, owner)
         try:
             results.tell(batch)
             if len(results.done) < batch.total:
-                with closing(self._waiting(owner, batch, results)) as lines:
-                    await all_or_none(
-                        self._work(owner, batch, lines, results)
-                        for _ in range(min(self._num_lines, batch.total))
-                    )
+                lines, reading = self._unanswered(owner, batch, results), asyncio.Lock()
+                await all_or_none(
+                    self._work(owner, batch, lines, reading, results)
+                    for _ in range(min(self._num_lines, batch.total))
+                )
         finally:
             results.close()
 
-    def _waiting(self, owner: BatchOwner, batch: Batch, results: Results) -> WaitingLines:
-        path = owner.files.path(batch.input_file_id)
-        return WaitingLines(path, self._max_line_bytes, results.done)
+    def _unanswered(self, owner: OwnerStore, batch: Batch, results: Results) -> Iterator[InputLine]:
+        return unanswered(owner.path(batch.input_file_id), self._max_line_bytes, results.done)
 
     async def _work(
-        self, owner: BatchOwner, batch: Batch, lines: WaitingLines, results: Results
+        self,
+        owner: OwnerStore,
+        batch: Batch,
+        lines: Iterator[InputLine],
+        reading: asyncio.Lock,
+        results: Results,
     ) -> None:
         while True:
             async with self._lines:
-                line = await asyncio.to_thread(lines.next)
+                async with reading:
+                    line = await asyncio.to_thread(next, lines, None)
                 if line is None:
                     return
                 response = await self._client.ask(line.url, bytes(line.body), owner.state)
@@ -504,7 +467,7 @@ class Batches:
                 self._requests.labels(RESULTS[kind]).inc()
                 results.tell(batch)
 
-    def _finish(self, owner: BatchOwner, batch: Batch, end: Status) -> None:
+    def _finish(self, owner: OwnerStore, batch: Batch, end: Status) -> None:
         """The same again, if a crash came in between: the names of the files are."""
         try:
             self._list_results(owner, batch, end)
@@ -514,19 +477,18 @@ class Batches:
         batch.enter(end, time.time())
         self._save(owner, batch)
 
-    def _save(self, owner: BatchOwner, batch: Batch) -> None:
+    def _save(self, owner: OwnerStore, batch: Batch) -> None:
         try:
-            owner.batches.save(batch)
+            owner.save(batch)
         except PippinError as error:
             log.error("batch %s goes on at the next start", batch.id, exc_info=error)
 
-    def _list_results(self, owner: BatchOwner, batch: Batch, end: Status) -> None:
-        results, files = Results(batch, owner.files), owner.files
+    def _list_results(self, owner: OwnerStore, batch: Batch, end: Status) -> None:
+        results, files = Results(batch, owner), owner
         try:
             if end == "expired" and batch.total and files.path(batch.input_file_id).exists():
-                with closing(self._waiting(owner, batch, results)) as lines:
-                    while (line := lines.next()) is not None:
-                        results.append(ERRORS, line.custom_id, _result(line, error=EXPIRED))
+                for line in self._unanswered(owner, batch, results):
+                    results.append(ERRORS, line.custom_id, _result(line, error=EXPIRED))
         finally:
             results.close()
             results.tell(batch)
