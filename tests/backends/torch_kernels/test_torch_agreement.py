@@ -16,6 +16,7 @@ import torch
 
 from chunk_words import PlainPrompt
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.kernels.checks import agreement
 from pippin.backends.torch.kernels.checks.agreement import (
     ALL,
@@ -33,7 +34,6 @@ from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import Batch, HeldCells
 from pippin.backends.torch.step.decode_inputs import FIELDS, Inputs
 from pippin.backends.torch.step.filters import least_in_top_p
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.verify.batch import SeenCells, VerifiedCells, VerifyBatch
 from pippin.backends.torch.step.verify.words import FIRST_CELL, OWN_FIELDS, VerifySize
 from pippin.backends.torch.streams import make_streams

@@ -62,12 +62,12 @@ class Decodes:
                 return
             where = parts.pools.index(np.stack([slots, positions]))
             parts.rows.table[*where] = parts.pools.index(cells).int()  # as kernels do
-        tokens = parts.future.resolve(parts.pools.index(slots))
+        tokens = parts.future.tokens[parts.pools.index(slots)].long()
         batch = decode_batch(rows, tokens, parts.rows, parts.pools)
         logits = self._plain.decoder.head(self._plain.tokens(batch))
         parts.rows.release_passed(slots)
-        parts.draws.check(step, slots.tolist(), logits)
-        parts.draws.sample(step, decodes, logits)
+        step.check(slots.tolist(), logits)
+        parts.draws.draw(step, decodes, logits)
 
     def begin(self, decodes: Sequence[DecodeRow], slots: np.ndarray) -> None:
         """Rows without drafts are about to run."""

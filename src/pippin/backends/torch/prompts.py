@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ from pippin.backends.torch.models.parts import Linear
 from pippin.backends.torch.plain.forward import ChunkForward
 from pippin.backends.torch.pools.layout import ZERO_SLAB
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
-from pippin.backends.torch.prompt_scores import PromptScores
+from pippin.backends.torch.prompt_scores import TorchPromptScores
 from pippin.backends.torch.step.batches import (
     TakenChunks,
     chunk_batch,
@@ -57,7 +56,7 @@ class Prompts:
         self._deterministic = deterministic
         self._max_tokens = max_tokens
         self._drafts = drafts
-        self._scores = PromptScores(parts, head, pads=graphs is not None)
+        self._scores = TorchPromptScores(parts, head, pads=graphs is not None)
 
     def retire(self, slot: int) -> None:
         self._scores.retire(slot)
@@ -147,7 +146,7 @@ class Prompts:
         is_plain = self.graphs is not None and self.graphs.failed  # kernels of many tokens raise
         hidden = (self._plain if is_plain else self._forward).chunks(batch)
         parts.rows.release_passed(taken.slots)
-        self._scores.add(step, chunks, hidden)
+        self._score(step, chunks, hidden)
         last = hidden[batch.last]
         self._keep_hidden(step, chunks, last)
         self._sample(step, chunks, self._head(last))
@@ -165,7 +164,7 @@ class Prompts:
         """What a graph made of these."""
         assert ran.hidden is not None
         assert ran.every_hidden is not None
-        self._scores.add(step, chunks, ran.every_hidden)
+        self._score(step, chunks, ran.every_hidden)
         self._keep_hidden(step, chunks, ran.hidden)
         self._parts.draws.take_drawn(step, chunks, ran)
         if self._drafts is not None:
@@ -173,8 +172,18 @@ class Prompts:
 
     def _sample(self, step: TorchPending, rows: Sequence[PrefillRow], logits: torch.Tensor) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""
-        self._parts.draws.check(step, [row.slot for row in rows], logits)
-        self._parts.draws.sample(step, rows, logits)
+        step.check([row.slot for row in rows], logits)
+        self._parts.draws.draw(step, rows, logits)
+
+    def _score(
+        self, step: TorchPending, chunks: Sequence[PrefillRow], hidden: torch.Tensor
+    ) -> None:
+        """hidden [tokens, hidden]: what the head reads, of every token of the chunks."""
+        first = 0
+        for chunk in chunks:
+            if self._scores.wants(chunk):
+                self._scores.add(step, chunk, hidden[first : first + len(chunk.tokens)])
+            first += len(chunk.tokens)
 
     def _keep_hidden(
         self, step: TorchPending, chunks: Sequence[PrefillRow], hidden: torch.Tensor
@@ -204,7 +213,7 @@ class Prompts:
         }
         if ends:
             found = hidden[parts.pools.index(np.array(list(ends.values())))].float()
-            step.read_later(parts.streams.bring([found]), partial(step.read_hidden, list(ends)))
+            step.bring_hidden(list(ends), found)
 
 
 Kind = TypeVar("Kind", KVPayload, StatePayload, HiddenPayload)

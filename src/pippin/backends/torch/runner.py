@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.decodes import Decodes
+from pippin.backends.torch.device import arrays_on
 from pippin.backends.torch.drafts.entries import StepDrafter
 from pippin.backends.torch.drafts.make import make_drafts
 from pippin.backends.torch.drafts.row_drafts import RowDrafts
@@ -31,7 +32,7 @@ from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
 from pippin.backends.torch.plain.verify import PlainVerify
 from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
-from pippin.backends.torch.pools.fingerprints import TorchFingerprints
+from pippin.backends.torch.pools.fingerprints import TorchFingerprints, WordSums
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
@@ -40,10 +41,8 @@ from pippin.backends.torch.pools.transfers import Transfers
 from pippin.backends.torch.prompts import Prompts
 from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.decode_inputs import Choice
-from pippin.backends.torch.step.draws import Draws
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.parts import StepParts
-from pippin.backends.torch.step.pending import TorchPending
+from pippin.backends.torch.step.pending import Draws, TorchPending
 from pippin.backends.torch.step.sizes import (
     MIXED_ROOMS,
     MIXED_WIDTHS,
@@ -156,7 +155,7 @@ class Runner:
         draft: Decoder | None,
         layout: PoolLayout,
         slots: Slots,
-        future: FutureMap,
+        future: FutureMap[torch.Tensor],
         streams: Streams,
         ways: Ways,
         capacity_bytes: int,
@@ -176,8 +175,8 @@ class Runner:
         self.rows = Rows(self.pools, ways.num_slots, ways.max_len)
         self._transfers = Transfers(self.pools, streams)
         self._captures = Captures(self.pools, self.rows)
-        self.fingerprints = self._make_fingerprints() if ways.fingerprints else None
-        self.draws = Draws(slots, future, self.pools, streams)
+        self.fingerprints = TorchFingerprints(self._make_sums()) if ways.fingerprints else None
+        self.draws = Draws(arrays_on(decoder.device), slots, future)
         parts = StepParts(self.pools, self.rows, self._captures, slots, future, self.draws, streams)
         plain = PlainForward(decoder, self.pools)
         forward: ChunkForward = plain
@@ -215,6 +214,8 @@ class Runner:
         self.mixed = MixedRows(parts, self.decodes, self.prompts, self._verifies, captured.mixed)
 
     def execute(self, step: TorchPending, plan: StepPlan) -> None:
+        if self.fingerprints is not None:
+            self.fingerprints.begin()
         sent = self._transfers.send(plan.load)
         for retire in plan.retire:
             self._retire(step, retire)
@@ -228,16 +229,18 @@ class Runner:
         for spill in plan.spill:
             spilled = self._transfers.spill(spill)
             step.spilled.append(spilled)
-            step.compared += [(payload, spilled.note_damage) for payload in spill.payloads]
+            if self.fingerprints is not None:
+                for payload in spill.payloads:
+                    self.fingerprints.compare(payload, spilled.note_damage)
         if plan.load:
             step.loaded += self._transfers.load(plan.load, sent)
             # What it was loaded from may be used for something else once the step is committed.
             step.read_later(self._streams.bring([]), lambda: None)
         if self.fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
-            made += [*step.checkpoints.values(), *step.loaded]
-            if made or step.compared:
-                self.fingerprints.launch(plan.step, step.compared, made)
+            for payload in (*made, *step.checkpoints.values(), *step.loaded):
+                self.fingerprints.take(payload)
+            self.fingerprints.launch(plan.step, self.fingerprints.sum_up)
         self.pools.arena.compact(MOST_MOVED_BYTES)
 
     def _retire(self, step: TorchPending, retire: Retire) -> None:
@@ -247,10 +250,6 @@ class Runner:
         self.rows.retire(retire.slot)
         self._slots.retire(retire.slot)
         self.prompts.retire(retire.slot)
-
-    def sample_masked(self, step: TorchPending, masks: np.ndarray) -> None:
-        with torch.inference_mode(), self._streams.forward():
-            self.draws.sample_masked(step, masks)
 
     def captured(self) -> Iterator[CapturedSteps[Any]]:
         kinds = (self.decodes.steps, self.prompts.graphs, self.mixed.steps, self._verifies.steps)
@@ -322,9 +321,9 @@ class Runner:
             forward = ChunkKernels(decoder, pools, table)
         return forward, _Captured(steps, chunks, mixed, verify)
 
-    def _make_fingerprints(self) -> TorchFingerprints:
+    def _make_sums(self) -> WordSums:
         if not self._ways.kernels:
-            return TorchFingerprints(self.pools, self._streams)
+            return WordSums(self.pools, self._streams)
         from pippin.backends.torch.kernels.word_sums import sum_words
 
-        return TorchFingerprints(self.pools, self._streams, sum_words)
+        return WordSums(self.pools, self._streams, sum_words)

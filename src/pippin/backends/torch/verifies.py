@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from pippin.backends.base import Capture, DecodeRow
+from pippin.backends.base import DecodeRow
 from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.models.parts import Linear
@@ -92,8 +92,8 @@ class Verifies:
             firsts = np.cumsum(taken.depths + 1) - taken.depths - 1
             rows = [taken.rows[number] for number in known]
             own = logits[parts.pools.index(firsts[known])]
-            parts.draws.check(step, [row.slot for row in rows], own)
-            parts.draws.sample(step, rows, own)
+            step.check([row.slot for row in rows], own)
+            parts.draws.draw(step, rows, own)
         if not is_known.all():
             self._accept(step, taken, batch, logits, ~is_known)
         if self._drafts is not None:
@@ -178,8 +178,8 @@ class Verifies:
         if len(left):
             assert ran.logits is not None
             logits = ran.logits[index(left)]
-            parts.draws.check(step, taken.slots[left].tolist(), logits)
-            parts.draws.sample(step, others, logits)
+            step.check(taken.slots[left].tolist(), logits)
+            parts.draws.draw(step, others, logits)
 
     def fold(self, slot: int, end: int) -> None:
         """Run what is kept of a row's accepted drafts, so that its state is that at `end`."""
@@ -262,9 +262,7 @@ class Verifies:
         for row, (count, start, _, *drawn) in zip(rows, lines.tolist(), strict=True):
             if row.samples:
                 step.tokens[row.slot] = tuple(drawn[: count + 1])
-            if (state := step.checkpoints.pop(row.slot, None)) is not None:
-                capture = Capture(row.slot, start, start + 1, states={start + 1: state})
-                step.captures.append(capture)
+            step.keep_checkpoint(row.slot, start + 1)
 
 
 def _places(decodes: Sequence[DecodeRow]) -> tuple[np.ndarray, np.ndarray]:

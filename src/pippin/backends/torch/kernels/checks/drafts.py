@@ -13,17 +13,20 @@ import numpy as np
 import torch
 
 from pippin.backends.base import DecodeRow, Proposal
+from pippin.backends.step.slots import FutureMap
+from pippin.backends.torch.device import arrays_on
 from pippin.backends.torch.graphs.steps import VerifyForward
 from pippin.backends.torch.kernels.checks.layers import NoisyRows, lengths_of
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.verify.batch import VerifyBatch, take_rows, verify_batch
 from pippin.backends.torch.step.verify.words import VerifySize, pack_verify, span_for
 
-MakeVerify = Callable[[Decoder, Pools, KeptInputs, torch.Tensor, FutureMap], VerifyForward]
+MakeVerify = Callable[
+    [Decoder, Pools, KeptInputs, torch.Tensor, FutureMap[torch.Tensor]], VerifyForward
+]
 
 MAX_DEPTH = 2
 DEPTHS = (2, 0, 1)  # of the rows,
@@ -35,7 +38,7 @@ COUNTS = (1, 1, 0)  # and how many of these were accepted
 class NoisyDrafts:
     held: NoisyRows
     kept: KeptInputs
-    future: FutureMap
+    future: FutureMap[torch.Tensor]
     size: VerifySize
     words: torch.Tensor  # int32 [fields, rows]
     batch: VerifyBatch
@@ -62,7 +65,7 @@ def noisy_drafts(decoder: Decoder, num_rows: int) -> NoisyDrafts:
     pools, rows, slots = held.pools, held.rows, held.slots
     kept = KeptInputs(pools.layout, num_rows, MAX_DEPTH, decoder.device)
     kept.inputs.normal_(generator=torch.Generator(decoder.device).manual_seed(1))
-    future = FutureMap(num_rows, decoder.device, max_depth=MAX_DEPTH)
+    future = FutureMap(arrays_on(decoder.device), num_rows, max_depth=MAX_DEPTH)
     where = pools.index(slots)
     future.stash(where, where % decoder.shape.vocab_size)
     rows.num_kept[slots] = np.resize(NUM_KEPT, num_rows)

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.drafts.entries import Entries, StepDrafter
 from pippin.backends.torch.kernels.attention.heads import place_keys
 from pippin.backends.torch.kernels.attention.step import attention_step
@@ -28,7 +29,6 @@ from pippin.backends.torch.plain.accept import noise_words
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.decode_inputs import FIELDS, KEYS, Choice, Inputs
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.verify.words import Places, VerifySize
 
 
@@ -47,7 +47,7 @@ class VerifyKernels:
         pools: Pools,
         kept: KeptInputs,
         table: torch.Tensor,  # int32 [slots, positions]
-        future: FutureMap,
+        future: FutureMap[torch.Tensor],
         drafter: StepDrafter | None = None,
     ) -> None:
         self._decoder = by_kernels(decoder)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from pippin.backends.base import DecodeRow
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.row_cells import RowCells
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.future_map import FutureMap
 
 NO_TOKEN = -1
 
@@ -106,7 +106,9 @@ def take_rows(
     return TakenRows(tuple(rows), slots, positions, least, depths, num_kept, *states)
 
 
-def verify_batch(taken: TakenRows, held: Rows, future: FutureMap, pools: Pools) -> VerifyBatch:
+def verify_batch(
+    taken: TakenRows, held: Rows, future: FutureMap[torch.Tensor], pools: Pools
+) -> VerifyBatch:
     index, width = pools.index, taken.width
     slots, depths = index(taken.slots), index(taken.depths)
     starts = torch.where(
@@ -146,7 +148,7 @@ def _drafts(
     slots: torch.Tensor,
     starts: torch.Tensor,
     depths: torch.Tensor,
-    future: FutureMap,
+    future: FutureMap[torch.Tensor],
     pools: Pools,
 ) -> torch.Tensor:
     """int32 [rows, width - 1]: those behind the rows' lengths, of the host's or of the device's."""
@@ -165,7 +167,7 @@ def _drafts(
             future.note_drafts_read(row.slot, row.depth)
     if any(on_device):
         own = pools.index(np.array(on_device))[:, None] > 0
-        found = torch.where(own, future.resolve_drafts(slots, depth).long(), found)
+        found = torch.where(own, future.drafts[slots, :depth].long(), found)
     return found.masked_fill(behind >= depths[:, None], NO_TOKEN).int()
 
 
