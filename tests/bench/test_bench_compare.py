@@ -34,6 +34,18 @@ def test_a_target_is_of_the_advantage_or_of_our_own_number() -> None:
     assert Measure("gap", "x").verdict(1, 2) == ""
 
 
+def test_what_is_wanted_of_the_bundled_model_is_not_wanted_of_every_other() -> None:
+    targets = {
+        bundled: [
+            m.times_better
+            for s in choose(["prefill", "decode-1"], bundled=bundled)
+            for m in s.measures
+        ]
+        for bundled in (True, False)
+    }
+    assert targets == {True: [2.5, None, 1.6, 1.0], False: [None, None, 1.3, 1.0]}
+
+
 def test_the_table_shows_medians_and_ratios() -> None:
     scenario: Scenario = choose(["prefill"])[0]
     ours = [{"prefill": rate, "TTFT": 2000 / rate} for rate in (1000.0, 2000.0, 900.0)]

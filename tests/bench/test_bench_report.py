@@ -12,9 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundled import BUNDLED_PATH
-from decode.test_json_schemas import spec_of
-from decode.walks import bundled_vocabulary, walk
-from features import ENDLESS, FORM
 from pippin.bench.report import (
     Outputs,
     Report,
@@ -22,7 +19,6 @@ from pippin.bench.report import (
     number,
     percentile,
 )
-from pippin.decode.compile import compile_grammar
 from pippin.text.tokenizer import Tokenizer
 from prompts import Prompts, count_with
 from shared import verdict
@@ -72,16 +68,3 @@ def test_a_prompt_has_exactly_the_tokens_that_the_server_will_count(num_tokens: 
     tokenizer = Tokenizer.load(BUNDLED_PATH)
     for _ in range(3):
         assert len(tokenizer.encode(prompts.text(num_tokens))) == num_tokens
-
-
-def test_a_form_is_mostly_forced_and_the_endless_reply_is_not() -> None:
-    vocabulary = bundled_vocabulary()
-    form = compile_grammar(spec_of(FORM), vocabulary)
-    tokens, finished = walk(form, vocabulary, 0)
-    text = b"".join(vocabulary.tokens[token] for token in tokens)
-    assert finished
-    assert list(json.loads(text)) == FORM["required"]
-    endless = compile_grammar(spec_of(ENDLESS), vocabulary)
-    tokens, finished = walk(endless, vocabulary, 0, free=0, most=200)
-    assert (len(tokens), finished) == (200, False)
-    assert not endless.forced()

@@ -15,15 +15,14 @@ import pytest
 
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.messages import parse_message_request
-from pippin.api.dialects.response_store import ResponseStore
 from pippin.api.dialects.responses import parse_responses_request
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
 
-FOLDER = Path(__file__).parents[2] / "tools" / "agents"
-pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="tools/ is not beside the tests")
+FORCING = Path(__file__).parents[2] / "tools" / "forcing.py"
+pytestmark = pytest.mark.skipif(not FORCING.exists(), reason="tools/ is not beside the tests")
 
 RULES = RequestRules(ModelInfo("m", 4096, 300, 0), SamplingDefaults(), LimitsConfig())
 SCHEMA = {
@@ -49,7 +48,7 @@ def tools_of(dialect: str) -> list[dict[str, Any]]:
 def force(
     dialect: str, *more: dict[str, Any], fields: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    forcing = runpy.run_path(str(FOLDER / "forcing.py"))
+    forcing = runpy.run_path(str(FORCING))
     items = "input" if dialect == "responses" else "messages"
     body = {"model": "m", items: [USER, *more], "tools": tools_of(dialect), "max_tokens": 99}
     body |= fields or {}
@@ -86,7 +85,7 @@ RESULTS: dict[str, list[dict[str, Any]]] = {
 PARSERS: dict[str, Callable[[Any, RequestRules], ChatRequest]] = {
     "chat/completions": parse_chat,
     "messages": parse_message_request,
-    "responses": lambda body, rules: parse_responses_request(body, rules, ResponseStore(0, 0)),
+    "responses": parse_responses_request,
 }
 
 
@@ -114,13 +113,19 @@ def test_behind_a_result_comes_one_fixed_text_and_the_tools_are_as_before(dialec
     assert forced["tools"] == force(dialect)["tools"]
 
 
+EFFORTS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"reasoning_effort": "high"},
+    "messages": {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
+    "responses": {"reasoning": {"effort": "high", "summary": "auto"}},
+}
+
+
 class Echo(BaseHTTPRequestHandler):
-    """Replies with what it was sent, and with the id."""
+    """Replies with what it was sent."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         self.send_response(418)
-        self.send_header("x-seen-id", self.headers.get("x-request-id", ""))
         self.end_headers()
         self.wfile.write(body)
 
@@ -129,20 +134,20 @@ class Echo(BaseHTTPRequestHandler):
 
 
 def test_the_proxy_sends_changed_bodies_and_records_what_the_client_sent() -> None:
-    proxy_type = runpy.run_path(str(FOLDER / "forcing_proxy.py"))["ForcingProxy"]
+    forcing = runpy.run_path(str(FORCING))
+    sent, exchanges = {"messages": [USER]}, []
     with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        with proxy_type(url, lambda path, body: body | {"path": path}) as proxy:
-            client = http.client.HTTPConnection(proxy.url.removeprefix("http://"))
-            client.request("POST", "/v1/messages?beta=true", json.dumps({"a": 1}))
+        with forcing["forcing_proxy"](url, exchanges) as proxy:
+            client = http.client.HTTPConnection(proxy.removeprefix("http://"))
+            client.request("POST", "/v1/messages?beta=true", json.dumps(sent))
             reply = client.getresponse()
-            assert json.load(reply) == {"a": 1, "path": "/v1/messages"}
+            assert json.load(reply) == forcing["force"]("/v1/messages", sent) != sent
             client.close()
         server.shutdown()
         thread.join()
-    (exchange,) = proxy.exchanges
-    assert exchange.sent == {"a": 1}
+    (exchange,) = exchanges
+    assert exchange.sent == sent
     assert exchange.status == reply.status == 418
-    assert exchange.id == reply.getheader("x-seen-id")

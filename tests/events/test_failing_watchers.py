@@ -71,9 +71,9 @@ def test_a_feed_that_raises_anywhere_is_over_and_says_so(
     assert [message.kind for message in one.messages if message.kind == "lost"] == ["lost"]
     assert len(tracebacks(caplog)) == 1
     assert client.loop.scheduler.metrics.watch_failures == 1
-    assert client.loop.scheduler.registry.observer is None
+    assert client.loop.scheduler.observer is None
     assert client.loop.scheduler.cache is not None
-    assert not client.loop.scheduler.cache.tree.observers
+    assert not client.loop.scheduler.cache.observers
     one.messages.clear()
     one.feed.watch()  # somebody else comes, and learns it at once
     assert [message.kind for message in one.messages] == ["lost"]

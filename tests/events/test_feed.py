@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 from replica import Replica, Watched
-from trace_events import DEVICE, FIRST_SLOT, HOST, Trace
 
 from builders import Client, make_client, make_loop, make_prompt, oracle
 from oracle_drafter import OracleDrafter
@@ -21,6 +20,7 @@ from pippin.engine.events.event_sender import MAX_ROWS, MAX_STEPS
 from pippin.engine.events.schema import Frame, Snapshot
 from pippin.scheduler.speculation import Speculation
 from pippin.types import Component
+from trace_events import DEVICE, FIRST_SLOT, HOST, Trace
 
 MAX_MESSAGE_BYTES = 250_000  # docs/internals/events.md
 
@@ -36,18 +36,18 @@ def test_nothing_is_gathered_while_nobody_watches() -> None:
     one = Watched(make_client())
     scheduler = one.client.loop.scheduler
     assert scheduler.cache is not None
-    store = scheduler.cache.tree
+    store = scheduler.cache
     one.client.ask(make_prompt(70))
-    assert scheduler.registry.observer is None
+    assert scheduler.observer is None
     assert not store.observers
     assert one.flush() == 0
     assert one.feed.due_in == math.inf
     one.feed.watch()
-    assert scheduler.registry.observer is not None
+    assert scheduler.observer is not None
     assert store.observers
     one.feed.unwatch()
     one.client.ask(make_prompt(80))
-    assert scheduler.registry.observer is None
+    assert scheduler.observer is None
     assert not store.observers
     assert one.flush() == 1  # the snapshot for whoever has left
 

@@ -89,10 +89,10 @@ class Recorder:
     def start(self) -> None:
         for request in self._scheduler.requests.values():
             self._lives[request.id] = self._life(request)
-        self._scheduler.registry.observer = self
+        self._scheduler.observer = self
 
     def stop(self) -> None:
-        self._scheduler.registry.observer = None
+        self._scheduler.observer = None
         self._lives.clear()
         self._launched.clear()
         self._preempted.clear()
@@ -402,7 +402,7 @@ class EventSender:
             device=loop.backend.device.name,
             slots=loop.scheduler.slots.num_slots,
             overlap=loop.overlap,
-            components=[] if cache is None else [kind.value for kind in cache.tree.component_bytes],
+            components=[] if cache is None else [kind.value for kind in cache.component_bytes],
             steps=_newest(self._past_steps),
             requests=[*self._past_requests, *self._recorder.requests()[:MAX_REQUESTS]],
             tree=None if self._mirror is None else self._mirror.snapshot(),
@@ -422,7 +422,7 @@ class EventSender:
         rows = sum(running.nbytes for running in scheduler.running_slots.values())
         checkpoints = sum(running.checkpoint_bytes for running in scheduler.running_slots.values())
         loads = scheduler.traffic.claimed_bytes
-        tree = {} if cache is None else cache.tree.component_bytes
+        tree = {} if cache is None else cache.component_bytes
         return MemoryUse(
             device=self._loop.backend.memory_used(),
             capacity=budget.capacity,
@@ -443,7 +443,7 @@ class EventSender:
         began = self._steps[0].planned if self._steps else now
         seconds = now - max(began, self._last_at)
         return EngineLoad(
-            running=scheduler.num_running,
+            running=len(scheduler.running),
             waiting=len(scheduler.admission.queue),
             compiling=len(scheduler.compiling),
             loading=scheduler.traffic.num_loading,

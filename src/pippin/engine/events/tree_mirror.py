@@ -51,11 +51,11 @@ class TreeMirror(TreeObserver):
         self._evicted: list[int] = []
         self._used: dict[int, None] = {}  # in order
         self._locked: list[int] = []
-        cache.tree.observers += (self,)
+        cache.observers += (self,)
 
     def close(self) -> None:
-        tree = self._cache.tree
-        tree.observers = tuple(one for one in tree.observers if one is not self)
+        cache = self._cache
+        cache.observers = tuple(one for one in cache.observers if one is not self)
 
     def snapshot(self) -> TreeEvent:
         """All nodes that watchers should know, after `changes` has returned what was new."""
@@ -143,7 +143,7 @@ class TreeMirror(TreeObserver):
             hidden=hidden,
             used=used,
             locked=sorted(node.id for node in cache.locked_ends if node.id in self.shown),
-            tick=cache.tree.tick,
+            tick=cache.tick,
             num_nodes=cache.radix.num_nodes,
             num_tokens=cache.radix.num_tokens,
             num_roots=len(cache.radix.root.children),
