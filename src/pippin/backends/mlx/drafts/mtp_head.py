@@ -20,8 +20,7 @@ from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.cpu.operations.bindings import LinearLayers, LinearWeights, operations
 from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation, find_head_operation
 from pippin.backends.mlx.cpu.operations.linear import PackedEmbedding, PackedLinear
-from pippin.backends.mlx.drafts.missed_steps import MOST_OF_ROW
-from pippin.backends.mlx.drafts.rings import RingKV, RingLayer, RingShape
+from pippin.backends.mlx.drafts.rings import MOST_OF_ROW, RingKV, RingLayer, RingShape
 from pippin.backends.mtp_weights import LAYER, PREFIX, STORED_LESS_ONE, find_mtp_weights
 
 # Ids that drafts are chosen among: the first. Tokenizers number frequent tokens first, and a wrong
