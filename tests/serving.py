@@ -19,7 +19,7 @@ from builders import AMPLE_BYTES, Client, FixedPace, Reply, make_tiers
 from bundled import load_bundled
 from families import FAMILIES, build
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
