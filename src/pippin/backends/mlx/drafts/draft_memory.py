@@ -5,7 +5,7 @@ from __future__ import annotations
 from pippin.backends.draft_limits import affordable_depth
 from pippin.backends.mlx.drafts.draft_rows import find_draft_layers
 from pippin.backends.mlx.load import LoadedModel
-from pippin.backends.mlx.rows.footprint import Footprint
+from pippin.backends.mlx.rows.memory import Footprint
 
 
 def draft_bytes(loaded: LoadedModel, max_depth: int) -> int:
