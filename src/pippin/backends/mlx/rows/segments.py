@@ -8,7 +8,7 @@ A row's columns in order are those of segment 0, of 1, of 2. Rows that join are 
 so are full tails: nothing else is copied. When there are more than may be, the two neighbours that
 hold the least are merged. Rows that begin with the same tokens may name the same columns.
 
-An operation on CPUs is told where they lie by one small array, the KV table (cpu/cpp): a step's
+An operation on CPUs finds them by one small array, the KV table (cpu/cpp): a step's
 graph is then the same whichever the rows are and however long. Columns that several rows name are
 read for all of them at once, where that saves enough:
 
