@@ -51,7 +51,7 @@ from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
 from pippin.backends.mlx.rows.decodes import Decodes
-from pippin.backends.mlx.rows.footprint import Footprint
+from pippin.backends.mlx.rows.memory import Footprint
 from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
