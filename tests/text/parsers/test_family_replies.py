@@ -1,18 +1,24 @@
-"""Replies of each family as its chat template writes them: whole, and cut in two at every place."""
+"""Replies of each family, as its chat template writes them or by hand: whole, and in parts."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cases import cases
 from pippin.text.lexer import Lexer
-from pippin.text.parsers.formats import TOOL_FORMATS, ReplyFormats
+from pippin.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ReplyFormats
 from pippin.text.pieces import CallEnd, FoldedText, TextPiece, joined
 
+RECORDED = Path(__file__).parents[2] / "fixtures/family_replies.jsonl"
+HEADER, *REPLIES = map(json.loads, RECORDED.read_text(encoding="utf-8").splitlines())
+APART = 40  # characters: more than a mark has
+# Formats whose models have no template that shows a past call.
+WITHOUT_A_TEMPLATE = {"longcat", "olmo3", "phi4_mini"}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -41,7 +47,7 @@ JSON_CALLS = [
 
 # (tools, reasoning, end of the prompt, reply); every reply reasons "Hm." and makes the two calls.
 # Of families without a recorded template, or whose recorded one has other marks of reasoning.
-REPLIES = {
+BY_HAND = {
     "olmo3": (
         *("olmo3", "think", "<think>"),
         'Hm.</think><function_calls>get_weather(text="it\'s \\"wet\\" <b>\\nTokyo", count=3, '
@@ -101,17 +107,49 @@ def fold(formats: ReplyFormats, prompt: str, text: str, tools: Any = TOOLS) -> F
     return FoldedText.of([*parser.feed(text), *parser.close()])
 
 
-@cases("family", REPLIES)
+def check_every_cut(formats: ReplyFormats, prompt: str, reply: str, tools: Any = TOOLS) -> None:
+    """Some cuts at once, so far apart that no mark is cut twice: that takes a tenth of the time."""
+    assert max(map(len, formats.parser(prompt, tools).marks), default=0) < APART
+    whole = parse(formats, prompt, reply, tools=tools)
+    assert parse(formats, prompt, *reply, tools=tools) == whole  # letter by letter
+    for first in range(APART):
+        cuts = [0, *range(first, len(reply), APART), len(reply)]
+        parts = [reply[start:end] for start, end in itertools.pairwise(cuts)]
+        assert parse(formats, prompt, *parts, tools=tools) == whole, parts
+
+
+@cases("family", BY_HAND)
 def test_a_familys_reasoning_and_calls_are_found_wherever_its_reply_is_cut(family: str) -> None:
-    tools, reasoning, prompt, reply = REPLIES[family]
+    tools, reasoning, prompt, reply = BY_HAND[family]
     formats = ReplyFormats(tools, reasoning)
     folded = fold(formats, prompt, reply)
     assert calls_in(folded) == CALLS
     assert (folded.content, folded.reasoning) == ("", "Hm.")
-    whole = parse(formats, prompt, reply)
-    assert parse(formats, prompt, *reply) == whole
-    for at in range(1, len(reply)):
-        assert parse(formats, prompt, reply[:at], reply[at:]) == whole, reply[:at]
+    check_every_cut(formats, prompt, reply)
+
+
+@pytest.mark.parametrize(
+    "recorded", REPLIES, ids=lambda each: f"{each['template']}-{each['reasons']}"
+)
+def test_what_a_template_wrote_is_read_back_wherever_it_is_cut(recorded: dict[str, Any]) -> None:
+    """Where the template leaves the reasoning of past turns out, behind some in its marks too."""
+    formats = ReplyFormats(recorded["tools"], recorded["reasoning"])
+    assert ReplyFormats.choose(" ".join(recorded["marks"])) == formats
+    written = [(recorded["prompt_end"], recorded["reply"], "Hm." if recorded["reasons"] else "")]
+    same = (each for each in REPLIES if each["template"] == recorded["template"])
+    marks = REASONING_FORMATS.get(recorded["reasoning"])
+    if marks is not None and not any(each["reasons"] for each in same):
+        behind = f"Hm.{marks.end}{recorded['reply']}"
+        written += [(marks.begin, behind, "Hm."), ("", marks.begin + behind, "Hm.")]
+    for prompt_end, reply, reasoning in written:
+        folded = fold(formats, prompt_end, reply, HEADER["tools"])
+        found = [list(call) for call in calls_in(folded)]
+        assert (folded.reasoning, folded.content, found) == (reasoning, "", recorded["calls"])
+        check_every_cut(formats, prompt_end, reply, HEADER["tools"])
+
+
+def test_every_format_has_a_template_that_wrote_it() -> None:
+    assert {each["tools"] for each in REPLIES} == set(TOOL_FORMATS) - WITHOUT_A_TEMPLATE
 
 
 # ---- reasoning, and marks around an answer ---------------------------------------------------
@@ -212,9 +250,7 @@ def test_marks_around_an_answer_are_no_content(
 ) -> None:
     formats = ReplyFormats("hermes", reasoning)
     assert fold(formats, prompt, text, tools) == FoldedText("Yes.", "Hm.")
-    whole = parse(formats, prompt, text, tools=tools)
-    for at in range(1, len(text)):
-        assert parse(formats, prompt, text[:at], text[at:], tools=tools) == whole
+    check_every_cut(formats, prompt, text, tools)
 
 
 def test_a_trailer_in_the_middle_of_an_answer_or_of_a_call_is_text() -> None:
