@@ -22,8 +22,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from platformdirs import user_config_path, user_log_path
 
-from pippin.cli.options import Flag, parse_serve
-from pippin.cli.settings import OPTION, PREFIX, SECRETS, SETTINGS
+from pippin.cli.options import OPTION, PREFIX, SECRETS, SETTINGS, Flag, parse_serve
 from pippin.config import Config
 from pippin.errors import ConfigError, PippinError
 from pippin.hub import HUB_ID

@@ -28,10 +28,9 @@ from pippin.decode.compile import GrammarCompiler
 from pippin.decode.prover import Prover
 from pippin.engine.engine_spec import STOP_GRACE_SECONDS
 from pippin.engine.grammar_zygote import load_vocabulary
-from pippin.engine.peers.connection import facts_fingerprint, peer_facts
+from pippin.engine.peers.connection import facts_fingerprint, peer_facts, read_keys
 from pippin.engine.peers.peer_links import PeerLinks
 from pippin.engine.peers.peer_listener import Deliver, PeerListener
-from pippin.engine.peers.wire_frames import read_keys
 from pippin.errors import ConfigError, LoadError
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.request import Limits
