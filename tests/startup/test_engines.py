@@ -14,11 +14,11 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from cases import cases
-from pippin.amounts import option_bytes, parse_memory
+from pippin.amounts import budget_of, option_bytes, parse_memory
 from pippin.backends.fake import FakeBackend
 from pippin.backends.host import THREAD_LIMITS, num_threads
 from pippin.config import Config, EngineConfig, ModelConfig, PeersConfig, ServerConfig
-from pippin.engine.build_loop import _remedy, budget_bytes, build_loop, load_backend
+from pippin.engine.build_loop import _remedy, build_loop, load_backend
 from pippin.errors import ConfigError, LoadError
 from pippin.startup.engines import (
     CUDA_DEVICES,
@@ -59,7 +59,7 @@ def test_replicas_on_one_device_divide_what_there_is(memory: str, nbytes: int) -
     assert {(engine.host_cache, engine.disk) for engine in engines} == {
         (str(5 * GB), str(7 * GB // 2))
     }
-    assert {budget_bytes(engine, 100 * GB, 0.6) for engine in engines} == {nbytes}
+    assert {budget_of(engine.memory, 100 * GB, 0.6) for engine in engines} == {nbytes}
     threads = str(max(num_threads() // 2, 1))
     assert plans[0].environment == dict.fromkeys(THREAD_LIMITS, threads)
 
@@ -67,7 +67,7 @@ def test_replicas_on_one_device_divide_what_there_is(memory: str, nbytes: int) -
 def test_replicas_on_a_device_each_have_its_whole_memory() -> None:
     plans = plan_replicas(planned({"devices": "0, GPU-8932f937,0"}, memory="auto"))
     assert [plan.environment[CUDA_DEVICES] for plan in plans] == ["0", "GPU-8932f937", "0"]
-    memories = [budget_bytes(plan.config.engine, 100 * GB, 0.6) for plan in plans]
+    memories = [budget_of(plan.config.engine.memory, 100 * GB, 0.6) for plan in plans]
     assert memories == [30 * GB, 60 * GB, 30 * GB]
 
 
