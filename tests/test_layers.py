@@ -143,7 +143,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "amounts",
         "api",
         "backends.host",
-        "backends.mlx.families.refusals",
+        "backends.mlx.refusals",
         "backends.nvidia",
         "backends.torch.config",
         "config",
