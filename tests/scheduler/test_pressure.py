@@ -374,19 +374,6 @@ def test_one_that_does_not_fit_is_passed_over_and_then_holds_others_up() -> None
     check_idle(client)
 
 
-def test_a_higher_priority_starts_first() -> None:
-    client = make_client(num_slots=1)
-    client.submit(make_prompt(10, 0), id="running", max_tokens=3)
-    client.step()
-    for number, priority in enumerate((0, -1, 5, 0)):
-        client.submit(make_prompt(10, 1 + number), priority=priority, max_tokens=1, id=str(number))
-    ended: list[str] = []
-    while not client.loop.idle:
-        client.step()
-        ended += [r.id for r in client.replies.values() if r.finish and r.id not in ended]
-    assert ended == ["running", "2", "0", "3", "1"]
-
-
 def test_the_queue_is_bounded_in_tokens() -> None:
     client = make_client(num_slots=1, max_queue_tokens=100)
     replies = [client.submit(make_prompt(60, number), max_tokens=1) for number in range(3)]
@@ -405,18 +392,6 @@ def test_a_short_prompt_is_not_held_up_by_a_long_one() -> None:
     client.step(4)
     assert short.finish == "length"
     assert not long.tokens
-    client.run()
-
-
-def test_a_long_prompt_is_not_held_up_for_ever_by_short_ones() -> None:
-    client = make_client(num_slots=16, chunk=64)
-    long = client.submit(make_prompt(1000, 1), max_tokens=1)
-    for number in range(200):
-        client.submit(make_prompt(30, 2 + number), max_tokens=1)
-        client.step()
-        if long.finish is not None:
-            break
-    assert long.finish == "length"
     client.run()
 
 

@@ -58,36 +58,6 @@ def test_no_other_user_may_read_what_was_written(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in written)
 
 
-def test_what_was_written_is_found_after_a_restart(tmp_path: Path) -> None:
-    kv, end = kv_entry(ROOT, range(50))
-    entries = [kv, state_entry(end)[0], kv_entry(end, range(9))[0]]
-    store = open_store(tmp_path, FINGERPRINT, MB)
-    write_all(store, entries)
-    assert finds_all(store, entries)
-    store.close()
-    store = open_store(tmp_path, FINGERPRINT, MB)
-    assert list(store.entries()) == entries
-    assert finds_all(store, entries)
-    store.close()
-
-
-def test_an_entry_is_written_once(tmp_path: Path) -> None:
-    store = open_store(tmp_path, FINGERPRINT, MB)
-    write_all(store, states(2))
-    before = store.counters().written_bytes
-    write_all(store, states(2))
-    assert store.counters().written_bytes == before
-    store.close()
-
-
-def test_bytes_are_read_to_where_the_caller_says(tmp_path: Path) -> None:
-    store = open_store(tmp_path, FINGERPRINT, 64 * MB)
-    entries = states(5, size=200_000)  # enough for several threads
-    write_all(store, entries)
-    assert finds_all(store, [*entries, entries[0]])
-    store.close()
-
-
 def test_another_model_finds_nothing_and_makes_room_first(tmp_path: Path) -> None:
     store = open_store(tmp_path, b"another model", 100_000)
     write_all(store, [state_entry(Chain(b"another model"), [n], 1000)[0] for n in range(15)])
@@ -176,15 +146,6 @@ def test_what_was_forgotten_is_gone_and_leaves_no_bytes(tmp_path: Path) -> None:
     store.close()
     store = open_store(tmp_path, FINGERPRINT, 160_000)
     assert list(store.entries()) == [entries[29]]
-    store.close()
-
-
-def test_segments_are_few_and_bounded(tmp_path: Path) -> None:
-    store = open_store(tmp_path, FINGERPRINT, 1_000_000)
-    write_all(store, states(200, size=500))
-    data = [path for path in files_in(tmp_path) if path.suffix == ".data"]
-    assert 4 <= len(data) <= 10
-    assert max(path.stat().st_size for path in data) <= 1_000_000 // 16
     store.close()
 
 

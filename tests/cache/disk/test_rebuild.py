@@ -19,13 +19,6 @@ def paths(entries: list[Entry]) -> dict[bytes, tuple[int, ...]]:
     }
 
 
-def test_a_chain_key_does_not_depend_on_boundaries() -> None:
-    whole = ROOT.extended(tokens(1, 2, 3, 4))
-    parts = ROOT.extended(tokens(1)).extended(tokens(2, 3)).extended(np.array([4], np.int32))
-    assert whole.key == parts.key
-    assert whole.length == parts.length == 4
-
-
 def test_a_chain_key_says_tokens_order_and_model() -> None:
     keys = [
         ROOT.key,
@@ -63,24 +56,6 @@ def test_paths_of_every_salt_are_found_again_and_stay_apart() -> None:
     moved = Entry(kv.key, roots[2].key, kv.start, kv.tokens, kv.arrays)
     for false in (lying, moved):
         assert rebuild([false], FINGERPRINT).orphans == [kv.key]
-
-
-def test_an_entry_that_begins_inside_of_another_is_placed_there() -> None:
-    long, _ = kv_entry(ROOT, range(100))
-    forked, end = kv_entry(ROOT.extended(tokens(*range(60))), [7, 8, 9])
-    state, _ = state_entry(end, [10])
-    found = paths([state, forked, long])
-    assert found[forked.key.chain] == (*range(60), 7, 8, 9)
-    assert found[state.key.chain] == (*range(60), 7, 8, 9, 10)
-
-
-def test_a_state_without_tokens_of_its_own_hangs_at_its_place() -> None:
-    kv, end = kv_entry(ROOT, [1, 2, 3, 4])
-    inside, _ = state_entry(ROOT.extended(tokens(1, 2)))
-    at_end, _ = state_entry(end)
-    found = paths([inside, at_end, kv])
-    assert found[inside.key.chain] == (1, 2)
-    assert found[at_end.key.chain] == (1, 2, 3, 4)
 
 
 def test_what_hangs_on_nothing_is_an_orphan() -> None:
