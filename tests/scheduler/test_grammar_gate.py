@@ -143,10 +143,10 @@ class Slow(ToyGrammar):
 
 def block(client: Client, *grammars: Slow) -> None:
     """Step until each of these grammars waits, or is in line for a thread."""
-    following = client.loop.scheduler.following
+    following = client.loop.scheduler.grammars
     for _ in range(1000):
         client.step()
-        waiting = [r for r in following._pending if r.grammar in grammars]
+        waiting = [r for r in following.pending if r.grammar in grammars]
         busy = sum(grammar.num_masks > grammar.blocks_from for grammar in grammars)
         if len(waiting) == len(grammars) and busy == min(len(grammars), NUM_THREADS):
             return

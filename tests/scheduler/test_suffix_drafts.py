@@ -21,7 +21,6 @@ from pippin.scheduler.suffix import (
     MAX_TOKENS,
     MIN_MATCH,
     SLICE,
-    SharedTexts,
     SuffixDrafter,
     TextIndex,
 )
@@ -142,14 +141,11 @@ def test_memory_is_bounded() -> None:
         request.end("abort")
         drafter.forget(request)
     assert not drafter._texts
-    shared = SharedTexts()
     for number in range(3 * MAX_SALTS):
         for _ in range(8):
-            shared.add(str(number).encode(), np.arange(MAX_TOKENS // 3, dtype=np.int32))
-    kept = [shared.of(str(number).encode()) for number in range(3 * MAX_SALTS)]
-    texts = [text for text in kept if text is not None]
-    assert len(texts) == MAX_SALTS
-    assert all(len(text) <= MAX_TOKENS for text in texts)
+            drafter._share(str(number).encode(), np.arange(MAX_TOKENS // 3, dtype=np.int32))
+    assert len(drafter._shared) == MAX_SALTS
+    assert all(len(text) <= MAX_TOKENS for text in drafter._shared.values())
 
 
 # ---- whose text ----------------------------------------------------------------------------------

@@ -217,32 +217,21 @@ def views(parts: Sequence[Bytes | bytes]) -> list[memoryview]:
 
 
 class Workers:
-    """A few threads, and the caller's own, that share what is to be done."""
+    """A few threads that share what is to be done, where that is much."""
 
     def __init__(self, name: str, max_threads: int) -> None:
-        self._num_threads = min(max_threads, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=name)
+        num_threads = min(max_threads, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     def map(
         self, work: Callable[[Part], Result], parts: Sequence[Part], nbytes: int
     ) -> list[Result]:
         """What `work` returns for each part, in order; none is running when this returns."""
-        results: dict[int, Result] = {}
-        left = enumerate(parts)  # each thread takes the next one
-
-        def run() -> None:
-            for number, part in left:
-                results[number] = work(part)
-
-        num_helpers = min(self._num_threads, len(parts)) - 1 if nbytes >= ALONE_BYTES else 0
-        helpers = [self._pool.submit(run) for _ in range(num_helpers)]
-        try:
-            run()
-        finally:
-            wait(helpers)
-        for helper in helpers:
-            helper.result()
-        return [results[number] for number in range(len(parts))]
+        if nbytes < ALONE_BYTES:
+            return [work(part) for part in parts]
+        futures = [self._pool.submit(work, part) for part in parts]
+        wait(futures)
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -241,7 +241,7 @@ class EventSender:
         return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.admission.queue),
-            compiling=len(scheduler.compiling),
+            compiling=len(scheduler.grammars.coming),
             loading=scheduler.traffic.num_loading,
             prompt_tokens=metrics.prompt_tokens,
             cached_tokens=metrics.cached_tokens,
