@@ -355,25 +355,6 @@ def test_a_later_larger_hit_does_not_hold_up_an_earlier_smaller_request(with_lar
     client.run()
 
 
-def test_one_that_does_not_fit_is_passed_over_and_then_holds_others_up() -> None:
-    rows = FakeBackend(components=(A,))
-    capacity = rows.row_bytes(1000) + rows.row_bytes(300)
-    client = make_client(components=(A,), cache=False, num_slots=4, capacity_bytes=capacity)
-    client.submit(make_prompt(500, 0), max_tokens=490, id="runs")
-    client.step()
-    large = client.submit(make_prompt(900, 1), max_tokens=2, id="large")
-    finished: list[str] = []
-    for number in range(20):
-        client.submit(make_prompt(10, 10 + number), max_tokens=1, id=f"small{number}")
-    while large.finish is None:
-        client.step()
-        done = [r.id for r in client.replies.values() if r.finish and r.id not in finished]
-        finished += done
-    assert 8 <= finished.index("large") < 20
-    client.run()
-    check_idle(client)
-
-
 def test_the_queue_is_bounded_in_tokens() -> None:
     client = make_client(num_slots=1, max_queue_tokens=100)
     replies = [client.submit(make_prompt(60, number), max_tokens=1) for number in range(3)]

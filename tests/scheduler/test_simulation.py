@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from builders import (
@@ -21,9 +20,8 @@ from builders import (
     oracle,
 )
 from cases import cases
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
-from pippin.backends.fake import FakeBackend, FakePayload, FakePending
-from pippin.types import SamplingParams
+from pippin.backends.base import StepPlan
+from pippin.backends.fake import FakeBackend, FakePending
 
 
 class HookedBackend(FakeBackend):
@@ -208,29 +206,6 @@ def test_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 # ---- bugs of overlap loops elsewhere, by name ----------------------------------------------------
-
-
-def test_snapshot_before_the_write_has_finished() -> None:
-    """A capture is a promise until its step is committed: reading it earlier raises."""
-    backend = FakeBackend(num_slots=2)
-    prompt = np.arange(8, dtype=np.int32)
-    pending = backend.launch(
-        StepPlan(
-            0,
-            admit=(Admit(1, SamplingParams(), (), prompt, 0),),
-            prefill=(PrefillRow(1, 0, prompt, samples=True, checkpoints=(8,), captures=True),),
-        )
-    )
-    (capture,) = pending.captures
-    for payload in [*capture.kv.values(), *capture.states.values()]:
-        assert isinstance(payload, FakePayload)
-        with pytest.raises(RuntimeError, match="before the device wrote it"):
-            payload.read()
-    pending.wait()
-    payloads = [*capture.kv.values(), *capture.states.values()]
-    before = [payload.fingerprint() for payload in payloads]
-    backend.launch(StepPlan(1, decode=(DecodeRow(1, 8),))).wait()
-    assert [payload.fingerprint() for payload in payloads] == before, "a later step changed it"
 
 
 def test_copy_on_write_done_twice() -> None:
