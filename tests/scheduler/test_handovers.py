@@ -217,7 +217,7 @@ def test_a_payload_that_changed_on_its_way_is_never_used() -> None:
 
 def test_a_prefill_engine_whose_queue_is_full_refuses_and_the_prompt_is_computed() -> None:
     pair, prompt = Pair(), make_prompt(500)
-    pair.prefill.loop.scheduler.admission._limits = pair.prefill.loop.scheduler.limits.__class__(
+    pair.prefill.loop.scheduler.admission.limits = pair.prefill.loop.scheduler.limits.__class__(
         max_queue=0
     )
     reply = pair.ask(prompt)

@@ -123,12 +123,8 @@ class Scheduler:
         self._seeds = random.Random()
         policy = None if self.cache is None else self.cache.policy
         self._prompts = PromptPlanner(
-            self.admission,
-            self.slots,
-            self._claims,
-            self.running_slots,
-            limits,
-            self.speculation,
+            *(self.admission, self.slots, self._claims, self.running_slots, limits),
+            speculation=self.speculation,
         )
         # What a decode step computed differs in its last bits from what a prompt's chunk would.
         self._replies = ReplyPlanner(
