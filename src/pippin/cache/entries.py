@@ -414,25 +414,15 @@ class Placed:
         return b"".join(reversed(pieces))
 
 
-@dataclass(frozen=True)
-class Rebuilt:
-    placed: list[Placed]  # parents before children
-    orphans: list[Key]  # without a path from the root: not to be used
-
-
-def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> Rebuilt:
-    """Order entries into paths from the root."""
+def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> tuple[list[Placed], list[Key]]:
+    """Order entries into paths from the root, parents before children; and the keys of those
+    without a path, which are not to be used."""
     waiting: dict[bytes, list[Entry]] = defaultdict(list)  # by the chain key where they begin
-    starts: set[int] = set()
-    at_root: dict[bytes, None] = {}
-    num_entries = 0
     for entry in entries:
         waiting[entry.parent].append(entry)
-        starts.add(entry.start)
-        if not entry.start:
-            at_root[entry.parent] = None
-        num_entries += 1
+    starts = {entry.start for each in waiting.values() for entry in each}
     plain = Chain(fingerprint)
+    at_root = [key for key, each in waiting.items() if any(not entry.start for entry in each)]
     roots = [plain, *(Chain.of_root(key) for key in at_root if key != plain.key)]
     found = [
         Placed(entry, root, None, root.key) for root in roots for entry in waiting.pop(root.key, ())
@@ -448,9 +438,7 @@ def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> Rebuilt:
         for chain in places:
             below = waiting.pop(chain.key, ())
             found += [Placed(entry, chain, above, above.root) for entry in below]
-    orphans += [entry.key for left in waiting.values() for entry in left]
-    assert len(placed) + len(orphans) == num_entries
-    return Rebuilt(placed, orphans)
+    return placed, orphans + [entry.key for left in waiting.values() for entry in left]
 
 
 def _places_inside(above: Placed, starts: set[int]) -> list[Chain]:

@@ -210,13 +210,13 @@ class DirectoryLock:
 
 
 def model_folder(directory: Path, model: bytes) -> Path:
-    return directory / model.hex()[:32]
+    return directory / model.hex()
 
 
 def model_folders(directory: Path) -> Iterator[Path]:
     """Of every model that has one."""
     for path in sorted(directory.iterdir()):
-        if path.is_dir() and not path.is_symlink() and re.fullmatch("[0-9a-f]{32}", path.name):
+        if path.is_dir() and not path.is_symlink() and re.fullmatch("[0-9a-f]{64}", path.name):
             yield path
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,6 @@ from pippin.cache.disk.directory import (
     index_path,
     model_folder,
     model_folders,
-    open_regular,
     refuse_shared,
     remove_segment,
     segment_bytes,
@@ -40,7 +38,6 @@ from pippin.cache.disk.segment import (
     HEADER,
     Segment,
     Slot,
-    decode_header,
     encode_arrays,
     model_digest,
     open_segment,
@@ -444,12 +441,25 @@ def look(directory: Path, *, verify: bool = False) -> Iterator[ModelReport]:
         raise DiskCacheError(f"{directory} is not a directory")
     for folder in model_folders(directory):
         paths = list(segment_paths(folder))
-        if paths:
-            nbytes = sum(map(segment_bytes, paths))
-            changed = max(index_path(path).lstat().st_mtime for path in paths)
-            report = ModelReport(folder.name, len(paths), nbytes, changed)
-            _add_entries(report, directory, _model_of(paths), verify=verify)
-            yield report
+        if not paths:
+            continue
+        nbytes = sum(map(segment_bytes, paths))
+        changed = max(index_path(path).lstat().st_mtime for path in paths)
+        report = ModelReport(folder.name, len(paths), nbytes, changed)
+        store = DiskStore(directory, b"", 0, model=bytes.fromhex(folder.name))
+        try:
+            for entry in store.entries():
+                report.entries[entry.key.component.value] += 1
+                report.payload_bytes[entry.key.component.value] += entry.nbytes
+                if verify:
+                    store.read([entry.key], [entry.new_buffers()])  # counts what it finds
+            counts = store.counters()
+        finally:
+            store.close()
+        report.damaged = counts.damaged
+        report.foreign = counts.foreign - store.others.num_segments
+        report.unreadable = counts.read_errors
+        yield report
 
 
 def empty(directory: Path) -> int:
@@ -473,37 +483,3 @@ def empty(directory: Path) -> int:
     finally:
         lock.release()
     return freed
-
-
-def _add_entries(
-    report: ModelReport, directory: Path, model: bytes | None, *, verify: bool
-) -> None:
-    if model is None or model_folder(directory, model).name != report.name:
-        report.damaged += report.segments  # not one header says whose they are
-        return
-    store = DiskStore(directory, b"", 0, model=model)
-    try:
-        for entry in store.entries():
-            report.entries[entry.key.component.value] += 1
-            report.payload_bytes[entry.key.component.value] += entry.nbytes
-            if verify:
-                store.read([entry.key], [entry.new_buffers()])  # counts what it finds
-        counts = store.counters()
-    finally:
-        store.close()
-    report.damaged += counts.damaged
-    report.foreign += counts.foreign - store.others.num_segments
-    report.unreadable += counts.read_errors
-
-
-def _model_of(paths: list[Path]) -> bytes | None:
-    """The whole name of a folder's model, from the first header that is sound."""
-    for path in paths:
-        try:
-            with open(open_regular(path, os.O_RDONLY), "rb") as file:
-                header = decode_header(file.read(HEADER.size))
-        except OSError:
-            continue
-        if header is not None and model_folder(path.parent.parent, header.model) == path.parent:
-            return header.model
-    return None
