@@ -13,7 +13,7 @@ import pytest
 
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.malloc import has_glibc
-from pippin.backends.mlx.cpu.run_ahead import MOST_TOKENS, running_ahead
+from pippin.backends.mlx.cpu.operations import AHEAD_TOKENS, running_ahead
 from pippin.backends.mlx.device import on_cpu
 from processes import environment, is_installed, run_python
 from serving import served
@@ -198,7 +198,7 @@ def seconds_to_submit(num_tokens: int) -> tuple[float, float]:
 
 
 def test_the_host_is_not_held_up_by_a_step_of_few_tokens(ours: Any) -> None:
-    submitted, computed = seconds_to_submit(MOST_TOKENS)
+    submitted, computed = seconds_to_submit(AHEAD_TOKENS)
     assert submitted < 0.25 * computed
-    submitted, computed = seconds_to_submit(MOST_TOKENS + 1)
+    submitted, computed = seconds_to_submit(AHEAD_TOKENS + 1)
     assert submitted > 0.5 * computed
