@@ -33,11 +33,7 @@ for module, names in ((os, ("open", "stat", "listdir", "scandir")), (io, ("open"
         setattr(module, name, hide(getattr(module, name)))
 
 from pippin.backends import host
-from pippin.backends.mlx.cpu import malloc
 
-malloc.has_glibc = lambda: False
-from pippin.backends.mlx import backend
-backend.has_glibc = lambda: False
 platform.system = lambda: "Darwin"  # only now: libraries ask when they are imported
 
 from pippin import LLM, SamplingParams

@@ -28,7 +28,6 @@ from pippin.backends.base import (
 )
 from pippin.backends.draft_limits import affordable_depth
 from pippin.backends.fallbacks import Fallbacks, noted_in
-from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.operations import compile_without_fusing, running_ahead
 from pippin.backends.mlx.device import (
     device_info,
@@ -128,7 +127,6 @@ class MLXBackend(StepRunner[MLXPending]):
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
         self.holds_prompts_back = on_metal()
-        self._resident: ResidentLimit | None = None
         self._prompts = Prompts(  # slots that have not decoded yet
             loaded,
             self._captures,
@@ -189,8 +187,6 @@ class MLXBackend(StepRunner[MLXPending]):
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:
-        if self._resident is not None:
-            self._resident.keep()
         step = MLXPending(plan=plan, sampling=self._sampling, fingerprints=self._fingerprints)
         with self._loaded.operating():
             self.execute(step, plan)
@@ -280,8 +276,6 @@ class MLXBackend(StepRunner[MLXPending]):
         left = limit_memory(budget_bytes, used) - used
         if self._wired:
             wire(used)
-        if on_cpu() and has_glibc():
-            self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._decodes.shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
         self._prompts.fit(max(left, 0) * ACTIVATION_SHARE)
