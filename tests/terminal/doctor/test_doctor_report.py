@@ -184,13 +184,11 @@ def test_what_is_off_says_what_it_means() -> None:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the smallest of the decode steps is timed, operations are not tried again, and replies
-    are few and short."""
+    """Only the smallest of the decode steps is timed, and replies are few and short."""
     monkeypatch.setattr(replies, "PROMPTS", replies.PROMPTS[:2])
     monkeypatch.setattr(replies, "REPLY_TOKENS", 6)
     monkeypatch.setattr(replies, "PARAMS", dataclasses.replace(replies.PARAMS, max_tokens=6))
     monkeypatch.setattr(doctor, "LIMIT_SECONDS", 0.0)
-    monkeypatch.setattr(on_mlx, "try_operations", lambda _: {})
 
 
 def report(
