@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from qwen35_server import prompt_text, says, serving_qwen
 from scripted_engine import MODEL, TEXT, ScriptedEngine, say, serving
 
 from cases import cases
@@ -331,17 +330,6 @@ def test_options_of_the_server_refuse_instead() -> None:
         for more in ({"store": True}, {"messages": [{"role": "user", "content": [IMAGES[0][2]]}]}):
             asked = {"model": "stories", "messages": [USER]} | more
             assert httpx.post(f"{url}/v1/chat/completions", json=asked).status_code == 400
-
-
-def test_a_session_goes_on_after_a_screenshot() -> None:
-    with serving_qwen(says("I see.")) as (url, engine):
-        shot = {"role": "user", "content": [{"type": "text", "text": "Look: "}, IMAGES[0][2]]}
-        asked = {
-            "model": "qwen",
-            "messages": [shot, {"role": "assistant", "content": "So."}, USER],
-        }
-        httpx.post(f"{url}/v1/chat/completions", json=asked).raise_for_status()
-    assert "Look: [image: PNG omitted]" in prompt_text(engine)
 
 
 @pytest.mark.parametrize(
