@@ -13,9 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundled import BUNDLED_PATH
-from decode.test_json_schemas import spec_of
-from decode.walks import bundled_vocabulary, walk
-from features import ENDLESS, FORM
 from pippin.bench.report import (
     BenchError,
     Outputs,
@@ -28,7 +25,6 @@ from pippin.bench.report import (
     ratio,
     read_ticks,
 )
-from pippin.decode.compile import compile_grammar
 from pippin.text.tokenizer import Tokenizer
 from prompts import Prompts, count_with
 from shared import Part, report_parts, verdict
@@ -53,7 +49,7 @@ def test_parts_are_measured_in_order_and_by_name() -> None:
         return Table(name, ("x",), []), [name]
 
     parts = {name: partial(part, name) for name in ("a", "b", "c")}
-    assert report_parts("test", parts).data == {"a": ["a"], "b": ["b"], "c": ["c"]}
+    assert report_parts("test", parts, None).data == {"a": ["a"], "b": ["b"], "c": ["c"]}
     chosen = report_parts("test", parts, ["c", "a"])
     assert [table.title for table in chosen.tables] == ["a", "c"]
     with pytest.raises(BenchError, match="no part 'd'; there are a, b, c"):
@@ -140,16 +136,3 @@ def test_a_seed_fixes_the_prompts() -> None:
     assert Prompts("a").text(50) == Prompts("a").text(50)
     assert Prompts("a").text(50) != Prompts("b").text(50)
     assert Prompts("a").question() == Prompts("a").question()
-
-
-def test_a_form_is_mostly_forced_and_the_endless_reply_is_not() -> None:
-    vocabulary = bundled_vocabulary()
-    form = compile_grammar(spec_of(FORM), vocabulary)
-    tokens, finished = walk(form, vocabulary, 0)
-    text = b"".join(vocabulary.tokens[token] for token in tokens)
-    assert finished
-    assert list(json.loads(text)) == FORM["required"]
-    endless = compile_grammar(spec_of(ENDLESS), vocabulary)
-    tokens, finished = walk(endless, vocabulary, 0, free=0, most=200)
-    assert (len(tokens), finished) == (200, False)
-    assert not endless.forced()

@@ -1,29 +1,22 @@
-"""Drafts: the same tokens as without, by kernels ahead of the GPU, and how much faster."""
+"""Drafts: the same tokens as without, by plain operations and by kernels ahead of the GPU."""
 
 from __future__ import annotations
 
 import random
-import statistics
-import tempfile
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Play, Requests, random_model
+from torch_gpu.plays import DRAWN, GREEDY, tiny_model
 
-from make_random_hybrid import TINY, write_weights
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Proposal, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.load import load
 from pippin.types import SamplingParams
 
 MAX_DEPTH = 4
 NUM_SCHEDULES, NUM_TOKENS = 200, 48
-SHARE = 0.8  # of drafts that are right
 
 
 @dataclass
@@ -133,9 +126,7 @@ def run_schedule(backend: TorchBackend, known: list[Any], seed: int, ahead: int)
 
 def drafts() -> None:
     """Schedules with drafts say what is said without, by plain operations and by kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_weights(Path(folder), TINY, torch.float32)
-        model = load(Path(folder), dtype="float32")
+    model = tiny_model("float32")
     known = expected_replies(TorchBackend(model, num_slots=4, debug=True), 8000)
     for kernels, num_schedules in ((False, 10), (True, NUM_SCHEDULES)):
         backend = TorchBackend(model, num_slots=4, max_depth=MAX_DEPTH, kernels=kernels, debug=True)
@@ -150,93 +141,3 @@ def drafts() -> None:
             print(f"    {len(graphs.graphs)} graphs captured, captures work: {graphs.works}")
             assert graphs.works
         assert len(others) <= num_schedules // 50, f"{len(others)} replies say otherwise"
-
-
-class DraftedPlay(Requests):
-    """Prompts of one length, whose replies are known; two steps in flight. Rows of `special` have no drafts."""
-
-    def __init__(self, backend: TorchBackend, num_rows: int, context: int, params: SamplingParams, expected: dict[int, list[int]], special: dict[int, SamplingParams] | None = None) -> None:
-        super().__init__(backend, num_rows)
-        rng = np.random.default_rng(0)
-        vocab = backend.spec.vocab_size
-        prompts = {s: rng.integers(10, vocab, context).astype(np.int32) for s in self.slots}
-        self.special = special or {}
-        self.replies = [Reply(s, prompts[s], self.special.get(s, params), s, expected[s]) for s in self.slots]
-        for reply in self.replies:
-            admit, chunk = reply.start()
-            reply.settle(self.launch(admit=(admit,), prefill=(chunk,)).wait().tokens[reply.slot])
-
-    def decode(self, num_steps: int, depth: int, share: float) -> tuple[list[float], int]:
-        """Seconds between results, and tokens, where a share of the drafts is right."""
-        def is_wrong(number: int) -> bool:
-            return number * 7919 % 1000 >= 1000 * share
-
-        times, waiting, num_tokens = [], None, 0
-        for _ in range(num_steps):
-            began = time.perf_counter()
-            launched = self.launch(decode=tuple(reply.row(0 if reply.slot in self.special else depth, is_wrong) for reply in self.replies))
-            if waiting is not None:
-                num_tokens += self.settle(waiting)
-            waiting = launched
-            times.append(time.perf_counter() - began)
-        return times, num_tokens + self.settle(waiting)
-
-    def settle(self, step: Any) -> int:
-        result = step.wait()
-        for reply in self.replies:
-            reply.settle(result.tokens[reply.slot])
-        return sum(len(found) for found in result.tokens.values())
-
-
-def speculate() -> None:
-    """Tokens a second by depth, with 80% of right drafts, and with none, against no drafts.
-
-    With random weights in bfloat16 many tokens are on a level, and a product of other shapes may
-    choose another: so replies are recorded at the depth at which they are drafted.
-    """
-    backend = TorchBackend(random_model(), num_slots=32, pool_bytes=8 << 30, max_depth=MAX_DEPTH)
-    table = []
-    for num_rows in (1, 8, 32):
-        play = Play(backend, num_rows, CONTEXT, GREEDY)
-        play.decode(10)
-        began = time.perf_counter()
-        base = statistics.median(play.decode(60)[5:]) * 1e3
-        base_rate = 60 / (time.perf_counter() - began)
-        play.end()
-        print(f"{num_rows} rows, no drafts: {base:.3f} ms a step", flush=True)
-        for depth in range(1, MAX_DEPTH + 1):
-            expected = {slot: [0] * 400 for slot in range(1, num_rows + 1)}  # wrong, all of them
-            drafted = DraftedPlay(backend, num_rows, CONTEXT, GREEDY, expected)
-            drafted.decode(10, depth, 1.0)
-            began = time.perf_counter()
-            drafted.decode(200, depth, 1.0)
-            none_right = 200 / (time.perf_counter() - began) / base_rate
-            drafted.end()
-            known = {reply.slot: [*reply.tokens, *[0] * 200] for reply in drafted.replies}
-            drafted = DraftedPlay(backend, num_rows, CONTEXT, GREEDY, known)
-            drafted.decode(4, depth, SHARE)
-            began = time.perf_counter()
-            times, num_tokens = drafted.decode(40, depth, SHARE)
-            rate = num_tokens / num_rows / (time.perf_counter() - began) / base_rate
-            drafted.end()
-            ms = statistics.median(times[5:]) * 1e3
-            said = num_tokens / num_rows / 40
-            table.append((num_rows, depth, rate))
-            print(f"    depth {depth}: {ms:.3f} ms a step, {said:.2f} tokens a step of {sum(SHARE**n for n in range(depth + 1)):.2f}, {rate:.2f}x; none right {none_right:.2f}x", flush=True)
-    for num_rows in (1, 8, 32):
-        best, depth = max((rate, depth) for rows, depth, rate in table if rows == num_rows)
-        print(f"{num_rows} rows: {best:.2f}x at depth {depth}")
-
-
-def penalised() -> None:
-    """ms a step of 17 rows with drafts, and of 16 beside one that has a penalty."""
-    backend = TorchBackend(random_model(), num_slots=32, pool_bytes=8 << 30, max_depth=MAX_DEPTH)
-    expected = {slot: [0] * 400 for slot in range(1, 18)}
-    for turn in range(3):
-        for name, special in (("17 drafting", {}), ("16 and one penalised", {17: SamplingParams(temperature=0.0, presence_penalty=0.5)})):
-            for depth in (1, MAX_DEPTH):
-                play = DraftedPlay(backend, 17, CONTEXT, GREEDY, expected, special)
-                play.decode(10, depth, SHARE)
-                times, _ = play.decode(100, depth, SHARE)
-                play.end()
-                print(f"{turn}: {name}, depth {depth}: {statistics.median(times[5:]) * 1e3:.3f} ms a step", flush=True)

@@ -1,45 +1,21 @@
-"""Captured chunks of prompts against launched ones: do they say the same, and what do they take?"""
+"""Decode rows beside chunks of prompts; and captured chunks against launched ones."""
 
 from __future__ import annotations
-
-import statistics
-import tempfile
-import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Requests, gpu_ms, make_model, random_model
+from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Requests, gpu_ms, make_model, tiny_model
 
-from make_random_hybrid import QWEN3_0_6B, TINY, write_weights
+from make_random_hybrid import QWEN3_0_6B
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.load import load
 from pippin.backends.torch.step.decode_inputs import Choice
-from pippin.backends.torch.step.sizes import ROOMS, Room, mixed_size_for, room_for, width_for
+from pippin.backends.torch.step.sizes import Room, mixed_size_for, room_for, width_for
 from pippin.types import SamplingParams
 
 HELP = "chunks of prompts are not captured (the warning above says why): CHUNK_GRAPHS = False in backends/torch/backend.py launches them"
 NEAR = {"float32": 1e-2, "bfloat16": 0.5}  # log probabilities after another order of sums
-
-
-def chunks() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        write_weights(Path(folder), TINY, torch.float32)
-        for dtype in NEAR:
-            loaded = load(Path(folder), dtype=dtype)
-            launched, captured = (TorchBackend(loaded, num_slots=16, chunk_graphs=on) for on in (False, True))
-            rooms = ROOMS if dtype == "float32" else ROOMS[::5]
-            for room in rooms:
-                compare(launched, captured, room, dtype)
-            print(f"{dtype}: prompts in {len(rooms)} rooms, captured and launched, say the same", flush=True)
-    launched, captured = (TorchBackend(random_model(), num_slots=16, pool_bytes=8 << 30, chunk_graphs=on) for on in (False, True))
-    print("\n| tokens | rows | launched, ms | captured, ms | captured first, s |\n|---|---|---|---|---|")
-    for room in ROOMS:
-        (before, _), (after, first) = (timed(backend, room) for backend in (launched, captured))
-        assert captured.runner.prompts.graphs.works, HELP
-        print(f"| {room.num_tokens} | {room.least_rows} | {before:.2f} | {after:.2f} | {first:.1f} |", flush=True)
 
 
 def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: str) -> None:
@@ -88,36 +64,19 @@ class RoomPrompts(Requests):
         return tuple(PrefillRow(s, 70, p[70:], samples=True, captures=True, checkpoints=(len(p),)) for s, p in self.prompts.items())
 
 
-def timed(backend: TorchBackend, room: Room) -> tuple[float, float]:
-    """Median milliseconds from launch to result, and seconds of the first time."""
-    times = []
-    for turn in range(6):
-        prompts = RoomPrompts(backend, room, GREEDY)
-        admit = tuple(Admit(s, GREEDY, (), p, seed=s) for s, p in prompts.prompts.items())
-        rows = tuple(PrefillRow(s, 0, p[70:], samples=True) for s, p in prompts.prompts.items())
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        prompts.take(prompts.launch(admit=admit, prefill=rows))
-        times.append(time.perf_counter() - began)
-        prompts.end()
-    return statistics.median(times[1:]) * 1e3, times[0]
-
-
 PLAIN = QWEN3_0_6B | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 
 
 def mixed() -> None:
     """Decode rows beside a chunk: the same tokens as apart, and the time of one forward against two."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_weights(Path(folder), PLAIN, torch.float32)
-        loaded = load(Path(folder), dtype="float32")
-        apart, together = (TorchBackend(loaded, num_slots=80) for _ in range(2))
-        apart.runner.mixed.steps = None
-        for num_rows, num_tokens in ((3, 40), (8, 200), (60, 700)):
-            for params in (GREEDY, DRAWN):
-                found, expected = (Beside(backend, num_rows, num_tokens, params).run() for backend in (together, apart))
-                assert found == expected, f"{num_rows} rows beside {num_tokens} tokens say something else"
-        assert together.runner.mixed.steps.graphs, "nothing was captured"
+    loaded = tiny_model("float32", PLAIN)
+    apart, together = (TorchBackend(loaded, num_slots=80) for _ in range(2))
+    apart.runner.mixed.steps = None
+    for num_rows, num_tokens in ((3, 40), (8, 200), (60, 700)):
+        for params in (GREEDY, DRAWN):
+            found, expected = (Beside(backend, num_rows, num_tokens, params).run() for backend in (together, apart))
+            assert found == expected, f"{num_rows} rows beside {num_tokens} tokens say something else"
+    assert together.runner.mixed.steps.graphs, "nothing was captured"
     print("decode rows beside chunks say what they say apart", flush=True)
     backend = TorchBackend(make_model(QWEN3_0_6B, torch.bfloat16), num_slots=72, pool_bytes=24 << 30)
     print("\nQwen3-0.6B\n\n| rows | tokens | decode, ms | chunk, ms | both in one, ms |\n|---|---|---|---|---|", flush=True)
