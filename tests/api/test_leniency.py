@@ -22,7 +22,7 @@ from pippin.api.job import prepare_chat
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import HEADER_CHARS, Leniency
 from pippin.api.requests.neutral_request import ChatRequest
-from pippin.api.response_store import ResponseStore
+from pippin.api.response_store import ResponseStores
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import RequestError, UnsupportedField
 
@@ -42,7 +42,7 @@ def chat(fields: dict[str, Any], **options: bool) -> ChatRequest:
 
 def responses(fields: dict[str, Any], **options: bool) -> ChatRequest:
     body = {"model": "stories", "input": "Hi."} | fields
-    return parse_responses_request(body, rules(**options, stored=ResponseStore(10, 10_000)))
+    return parse_responses_request(body, rules(**options, stores=ResponseStores(10, 10_000)))
 
 
 def messages(fields: dict[str, Any], **options: bool) -> ChatRequest:

@@ -146,8 +146,7 @@ class AppState:
 
     def _for_owner(self, request: Request, served: ServedText) -> ServedText:
         owner = owner_of(request.scope)
-        stored = self.stored.of(owner)
-        rules = replace(served.rules, limits=self.limits, owner=owner, stored=stored)
+        rules = replace(served.rules, limits=self.limits, owner=owner, stores=self.stored)
         return replace(served, rules=rules)
 
 
