@@ -17,10 +17,11 @@ from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import load
 from pippin.backends.torch.step.decode_inputs import Choice
-from pippin.backends.torch.step.sizes import ROOMS, Room, mixed_size_for, room_for, width_for
+from pippin.backends.torch.step.words import ROOMS, StepSize, mixed_size_for, room_for, width_for
 from pippin.types import SamplingParams
 
 HELP = "chunks of prompts are not captured (the warning above says why): CHUNK_GRAPHS = False in backends/torch/backend.py launches them"
+MIXED = "decode rows beside chunks"
 NEAR = {"float32": 1e-2, "bfloat16": 0.5}  # log probabilities after another order of sums
 
 
@@ -38,16 +39,16 @@ def chunks() -> None:
     print("\n| tokens | rows | launched, ms | captured, ms | captured first, s |\n|---|---|---|---|---|")
     for room in ROOMS:
         (before, _), (after, first) = (timed(backend, room) for backend in (launched, captured))
-        assert captured.runner.prompts.graphs.works, HELP
-        print(f"| {room.num_tokens} | {room.least_rows} | {before:.2f} | {after:.2f} | {first:.1f} |", flush=True)
+        assert captured.runner.forwards.steps.works(room), HELP
+        print(f"| {room.num_tokens} | {room.least_chunks} | {before:.2f} | {after:.2f} | {first:.1f} |", flush=True)
 
 
-def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: str) -> None:
+def compare(launched: TorchBackend, captured: TorchBackend, room: StepSize, dtype: str) -> None:
     """Prompts that fill the room, each in two chunks with states kept between, greedy and drawn."""
     for params in (GREEDY, DRAWN, SamplingParams(temperature=0.0, logprobs=5)):
         found, expected = (RoomPrompts(backend, room, params).run() for backend in (captured, launched))
-        graphs = captured.runner.prompts.graphs
-        assert graphs is not None and graphs.works, HELP
+        steps = captured.runner.forwards.steps
+        assert steps is not None and steps.works(room), HELP
         if dtype == "float32":
             assert found.tokens == expected.tokens, f"{room}: captured {found.tokens}, launched {expected.tokens}"
         for slot, lines in found.logprobs.items():
@@ -64,9 +65,9 @@ def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: s
 class RoomPrompts(Requests):
     """As many rows as the room is for, of different lengths."""
 
-    def __init__(self, backend: TorchBackend, room: Room, params: SamplingParams) -> None:
-        super().__init__(backend, room.least_rows)
-        each = room.num_tokens // room.least_rows
+    def __init__(self, backend: TorchBackend, room: StepSize, params: SamplingParams) -> None:
+        super().__init__(backend, room.least_chunks)
+        each = room.num_tokens // room.least_chunks
         rng = np.random.default_rng(room.num_tokens)
         vocab = backend.spec.vocab_size
         # The second chunk has as many tokens as the room; the first one any.
@@ -88,7 +89,7 @@ class RoomPrompts(Requests):
         return tuple(PrefillRow(s, 70, p[70:], samples=True, captures=True, checkpoints=(len(p),)) for s, p in self.prompts.items())
 
 
-def timed(backend: TorchBackend, room: Room) -> tuple[float, float]:
+def timed(backend: TorchBackend, room: StepSize) -> tuple[float, float]:
     """Median milliseconds from launch to result, and seconds of the first time."""
     times = []
     for turn in range(6):
@@ -112,12 +113,12 @@ def mixed() -> None:
         write_weights(Path(folder), PLAIN, torch.float32)
         loaded = load(Path(folder), dtype="float32")
         apart, together = (TorchBackend(loaded, num_slots=80) for _ in range(2))
-        apart.runner.mixed.steps = None
+        apart.runner.forwards.kinds -= {MIXED}
         for num_rows, num_tokens in ((3, 40), (8, 200), (60, 700)):
             for params in (GREEDY, DRAWN):
                 found, expected = (Beside(backend, num_rows, num_tokens, params).run() for backend in (together, apart))
                 assert found == expected, f"{num_rows} rows beside {num_tokens} tokens say something else"
-        assert together.runner.mixed.steps.graphs, "nothing was captured"
+        assert MIXED in {size.kind for size, _ in together.runner.forwards.steps.graphs}, "nothing was captured"
     print("decode rows beside chunks say what they say apart", flush=True)
     backend = TorchBackend(make_model(QWEN3_0_6B, torch.bfloat16), num_slots=72, pool_bytes=24 << 30)
     print("\nQwen3-0.6B\n\n| rows | tokens | decode, ms | chunk, ms | both in one, ms |\n|---|---|---|---|---|", flush=True)
@@ -161,16 +162,17 @@ class Beside(Requests):
 
     def times(self, num_tokens: int) -> tuple[float, float, float]:
         """Replays of what was captured: a decode step, the chunk, both in one forward."""
-        runner = self.backend.runner
-        steps, runner.mixed.steps = runner.mixed.steps, None
+        forwards = self.backend.runner.forwards
+        kinds, forwards.kinds = forwards.kinds, forwards.kinds - {MIXED}
         self.arrive(num_tokens)
-        runner.mixed.steps = steps
+        forwards.kinds = kinds
         self.arrive(num_tokens)
         size = mixed_size_for(len(self.rows), num_tokens, 1)
+        captured = forwards.steps.graphs
         graphs = (
-            runner.decodes.steps.graphs[width_for(len(self.rows)), Choice.GREEDY],
-            runner.prompts.graphs.graphs[room_for(num_tokens, 1), Choice.GREEDY],
-            steps.graphs[size, Choice.DRAWN],
+            captured[StepSize(width_for(len(self.rows))), Choice.GREEDY],
+            captured[room_for(num_tokens, 1), Choice.GREEDY],
+            captured[size, Choice.DRAWN],
         )
         with torch.cuda.stream(self.backend._streams._forward):
             return tuple(gpu_ms(graph.replay, repeats=10) for graph in graphs)

@@ -19,6 +19,7 @@ from make_random_hybrid import TINY, write_weights
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import load
+from pippin.backends.torch.step.words import ROOMS, StepSize
 from pippin.types import SamplingParams
 
 NUM_SCHEDULES = 200
@@ -90,8 +91,8 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
         with replays(backend) as how:
             step = backend.launch(plan)
         if plan.num_prefill_tokens:
-            graphs = backend.runner.prompts.graphs
-            way = "eager" if graphs is None or not graphs.works else "captured where there is room"
+            steps = backend.runner.forwards.steps
+            way = "captured where there is room" if steps is not None and steps.works(ROOMS[0]) else "eager"
             how.append(f"{way}, {plan.num_prefill_tokens} tokens of slots {[row.slot for row in plan.prefill]}")
         pending.append((step, how))
         if not ahead:
@@ -108,18 +109,19 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
 def replays(backend: TorchBackend) -> Iterator[list[str]]:
     """Notes the decode steps that are run meanwhile."""
     how: list[str] = []
-    steps = backend.runner.decodes.steps
+    steps = backend.runner.forwards.steps
     if steps is None:  # a shape that the kernels do not take
         how.append("plain operations")
         yield how
         return
     run = steps.run
 
-    def noted(width: int, words: np.ndarray, choice: Any) -> Any:
-        in_place = [bool(same) for same in words[3] == words[4]]
-        way = "replay" if steps.works else "eager"
-        how.append(f"{way} of width {width}, {choice.name}, slots {words[0].tolist()}, states in place {in_place}")
-        return run(width, words, choice)
+    def noted(size: StepSize, words: np.ndarray, choice: Any) -> Any:
+        if rows := size.num_rows:
+            in_place = [bool(same) for same in words[3 * rows : 4 * rows] == words[4 * rows : 5 * rows]]
+            way = "replay" if steps.works(size) else "eager"
+            how.append(f"{way} of width {rows}, {choice.name}, slots {words[:rows].tolist()}, states in place {in_place}")
+        return run(size, words, choice)
 
     steps.run = noted  # type: ignore[method-assign]
     try:

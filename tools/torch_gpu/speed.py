@@ -13,16 +13,17 @@ from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Play, gpu_ms, random_model
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import LoadedModel
+from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.words import StepSize
 from pippin.types import SamplingParams
 
 
 def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> float:
     """One replay after the other, nothing of the host in between."""
-    steps = backend.runner.decodes.steps
+    steps = backend.runner.forwards.steps
     assert steps is not None
-    graphs = {key: g for key, g in steps.graphs.items() if key[0] >= len(play.slots)}
-    width, choice = min(key for key in graphs if key[1] == (0 if params is GREEDY else 1))
-    graph = graphs[width, choice]
+    sizes = [size for size, _ in steps.graphs if size == StepSize(size.num_rows) and size.num_rows >= len(play.slots)]
+    graph = steps.graphs[min(sizes), Choice.GREEDY if params is GREEDY else Choice.DRAWN]
     with torch.cuda.stream(backend._streams._forward):
         return gpu_ms(lambda: [graph.replay() for _ in range(20)], repeats=8) / 20
 

@@ -36,8 +36,7 @@ from pippin.backends.torch.models.packed import Packed, dense
 from pippin.backends.torch.models.parts import DenseMlp, Linear
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.arena import Arena
-from pippin.backends.torch.step.batches import Batch
-from pippin.backends.torch.step.sizes import Room
+from pippin.backends.torch.step.batches import Batch, DecodeBatch
 from pippin.types import GRID
 from run_again import RunAgain
 from torch_serving import load_torch
@@ -126,11 +125,13 @@ def test_experts_and_biases_are_compared(
 @pytest.mark.usefixtures("no_gpu", "plain_experts")
 def test_a_bias_that_decode_leaves_out_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_bias(self: PlainForward, batch: Batch) -> torch.Tensor:
+        if not isinstance(batch, DecodeBatch):
+            return hidden(self, batch)
         layers = tuple(_without_bias(layer) for layer in self.decoder.layers)
-        return tokens(PlainForward(replace(self.decoder, layers=layers), self.pools), batch)
+        return hidden(PlainForward(replace(self.decoder, layers=layers), self.pools), batch)
 
-    tokens = PlainForward.tokens
-    monkeypatch.setattr(PlainForward, "tokens", without_bias)
+    hidden = PlainForward.hidden
+    monkeypatch.setattr(PlainForward, "hidden", without_bias)
     backend = TorchBackend(moe.model(moe.BIASED["llama"], torch.float32), num_slots=2)
     with torch.inference_mode(), pytest.raises(AssertionError, match="its prompt does not say"):
         moe.decode_is_prefill("llama", backend, 1)
@@ -149,8 +150,8 @@ def test_captured_chunks_are_compared_with_launched_ones(monkeypatch: pytest.Mon
     recorder = RunAgain()
     graphs = capture_chunks(captured, recorder)
     with torch.inference_mode():
-        for room in (Room(128, 4), Room(64, 16)):
-            chunks.compare(launched, captured, room, "float32")
+        for size in (room(128, 4), room(64, 16)):
+            chunks.compare(launched, captured, size, "float32")
     assert recorder.num_replays == 2 * 3 * 2
     run = graphs.run
 
@@ -161,10 +162,10 @@ def test_captured_chunks_are_compared_with_launched_ones(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(graphs, "run", shift)
         with pytest.raises(AssertionError, match=r"captured .* launched"):
-            chunks.compare(launched, captured, Room(64, 16), "float32")
-    graphs.works = False
+            chunks.compare(launched, captured, room(64, 16), "float32")
+    graphs.refused.add(room(64, 4).kind)
     with torch.inference_mode(), pytest.raises(AssertionError, match="CHUNK_GRAPHS = False"):
-        chunks.compare(launched, captured, Room(64, 4), "float32")
+        chunks.compare(launched, captured, room(64, 4), "float32")
 
 
 @pytest.mark.usefixtures("no_gpu")

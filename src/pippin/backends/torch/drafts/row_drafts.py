@@ -14,10 +14,10 @@ import torch
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
 from pippin.backends.draft_texts import Row, is_drafted
 from pippin.backends.torch.drafts.entries import Entered, Entries, StepDrafter
-from pippin.backends.torch.plain.accept import noise_words
+from pippin.backends.torch.plain.forward import noise_words
+from pippin.backends.torch.step.batches import DecodeBatch, TakenRows
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.verify.batch import TakenRows, VerifyBatch
 
 
 class RowDrafts(ABC):
@@ -55,7 +55,7 @@ class RowDrafts(ABC):
     def run_largest(self) -> None:
         """What takes the most memory, for no slot."""
 
-    def behind_tokens(self, taken: TakenRows, batch: VerifyBatch, hidden: torch.Tensor) -> None:
+    def behind_tokens(self, taken: TakenRows, batch: DecodeBatch, hidden: torch.Tensor) -> None:
         """Of rows that decode and have accepted and sampled; hidden [tokens, n]."""
         index, future = self._parts.pools.index, self._parts.future
         counts, sampled = future.counts[batch.slots].long(), future.tokens[batch.slots].long()
