@@ -14,8 +14,9 @@ import torch
 
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.sampling.rules import FAR
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.device import find_device
+from pippin.backends.torch.device import arrays_on, find_device
 from pippin.backends.torch.graphs.steps import CapturedSteps, Forwarded
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
@@ -37,7 +38,6 @@ from pippin.backends.torch.step.batches import (
 from pippin.backends.torch.step.decode_inputs import FIELDS, Choice
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.noise import add_gumbel_noise
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.words import FIRST_CELL, StepInputs, StepSize, StepWords
@@ -75,7 +75,7 @@ class MadeUpStep:
                 view.normal_(generator=generator)
         self.pools.memory[: self.layout.slab_bytes] = 0
         self.held = Rows(self.pools, max(lengths), max_len=max_len)
-        self.future = FutureMap(max(lengths), DEVICE)
+        self.future = FutureMap(arrays_on(DEVICE), max(lengths))
         self.future.tokens[1:] = torch.arange(5, 5 + max(lengths))
         for slot, length in lengths.items():
             self.held.grow(slot, length)
@@ -139,7 +139,7 @@ class PlainWords:
         decoder: Decoder,
         pools: Pools,
         table: torch.Tensor,
-        future: FutureMap,
+        future: FutureMap[torch.Tensor],
         kept: KeptInputs | None = None,
     ) -> None:
         self.decoder, self.pools, self.table, self.future = decoder, pools, table, future

@@ -94,7 +94,8 @@ from pippin.backends.mlx.recurrent.state_taps import states_after  # noqa: E402
 from pippin.backends.mlx.recurrent.taps import tap_states  # noqa: E402
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward  # noqa: E402
 from pippin.backends.mlx.rows.decode_rows import DecodeRows  # noqa: E402
-from pippin.backends.mlx.step.future_map import FutureMap  # noqa: E402
+from pippin.backends.mlx.step.sampler import ARRAYS  # noqa: E402
+from pippin.backends.step.slots import FutureMap  # noqa: E402
 
 # Another view of the same memory.
 NO_LAUNCH = {
@@ -266,7 +267,7 @@ def verify_step(loaded: LoadedModel) -> Counter[str]:
     layers = find_draft_layers(loaded.model, loaded.layout, deterministic=False)
     if isinstance(layers, str):
         return Counter()
-    future = FutureMap(ROWS, max_depth=DEPTH)
+    future = FutureMap(ARRAYS, ROWS, max_depth=DEPTH)
     rows = DraftRows(loaded.layout, layers, future, DEPTH, loaded.attention)
     slots = range(1, ROWS + 1)
     rows.join([(slot, prompt(loaded, PREFIX)) for slot in slots])

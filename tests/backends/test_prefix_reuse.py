@@ -256,7 +256,7 @@ def test_a_long_run_of_distinct_prompts_stays_inside_its_bytes(name: str) -> Non
     assert cache_of(client).tree.stats.bytes_evicted > 2 * capacity_bytes
     backend = client.loop.backend
     assert isinstance(backend, MLXBackend)
-    assert not backend._admitted
+    assert not backend._slots
 
 
 RESTORED_LENS = (1, 64, 150)

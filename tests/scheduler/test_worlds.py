@@ -39,6 +39,25 @@ def test_worlds_that_went_wrong_once(seed: int, caplog: pytest.LogCaptureFixture
     simulate(seed, STEPS_PER_WORLD, drafts=False)  # drafts would change what happens when
 
 
+def test_a_claim_covers_what_rejected_drafts_wrote(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    simulate(61, STEPS_PER_WORLD)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(457, id="a restart after damage keeps what a peer sent"),
+        pytest.param(954, id="a request that is too large ends though hand-overs were just over"),
+    ],
+)
+def test_worlds_of_two_engines_that_went_wrong_once(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    simulate_peers(seed, STEPS_PER_WORLD)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_prompts_of_another_engine_come_over_a_wire_that_loses_things(
     seed: int, caplog: pytest.LogCaptureFixture

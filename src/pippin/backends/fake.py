@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from time import perf_counter, sleep
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,7 +37,8 @@ from pippin.backends.base import (
     loaded_bytes,
 )
 from pippin.backends.masks import allowed_ids
-from pippin.backends.step_outputs import StepOutputs
+from pippin.backends.step.pending import StepOutputs
+from pippin.backends.step.slots import Arrays, FutureMap
 from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
 
@@ -308,52 +309,24 @@ class FakeDevice:
             self.advance()
 
 
-class FutureMap:
-    """The sampled token of each slot, and drafts behind it.
-
-    What was read is poisoned: reading it twice raises.
-    """
-
-    POISON = -1
-
-    def __init__(self, num_slots: int, max_depth: int = 0) -> None:
-        self._tokens = np.full(num_slots + 1, self.POISON, dtype=np.int64)
-        self._drafts = np.full((num_slots + 1, max_depth), self.POISON, dtype=np.int64)
-
-    def stash(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        if len(slots):
-            self._tokens[slots] = np.asarray(tokens).reshape(-1).astype(self._tokens.dtype)
-
-    def take(self, slot: int) -> int:
-        token = int(self._tokens[slot])
-        if token == self.POISON:
-            raise RuntimeError(f"slot {slot} has no token to read, or it was read twice")
-        self._tokens[slot] = self.POISON
-        return token
-
-    def peek(self, slot: int) -> int:
-        return int(self._tokens[slot])
-
-    def stash_drafts(self, slot: int, drafts: Sequence[int]) -> None:
-        self._drafts[slot] = self.POISON
-        self._drafts[slot, : len(drafts)] = drafts
-
-    def take_drafts(self, slot: int, depth: int) -> list[int]:
-        drafts: list[int] = self._drafts[slot, :depth].tolist()
-        if self.POISON in drafts:
-            raise RuntimeError(
-                f"slot {slot} has no {depth} drafts to read, or they were read twice"
-            )
-        self._drafts[slot] = self.POISON
-        return drafts
+def _put(into: np.ndarray, at: Any, numbers: np.ndarray) -> None:
+    into[at] = numbers
 
 
-@dataclass
+# Every map of the fake raises where a cell is read twice.
+ARRAYS: Arrays[np.ndarray] = Arrays(
+    zeros=lambda *shape: np.zeros(shape, np.int32),
+    index=lambda numbers: numbers,
+    put=_put,
+    join=np.concatenate,
+)
+
+
+@dataclass(kw_only=True)
 class FakePending(StepOutputs):
     """A step in flight: its result is there when the device has run it."""
 
-    backend: FakeBackend = field(kw_only=True)
-    checkpoints: dict[int, FakePayload] = field(default_factory=dict)  # of decode rows, by slot
+    backend: FakeBackend
     captured_at: dict[int, int] = field(default_factory=dict)  # their lengths, once they have run
     damaged: list[Damage] = field(default_factory=list)
     masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
@@ -376,11 +349,6 @@ class FakePending(StepOutputs):
         for slot in self.plan.masked_slots:
             self.backend.sample(self, slot)
 
-    def discard(self) -> None:
-        super().discard()
-        for state in self.checkpoints.values():
-            state.release()
-
     def done(self) -> bool:
         sampled = self.masks is not None or not self.plan.masked_slots
         return sampled and self.backend.device_queue.done_step >= self.plan.step
@@ -388,13 +356,11 @@ class FakePending(StepOutputs):
     def wait(self) -> StepResult:
         self.backend.device_queue.run_until(self.plan.step)
         for slot, tokens in self.tokens.items():
-            num_top = self.num_top_logprobs(slot)
+            num_top = self.backend.num_top_logprobs(slot)
             if num_top is not None:
                 self.logprobs[slot] = tuple(self.backend.score(token, num_top) for token in tokens)
-        for slot, state in self.checkpoints.items():
-            at = self.captured_at[slot]
-            self.captures.append(Capture(slot, at - 1, at, states={at: state}))
-        self.checkpoints = {}
+        for slot, end in self.captured_at.items():
+            self.keep_checkpoint(slot, end)
         return replace(self.result(), damaged=tuple(self.damaged))
 
 
@@ -446,7 +412,7 @@ class FakeBackend:
             hidden_bytes=HIDDEN_BYTES if knows_head else 0,
         )
         self.device_queue = FakeDevice(step_seconds)
-        self.future_map = FutureMap(num_slots, max_depth)
+        self.future_map = FutureMap(ARRAYS, num_slots, max_depth=max_depth, debug=True)
         self.ledger = Ledger()
         self._rows: dict[int, ToyRow] = {}
         self._draft_share = draft_share
@@ -506,7 +472,7 @@ class FakeBackend:
     # ---- the contract ----------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> FakePending:
-        pending = FakePending(plan, self._num_top_logprobs, dispatched=perf_counter(), backend=self)
+        pending = FakePending(plan=plan, dispatched=perf_counter(), backend=self)
         for retire in plan.retire:
             self._retire(pending, retire)
         for admit in plan.admit:
@@ -631,9 +597,9 @@ class FakeBackend:
         unsure = decode.position - row.length  # the plan was made before the last step's end
         assert row.destroyed or unsure in (0, row.num_rejected), "positions follow each other"
         row.num_rejected = 0
-        row.run(self.future_map.take(decode.slot))
+        row.run(self._take(decode.slot))
         if (state := pending.checkpoints.get(decode.slot)) is not None:
-            state.write([row.state])
+            as_fake((state,))[0].write([row.state])
             pending.captured_at[decode.slot] = row.length
         if decode.depth:
             self._verify(pending, decode)
@@ -645,7 +611,8 @@ class FakeBackend:
     def _verify(self, pending: FakePending, decode: DecodeRow) -> None:
         row, proposal = self._rows[decode.slot], decode.proposal
         if proposal is None:
-            drafts = self.future_map.take_drafts(decode.slot, decode.depth)
+            self.future_map.note_drafts_read(decode.slot, decode.depth)
+            drafts: list[int] = self.future_map.drafts[decode.slot, : decode.depth].tolist()
         else:
             assert row.destroyed or row.length >= proposal.start, "what is known is not proposed"
             first = max(0, row.length - proposal.start)
@@ -672,8 +639,13 @@ class FakeBackend:
             token = int(allowed[token % len(allowed)])
         row.num_sampled += 1
         pending.tokens[slot] = (*pending.tokens.get(slot, ()), token)
-        self.future_map.stash(np.array([slot]), np.array([[token]], dtype=np.int32))
+        self.future_map.stash(np.array([slot]), np.array([token]))
+        self.future_map.note_written(np.array([slot]))
         return token
+
+    def _take(self, slot: int) -> int:
+        self.future_map.note_read(np.array([slot]))
+        return int(self.future_map.tokens[slot])
 
     def _score_prompt(self, pending: FakePending, slot: int) -> None:
         row = self._rows[slot]
@@ -688,7 +660,7 @@ class FakeBackend:
             digests = row.hidden or row.digests(self.spec.components)
             pending.hidden[slot] = np.array(digests, dtype=np.float32)
 
-    def _num_top_logprobs(self, slot: int) -> int | None:
+    def num_top_logprobs(self, slot: int) -> int | None:
         return self._rows[slot].admit.params.logprobs if slot in self._rows else None
 
     def score(self, token: int, num_top: int) -> TokenLogprobs:
@@ -700,7 +672,7 @@ class FakeBackend:
         """For the slot's next step: what the toy says next, with errors."""
         drafts: list[int] = []
         if num_drafts:
-            ahead, token = self._rows[slot].copy(), self.future_map.peek(slot)
+            ahead, token = self._rows[slot].copy(), int(self.future_map.tokens[slot])
         for _ in range(num_drafts):
             ahead.run(token)
             token = ahead.next_token(self.spec.components, self.spec.vocab_size)
@@ -708,7 +680,8 @@ class FakeBackend:
             if mix(ahead.admit.seed, ahead.length) % 1000 >= 1000 * self._draft_share:
                 token = (token + 1) % self.spec.vocab_size
             drafts.append(token)
-        self.future_map.stash_drafts(slot, drafts)
+        self.future_map.stash_drafts(np.array([slot]), np.array([drafts], dtype=np.int32))
+        self.future_map.note_drafts_written(np.array([slot]), len(drafts))
 
     # ---- payloads, for the device to write ---------------------------------------------------
 

@@ -55,8 +55,14 @@ class Waits(Generic[J]):
         return sum(len(job.waiters) for job in self._jobs) + len(self._ready)
 
     @property
-    def busy(self) -> bool:
+    def under_way(self) -> bool:
+        """Whether a load may still bring something, also if no request waits for it any more."""
         return bool(self._jobs or self._ready)
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are wanted for it although no request runs."""
+        return self.under_way
 
     def remove(self, request: Request) -> None:
         """It has ended. What no request waits for is given up."""
@@ -143,8 +149,8 @@ class Loads(Waits[LoadJob]):
         return sum(reading.nbytes for reading in (*in_steps, *waiting))
 
     @property
-    def busy(self) -> bool:
-        return super().busy or bool(self._steps)
+    def under_way(self) -> bool:
+        return super().under_way or bool(self._steps)
 
     @property
     def futures(self) -> Sequence[Future[ReadPiece]]:

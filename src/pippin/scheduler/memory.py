@@ -60,7 +60,8 @@ class Claims:
         return True
 
     def _shrink(self, running: RunningSlot) -> None:
-        surplus = running.nbytes - self.row_bytes(running, running.row_len)
+        held = max(running.row_len, running.drafted_len)
+        surplus = running.nbytes - self.row_bytes(running, held)
         if surplus > 0:
             running.nbytes -= surplus
             self.budget.release(surplus)

@@ -212,7 +212,6 @@ class Request:
             self.starts_again = True
             self.num_sampled = self.cached_len = 0
             self.host_len = self.disk_len = self.peer_len = 0
-            self.loaded = {}
         else:
             assert self.num_sampled == len(self.output), "a sample is in flight"
             self.num_preemptions += 1
@@ -335,6 +334,7 @@ class RunningSlot:
     keeps_reply: bool = True  # a copy of what it holds goes to the tree when its reply has ended
     branch: int = 0  # where the request's tokens leave a path that is already in the tree
     row_len: int = 0  # at most, while drafts are in flight
+    drafted_len: int = 0  # its KV was written up to here, rejected drafts included
     num_unsure: int = 0  # drafts in flight: each may be rejected, and is then not part of the row
     num_extra: int = 0  # drafts that the last committed step accepted: the row can do without these
     num_drafts: int = 0  # that the device's drafter leaves for the next step
@@ -443,6 +443,7 @@ class RunningSlot:
         assert 0 <= accepted <= depth
         self.num_unsure -= depth
         self.num_extra = accepted
+        self.drafted_len = max(self.drafted_len, self.row_len)
         self.row_len -= depth - accepted
         if self.runs:
             self.request.num_sampled -= depth - accepted

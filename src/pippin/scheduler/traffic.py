@@ -204,14 +204,15 @@ class Traffic:
     @property
     def busy(self) -> bool:
         """Whether steps are wanted although no request runs."""
-        if self.loads_under_way or (self.pushes is not None and self.pushes.busy):
+        if any(source.busy for source in self.waits):
+            return True
+        if self.pushes is not None and self.pushes.busy:
             return True
         return bool(self.tiers) and any(t.spills.busy(self.clock()) for t in self.tiers)
 
     @property
     def loads_under_way(self) -> bool:
-        """Whether something is being loaded, also if no request waits for it any more."""
-        return any(source.busy for source in self.waits)
+        return any(source.under_way for source in self.waits)
 
     @property
     def num_loading(self) -> int:

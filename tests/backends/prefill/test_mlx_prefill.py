@@ -84,7 +84,8 @@ def test_groups_take_no_more_than_half_of_what_activations_may() -> None:
     prompts, layout = backend._prompts, backend.loaded.layout
     chunks = [chunk((1_000, 8), slot) for slot in (1, 2, 3)]
     params = SamplingParams()
-    backend._admitted |= {c.slot: Admit(c.slot, params, (), c.tokens, 0) for c in chunks}
+    for c in chunks:
+        backend._slots.admit(Admit(c.slot, params, (), c.tokens, 0))
     assert len(prompts.groups(chunks)) == 1
     of_a_column = max(cache.nbytes for cache in layout.kv_caches)
     prompts.fit(2 * PREFIX_COPIES * 2_500 * of_a_column)

@@ -37,6 +37,7 @@ from pippin.backends.torch.models.parts import DenseMlp, Linear
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.arena import Arena
 from pippin.backends.torch.step.batches import Batch, DecodeBatch
+from pippin.backends.torch.step.words import room
 from pippin.types import GRID
 from run_again import RunAgain
 from torch_serving import load_torch

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from builders import AMPLE_BYTES
 from near_ties import assert_same
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.pools.arena import Arena
 from pippin.backends.torch.pools.payloads import StatePayload
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.captures import Captures
-from pippin.backends.torch.step.draws import Draws
-from pippin.backends.torch.step.future_map import FutureMap
+from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sampler import TorchSampler
 from pippin.backends.torch.streams import CudaStreams
 from pippin.types import Component, SamplingParams
@@ -323,13 +323,13 @@ def nobody_asks() -> Iterator[None]:
 
 
 def looks_at_logits(patch: pytest.MonkeyPatch) -> None:
-    check = Draws.check
+    check = TorchPending.check
 
-    def look(self: Draws, step: Any, slots: Any, logits: torch.Tensor) -> None:
+    def look(self: TorchPending, slots: Any, logits: torch.Tensor) -> None:
         if not bool(logits[0, 0].isnan()):
-            check(self, step, slots, logits)
+            check(self, slots, logits)
 
-    patch.setattr(Draws, "check", look)
+    patch.setattr(TorchPending, "check", look)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,9 @@ from pippin.backends.mlx.rows.footprint import Footprint
 from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
-from pippin.backends.mlx.step.sampler import MLXSampler
-from pippin.backends.mlx.step.sampling import Sampling
+from pippin.backends.mlx.step.sampler import ARRAYS, MLXSampler
+from pippin.backends.step.pending import Sampling
+from pippin.backends.step.slots import SlotTable
 from pippin.cache.entries import ArraySpec, Bytes
 from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
@@ -99,8 +100,8 @@ class MLXBackend:
             loaded.layout, packer, loaded.hidden_bytes, loaded.head.dtype or loaded.dtype
         )
         self._fingerprints = MLXFingerprints() if fingerprints else None
-        self._sampler = MLXSampler(loaded.vocab_size, num_slots, safe=loaded.safe)
-        self._admitted: dict[int, Admit] = {}
+        sampler = MLXSampler(loaded.vocab_size, num_slots, safe=loaded.safe)
+        self._slots = SlotTable(num_slots, sampler)
         self._shapes = RecentShapes()
         may_compile = loaded.layout.compiles and not (deterministic or loaded.safe)
         self.steps_are_compiled = may_compile and compile_without_fusing()
@@ -108,8 +109,7 @@ class MLXBackend:
             self._decodes = Decodes(
                 loaded,
                 self._captures,
-                self._admitted,
-                self._sampler,
+                self._slots,
                 num_slots=num_slots,
                 max_depth=max_depth,
                 seen=self._shapes,
@@ -117,7 +117,7 @@ class MLXBackend:
                 deterministic=deterministic,
                 debug=debug,
             )
-        self._sampling = Sampling(self._sampler, self._decodes.future_map, self._admitted)
+        self._sampling = Sampling(ARRAYS, self._slots, self._decodes.future_map)
         self.max_depth = self._decodes.max_depth
         self.drafts_itself = self._decodes.drafts_itself
         self._footprint = Footprint(loaded.layout, self.max_depth)
@@ -130,7 +130,7 @@ class MLXBackend:
         self._prompts = Prompts(  # slots that have not decoded yet
             loaded,
             self._captures,
-            self._admitted,
+            self._slots,
             shapes=Ladder() if padded else EXACT,
             seen=self._shapes,
             deterministic=deterministic,
@@ -196,11 +196,7 @@ class MLXBackend:
         if self._fingerprints is not None:
             self._fingerprints.begin()
         step = MLXPending(
-            plan,
-            self._sampling.num_top_logprobs,
-            sample_rows=self._sampling.sample_rows,
-            clock=self._clock,
-            fingerprints=self._fingerprints,
+            plan=plan, sampling=self._sampling, clock=self._clock, fingerprints=self._fingerprints
         )
         for retire in plan.retire:
             self._retire(step, retire)
@@ -214,12 +210,12 @@ class MLXBackend:
                 self._leave_rows(chunk)
         self._decodes.run(step, plan.decode, self._prompts)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
-            self._sampling.sample(step)
+            step.sample_added()
             with running_ahead(sum(1 + row.depth for row in plan.decode)):
                 step.launch()
         self._prefill(step, plan.prefill)
         if plan.prefill or not plan.decode:
-            self._sampling.sample(step)
+            step.sample_added()
             self._decodes.draft_first(step, self._prompts.take_to_draft())
             if not (plan.decode and self.holds_prompts_back):  # else `dispatch` hands them over
                 step.launch()
@@ -248,7 +244,7 @@ class MLXBackend:
         prompts = self._prompts
         for whole in prompts.restored_groups([row for row in chunks if not len(row.tokens)]):
             prompts.sample_restored(step, whole)
-            self._sampling.sample(step)
+            step.sample_added()
             step.launch()  # these tokens do not need the rows
             prompts.restore(step, whole)
         for group in prompts.groups([row for row in chunks if len(row.tokens)]):
@@ -312,9 +308,8 @@ class MLXBackend:
     # ---- slots -----------------------------------------------------------------------------
 
     def _admit(self, admit: Admit) -> None:
-        self._admitted[admit.slot] = admit
         self._prompts.start(admit.slot)
-        self._sampler.admit(admit)
+        self._slots.admit(admit)
 
     def _retire(self, step: MLXPending, retire: Retire) -> None:
         slot = retire.slot
@@ -324,8 +319,7 @@ class MLXBackend:
                 step.keep(capture)
         self._decodes.leave(slot)
         self._prompts.drop(slot)
-        self._sampler.retire(slot)
-        self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
+        self._slots.retire(slot)
 
     def _held(self, slot: int, start: int, end: int) -> PromptState:
         """What the slot has computed of tokens [start, end), wherever it lies."""
@@ -337,4 +331,4 @@ class MLXBackend:
         held = self._held(chunk.slot, 0, chunk.start)
         self._decodes.leave(chunk.slot)
         self._prompts.take_back(chunk.slot, held)
-        self._sampler.count(chunk.slot, chunk.tokens[1:])  # the first was counted when it was drawn
+        self._slots.sampler.count(chunk.slot, chunk.tokens[1:])  # the first was, when drawn

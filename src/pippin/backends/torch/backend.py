@@ -18,8 +18,9 @@ import torch
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
 from pippin.backends.draft_limits import NOT_DETERMINISTIC, affordable_depth
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.config import lacks_draft_kernels, suit_kernels
-from pippin.backends.torch.device import device_info, to_device
+from pippin.backends.torch.device import arrays_on, device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.kernels import checks
 from pippin.backends.torch.kernels.checks import Agreed
@@ -31,7 +32,6 @@ from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
 from pippin.backends.torch.runner import Runner, Ways
 from pippin.backends.torch.step.filters import in_top_p_by
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import make_streams
@@ -136,7 +136,7 @@ class TorchBackend:
         )
         with torch.inference_mode(), self._streams.forward():
             self._future_map = FutureMap(
-                num_slots, decoder.device, max_depth=self.max_depth, debug=debug
+                arrays_on(decoder.device), num_slots, max_depth=self.max_depth, debug=debug
             )
         if pool_bytes is not None:
             self._make_runner(pool_bytes)
@@ -227,9 +227,9 @@ class TorchBackend:
     def launch(self, plan: StepPlan) -> TorchPending:
         runner = self.runner
         step = TorchPending(
-            plan,
-            self._slots.num_top_logprobs,
-            sample_masked=runner.sample_masked,
+            plan=plan,
+            sampling=runner.draws,
+            streams=self._streams,
             fingerprints=runner.fingerprints,
             dispatched=perf_counter(),
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import platform
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from pippin.backends.base import DeviceInfo
 from pippin.backends.host import host_memory_bytes
+from pippin.backends.step.slots import Arrays
 from pippin.errors import LoadError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -55,6 +58,20 @@ def dtype_of(name: str, device: torch.device, stored: torch.dtype) -> torch.dtyp
     if stored not in DTYPES.values():
         raise LoadError(f"weights of type {stored} are not served: {', '.join(DTYPES)} are")
     return torch.float32 if device.type == "cpu" else stored
+
+
+def arrays_on(device: torch.device) -> Arrays[torch.Tensor]:
+    """What is put somewhere is put in place: steps run in the order of their launches."""
+
+    def put(into: torch.Tensor, at: Any, numbers: torch.Tensor) -> None:
+        into[at] = numbers.to(into.dtype)
+
+    return Arrays(
+        zeros=partial(torch.zeros, dtype=torch.int32, device=device),
+        index=lambda numbers: to_device(numbers.astype(np.int64), device),
+        put=put,
+        join=lambda parts: torch.cat(list(parts)),
+    )
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.base import Capture, DecodeRow, PrefillRow, Restore, StepPlan
+from pippin.backends.base import DecodeRow, PrefillRow, Restore, StepPlan
 from pippin.backends.chunking import cut_chunk, grid_blocks
 from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.graphs.steps import CapturedSteps, Ran
@@ -28,7 +27,7 @@ from pippin.backends.torch.models.parts import Linear
 from pippin.backends.torch.plain.forward import PlainForward, accepted, noise_words
 from pippin.backends.torch.pools.layout import ZERO_SLAB
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
-from pippin.backends.torch.prompt_scores import PromptScores
+from pippin.backends.torch.prompt_scores import TorchPromptScores
 from pippin.backends.torch.step import words as sizes
 from pippin.backends.torch.step.batches import (
     DecodeBatch,
@@ -84,7 +83,7 @@ class Forwards:
         self._max_tokens = max_tokens
         self._max_depth = max_depth
         self._drafts = drafts
-        self._scores = PromptScores(parts, head, pads=chunk_graphs)
+        self._scores = TorchPromptScores(parts, head, pads=chunk_graphs)
 
     def retire(self, slot: int) -> None:
         self._scores.retire(slot)
@@ -377,9 +376,7 @@ class Forwards:
             for row, (count, start, _, *drawn) in zip(rows, lines.tolist(), strict=True):
                 if row.samples:
                     step.tokens[row.slot] = tuple(drawn[: count + 1])
-                if (state := step.checkpoints.pop(row.slot, None)) is not None:
-                    capture = Capture(row.slot, start, start + 1, states={start + 1: state})
-                    step.captures.append(capture)
+                step.keep_checkpoint(row.slot, start + 1)
 
         step.read_later(parts.streams.bring([found]), read)
 
@@ -476,7 +473,7 @@ class Forwards:
         """What a step over kernels made of these."""
         assert ran.last is not None
         assert ran.every is not None
-        self._scores.add(step, chunks, ran.every)
+        self._score(step, chunks, ran.every)
         self._keep_hidden(step, chunks, ran.last)
         self._parts.draws.take_drawn(step, chunks, ran)
         if self._drafts is not None:
@@ -488,12 +485,22 @@ class Forwards:
         batch = chunk_batch(taken, parts.rows, parts.pools)
         hidden = self._plain.hidden(batch)
         parts.rows.release_passed(taken.slots)
-        self._scores.add(step, chunks, hidden)
+        self._score(step, chunks, hidden)
         last = hidden[batch.last]
         self._keep_hidden(step, chunks, last)
         self._sample(step, chunks, self._head(last))
         if self._drafts is not None:
             self._drafts.behind_chunks(chunks, hidden)
+
+    def _score(
+        self, step: TorchPending, chunks: Sequence[PrefillRow], hidden: torch.Tensor
+    ) -> None:
+        """hidden [tokens, hidden]: what the head reads, of every token of the chunks."""
+        first = 0
+        for chunk in chunks:
+            if self._scores.wants(chunk):
+                self._scores.add(step, chunk, hidden[first : first + len(chunk.tokens)])
+            first += len(chunk.tokens)
 
     def _keep_hidden(
         self, step: TorchPending, chunks: Sequence[PrefillRow], hidden: torch.Tensor
@@ -523,7 +530,7 @@ class Forwards:
         }
         if ends:
             found = hidden[parts.pools.index(np.array(list(ends.values())))].float()
-            step.read_later(parts.streams.bring([found]), partial(step.read_hidden, list(ends)))
+            step.bring_hidden(list(ends), found)
 
     def _sample(
         self,
@@ -532,8 +539,8 @@ class Forwards:
         logits: torch.Tensor,
     ) -> None:
         """By the sampler."""
-        self._parts.draws.check(step, [row.slot for row in rows], logits)
-        self._parts.draws.sample(step, rows, logits)
+        step.check([row.slot for row in rows], logits)
+        self._parts.draws.draw(step, rows, logits)
 
 
 Kind = TypeVar("Kind", KVPayload, StatePayload, HiddenPayload)

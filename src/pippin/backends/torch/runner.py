@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.slots import FutureMap
+from pippin.backends.torch.device import arrays_on
 from pippin.backends.torch.drafts.entries import StepDrafter
 from pippin.backends.torch.drafts.make import make_drafts
 from pippin.backends.torch.drafts.row_drafts import RowDrafts
@@ -21,17 +22,15 @@ from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
-from pippin.backends.torch.pools.fingerprints import TorchFingerprints
+from pippin.backends.torch.pools.fingerprints import TorchFingerprints, WordSums
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import KeptInputs, Pools
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.pools.transfers import Transfers
 from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.decode_inputs import Choice
-from pippin.backends.torch.step.draws import Draws
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.parts import StepParts
-from pippin.backends.torch.step.pending import TorchPending
+from pippin.backends.torch.step.pending import Draws, TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.words import (
     MIXED_ROOMS,
@@ -150,7 +149,7 @@ class Runner:
         draft: Decoder | None,
         layout: PoolLayout,
         slots: Slots,
-        future: FutureMap,
+        future: FutureMap[torch.Tensor],
         streams: Streams,
         ways: Ways,
         capacity_bytes: int,
@@ -170,8 +169,8 @@ class Runner:
         self.rows = Rows(self.pools, ways.num_slots, ways.max_len)
         self._transfers = Transfers(self.pools, streams)
         self._captures = Captures(self.pools, self.rows)
-        self.fingerprints = self._make_fingerprints() if ways.fingerprints else None
-        self.draws = Draws(slots, future, self.pools, streams)
+        self.fingerprints = TorchFingerprints(self._make_sums()) if ways.fingerprints else None
+        self.draws = Draws(arrays_on(decoder.device), slots, future)
         parts = StepParts(self.pools, self.rows, self._captures, slots, future, self.draws, streams)
         kept = KeptInputs(layout, ways.num_slots, ways.max_depth, decoder.device)
         self._drafts: RowDrafts | None = None
@@ -193,6 +192,8 @@ class Runner:
         )
 
     def execute(self, step: TorchPending, plan: StepPlan) -> None:
+        if self.fingerprints is not None:
+            self.fingerprints.begin()
         sent = self._transfers.send(plan.load)
         for retire in plan.retire:
             self._retire(step, retire)
@@ -206,16 +207,18 @@ class Runner:
         for spill in plan.spill:
             spilled = self._transfers.spill(spill)
             step.spilled.append(spilled)
-            step.compared += [(payload, spilled.note_damage) for payload in spill.payloads]
+            if self.fingerprints is not None:
+                for payload in spill.payloads:
+                    self.fingerprints.compare(payload, spilled.note_damage)
         if plan.load:
             step.loaded += self._transfers.load(plan.load, sent)
             # What it was loaded from may be used for something else once the step is committed.
             step.read_later(self._streams.bring([]), lambda: None)
         if self.fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
-            made += [*step.checkpoints.values(), *step.loaded]
-            if made or step.compared:
-                self.fingerprints.launch(plan.step, step.compared, made)
+            for payload in (*made, *step.checkpoints.values(), *step.loaded):
+                self.fingerprints.take(payload)
+            self.fingerprints.launch(plan.step, self.fingerprints.sum_up)
         self.pools.arena.compact(MOST_MOVED_BYTES)
 
     def _retire(self, step: TorchPending, retire: Retire) -> None:
@@ -225,10 +228,6 @@ class Runner:
         self.rows.retire(retire.slot)
         self._slots.retire(retire.slot)
         self.forwards.retire(retire.slot)
-
-    def sample_masked(self, step: TorchPending, masks: np.ndarray) -> None:
-        with torch.inference_mode(), self._streams.forward():
-            self.draws.sample_masked(step, masks)
 
     def capture_largest(self) -> None:
         """So that smaller ones, captured later, fit into the memory that these have."""
@@ -262,9 +261,9 @@ class Runner:
             forward, pools.layout, recorder, sizes, decoder.device, self._fallbacks
         )
 
-    def _make_fingerprints(self) -> TorchFingerprints:
+    def _make_sums(self) -> WordSums:
         if not self._ways.kernels:
-            return TorchFingerprints(self.pools, self._streams)
+            return WordSums(self.pools, self._streams)
         from pippin.backends.torch.kernels.word_sums import sum_words
 
-        return TorchFingerprints(self.pools, self._streams, sum_words)
+        return WordSums(self.pools, self._streams, sum_words)

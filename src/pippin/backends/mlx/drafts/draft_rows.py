@@ -30,13 +30,41 @@ from pippin.backends.mlx.attention.decode_step import (
     Tree,
 )
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.drafts.acceptance import NONE, Proposals
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, delta_layers
 from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.step.future_map import FutureMap
+from pippin.backends.mlx.step.sampler import send
+from pippin.backends.step.slots import FutureMap
+
+NONE = -1  # equals no token that is sampled
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What the host proposes for each row of a step: tokens by position, as one table."""
+
+    starts: np.ndarray  # int32 [rows]: the position of the first
+    tokens: np.ndarray  # int32 [rows, n], then NONE
+
+    @classmethod
+    def of(cls, proposals: Sequence[Proposal | None]) -> Proposals:
+        longest = max((len(found.tokens) for found in proposals if found is not None), default=0)
+        table = np.full((len(proposals), longest + 1), NONE, dtype=np.int32)
+        starts = np.zeros(len(proposals), dtype=np.int32)
+        for row, found in enumerate(proposals):
+            if found is not None:
+                starts[row] = found.start
+                table[row, : len(found.tokens)] = found.tokens
+        return cls(starts, table)
+
+    def at(self, positions: mx.array) -> mx.array:
+        """int32 [rows, n] of positions [rows, n]; NONE where nothing is proposed."""
+        last = self.tokens.shape[1] - 1  # a column of NONE
+        place = positions - mx.array(self.starts)[:, None]
+        place = mx.where(place < 0, last, mx.minimum(place, last))
+        return mx.take_along_axis(mx.array(self.tokens), place, axis=1)
 
 
 @dataclass(eq=False)
@@ -67,7 +95,6 @@ class VerifyStep:
     slots: np.ndarray  # int32 [width]; 0: the line is no row of this step
     depths: np.ndarray  # int32 [width]
     least: np.ndarray  # int32 [width]: tokens that the row holds at least
-    num_unsure: int  # no row holds more than this many beyond that
     lengths: mx.array  # int32 [width]: as the device has them
     drafts: mx.array  # int32 [width, depth]; NONE where there is none
     inputs: mx.array  # int32 [width, 1]: the input tokens
@@ -80,7 +107,7 @@ class DraftRows(DecodeRows):
         self,
         layout: Layout,
         layers: Sequence[ReplayedDeltaNet],
-        future_map: FutureMap,
+        future_map: FutureMap[mx.array],
         max_depth: int,
         paths: AttentionPaths,
     ) -> None:
@@ -192,7 +219,8 @@ class DraftRows(DecodeRows):
         unsure_at = mx.array(unsure_slots) if any_unsure else None
         lengths = _known(unsure_at, least, self._future_map.lengths)
         drafts = self._drafts(slots, depths, proposals, lengths)
-        inputs = tokens = self._future_map.resolve(slots)[:, None]
+        self._future_map.note_read(slots)
+        inputs = tokens = self._future_map.tokens[send(slots)][:, None]
         if drafts.shape[1]:
             tokens = mx.concatenate([inputs, mx.maximum(drafts, 0)], axis=1)
         tree = {
@@ -205,7 +233,7 @@ class DraftRows(DecodeRows):
         mains_shape, mains = self.mains.view(least, ends)
         logits, hidden = self._run(mains_shape, tree | mains, forward)
         plain = not unsure and not num_unsure
-        facts = (plain, slots, depths, least, num_unsure, lengths, drafts)
+        facts = (plain, slots, depths, least, lengths, drafts)
         return VerifyStep(*facts, inputs, logits, hidden), unsure
 
     def _drafts(
@@ -222,14 +250,21 @@ class DraftRows(DecodeRows):
         places = mx.arange(depth, dtype=mx.int32)[None]
         by_host = np.array([proposal is not None for proposal in proposals])
         if not by_host.any() and (depths[slots > 0] == depth).all():
-            return self._future_map.resolve_drafts(slots, depths)
+            return self._left_drafts(slots, depths)
         drafts = Proposals.of(proposals).at(lengths[:, None] + 1 + places)
         own_depths = np.where(by_host, 0, depths)
         if own_depths.any():
-            own = self._future_map.resolve_drafts(slots, own_depths)
+            own = self._left_drafts(slots, own_depths)
             own = mx.pad(own, [(0, 0), (0, depth - own.shape[1])])
             drafts = mx.where(mx.array(by_host)[:, None], drafts, own)
         return mx.where(places < mx.array(depths)[:, None], drafts, NONE)
+
+    def _left_drafts(self, slots: np.ndarray, depths: np.ndarray) -> mx.array:
+        """int32 [width, the largest of `depths`], of the device's drafter."""
+        for slot, depth in zip(slots.tolist(), depths.tolist(), strict=True):
+            if slot and depth:
+                self._future_map.note_drafts_read(slot, depth)
+        return self._future_map.drafts[send(slots), : depths.max(initial=0)]
 
     def _run(
         self,

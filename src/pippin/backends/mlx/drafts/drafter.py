@@ -7,23 +7,23 @@ itself will have there. Nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
+from pippin.backends.base import DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation
 from pippin.backends.mlx.drafts.draft_rows import VerifyStep
 from pippin.backends.mlx.drafts.missed_steps import MissedSteps, Ran
 from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
-from pippin.backends.mlx.step.future_map import FutureMap
+from pippin.backends.mlx.step.noise import noise_words
 from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.sampler import MLXSampler
-from pippin.backends.sampling.noise import noise_keys
+from pippin.backends.mlx.step.sampler import MLXSampler, send
 from pippin.backends.sampling.rules import Draw
+from pippin.backends.step.slots import FutureMap, SlotTable
 
 # As `StepDrafter._run` has them.
 Entries = tuple[mx.array | None, mx.array, mx.array, mx.array]
@@ -63,15 +63,15 @@ class StepDrafter:
     def __init__(
         self,
         reader: Reader,
-        sampler: MLXSampler,
-        future_map: FutureMap,
-        admitted: Mapping[int, Admit],
+        slots: SlotTable[mx.array],
+        future_map: FutureMap[mx.array],
         max_depth: int,
     ) -> None:
         self._reader = reader
-        self._sampler = sampler
+        assert isinstance(slots.sampler, MLXSampler)
+        self._sampler = slots.sampler
+        self._slots = slots
         self._future_map = future_map
-        self._admitted = admitted
         self._shape = reader.ring_shape(max_depth)
         self._most_tokens = 1 + max_depth  # of a row in a step
         self.rings = SlotRings(self._shape)
@@ -108,11 +108,11 @@ class StepDrafter:
         vectors = [vector for _, vector in rows if vector is not None]
         assert len(vectors) == len(rows), "this model's hidden vectors are not known"
         slots = np.array([row.slot for row, _ in rows], dtype=np.int32)
-        least = np.array([row.end - 1 for row, _ in rows], dtype=np.int32)
+        lengths = mx.array([row.end - 1 for row, _ in rows], mx.int32)
         tokens = self._future_map.tokens[mx.array(slots)][:, None]
         counts = mx.zeros((len(rows),), mx.int32)
         hidden = mx.concatenate(vectors)
-        ran = Ran(slots, least, 0, mx.array(least), hidden, tokens, None, counts)
+        ran = Ran(slots, lengths, hidden, tokens, None, counts)
         return self.draft(ran, max(row.num_drafts for row, _ in rows))
 
     def draft(self, ran: Ran, num_drafts: int) -> list[mx.array]:
@@ -147,7 +147,8 @@ class StepDrafter:
         new = Rings(new_kv, rings.starts)
         self.rings.keep(slots, new)
         if noise.shape[1]:
-            self._future_map.stash_drafts(rows, drafts)
+            self._future_map.stash_drafts(send(rows), drafts)
+            self._future_map.note_drafts_written(rows, drafts.shape[-1])
         return [drafts, *new.arrays(), *self._future_map.arrays()]
 
     # ---- one step --------------------------------------------------------------------------
@@ -209,16 +210,9 @@ class StepDrafter:
         vocab_size = self._reader.vocab_size
         if all(state.draw(vocab_size) is Draw.GREEDY for state in states):
             return mx.zeros((len(slots), num_drafts, 2), mx.uint32)
-        num_candidates = ran.num_unsure + ran.tokens.shape[1] - 1 + num_drafts
-        prompts = [len(self._admitted[slot].prompt) if slot else 0 for slot in slots]
-        numbers = ran.least + 2 - np.array(prompts)  # of the first draft behind the first token
+        # Of the first draft behind the first token, and of those behind it.
+        first = ran.lengths + ran.counts + 2 - mx.array(self._slots.prompt_lens[ran.slots])
+        numbers = first[:, None] + mx.arange(num_drafts)
         streams = np.array([state.stream for state in states], dtype=np.uint64)
-        table = noise_keys(
-            np.repeat(streams, num_candidates),
-            (numbers[:, None] + np.arange(num_candidates)).reshape(-1).tolist(),
-        )
-        place = mx.clip(
-            ran.lengths - mx.array(ran.least) + ran.counts, 0, num_candidates - num_drafts
-        )
-        place = place + mx.arange(len(slots)) * num_candidates
-        return mx.array(table)[place[:, None] + mx.arange(num_drafts)]
+        words = noise_words(streams.repeat(num_drafts), numbers.flatten())
+        return words.reshape(len(slots), num_drafts, 2)

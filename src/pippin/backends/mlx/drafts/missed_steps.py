@@ -27,9 +27,7 @@ class Ran:
     """Tokens that rows got in a step, and what they were sampled from. By line."""
 
     slots: np.ndarray  # int32 [width]; 0: no row
-    least: np.ndarray  # int32 [width]: tokens that the row held before the step, at least
-    num_unsure: int  # no row held more than this many beyond that
-    lengths: mx.array  # int32 [width]: as the device has them
+    lengths: mx.array  # int32 [width]: tokens that the row held before the step
     hidden: mx.array | None  # [width, n, hidden]: of the input token and of drafts behind it
     tokens: mx.array  # int32 [width, n]: sampled behind these
     inputs: mx.array | None  # int32 [width, 1]: what the rows ran first, if known

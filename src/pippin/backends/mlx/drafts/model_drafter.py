@@ -1,24 +1,23 @@
 """Drafts by a draft model: what it is fed of rows and prompts, and what it missed.
 
-What it has yet to read of each request is in backends/draft_texts.py. Knows no weights.
+What it has yet to read of each request is in backends/step/draft_texts.py. Knows no weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
-from pippin.backends.draft_texts import MOST_FED, DraftTexts, Missing
+from pippin.backends.base import DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.drafts.draft_model import DraftModel
 from pippin.backends.mlx.drafts.draft_rows import VerifyStep
 from pippin.backends.mlx.drafts.drafter import StepDrafter
 from pippin.backends.mlx.drafts.missed_steps import Ran
-from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.sampler import MLXSampler
+from pippin.backends.step.draft_texts import MOST_FED, DraftTexts, Missing
+from pippin.backends.step.slots import FutureMap, SlotTable
 
 
 class ModelDrafter(StepDrafter):
@@ -27,12 +26,11 @@ class ModelDrafter(StepDrafter):
     def __init__(
         self,
         model: DraftModel,
-        sampler: MLXSampler,
-        future_map: FutureMap,
-        admitted: Mapping[int, Admit],
+        slots: SlotTable[mx.array],
+        future_map: FutureMap[mx.array],
         max_depth: int,
     ) -> None:
-        super().__init__(model, sampler, future_map, admitted, max_depth)
+        super().__init__(model, slots, future_map, max_depth)
         self._texts = DraftTexts(min(MOST_FED, model.longest), model.loaded.max_len)
 
     def begin(self, plan: StepPlan) -> None:
@@ -64,10 +62,10 @@ class ModelDrafter(StepDrafter):
     def draft_first(self, rows: Sequence[tuple[PrefillRow, mx.array | None]]) -> list[mx.array]:
         by_slot, written = {row.slot: row for row, _ in rows}, list[mx.array]()
         for group in self._texts.behind_chunks(list(by_slot.values())):
-            ends = np.array([missing.end for missing in group], dtype=np.int32)
+            lengths = mx.array([missing.end - 1 for missing in group], mx.int32)
             slots = np.array([missing.slot for missing in group], dtype=np.int32)
             one = mx.zeros((len(group), 1), mx.int32)
-            ran = Ran(slots, ends - 1, 0, mx.array(ends - 1), None, one, None, one[:, 0])
+            ran = Ran(slots, lengths, None, one, None, one[:, 0])
             num_drafts = max(by_slot[missing.slot].num_drafts for missing in group)
             written += self._feed(group, self._noise(ran, num_drafts))
         return written

@@ -10,12 +10,13 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.step.fingerprints import Prints
 from pippin.types import Payload
 
 Owner = TypeVar("Owner", "Block", "StatePayload")
@@ -27,7 +28,7 @@ class Block:
 
     arrays: tuple[mx.array, ...]
     num_tokens: int
-    print: int | None = None  # of its bytes, when the step that made it has been waited for
+    prints: Prints = field(default_factory=Prints)
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +106,7 @@ class StatePayload:
     def __init__(self, arrays: tuple[mx.array, ...]) -> None:
         self.arrays = arrays
         self.nbytes = sum(array.nbytes for array in arrays)
-        self.print: int | None = None  # as a block's
+        self.prints = Prints()
 
     def split(self, at: int) -> tuple[Payload, Payload]:
         raise TypeError(f"a state or hidden vector has one position: no split at {at}")

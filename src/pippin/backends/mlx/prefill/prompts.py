@@ -7,24 +7,24 @@ Nothing here is launched: the backend decides when.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit, PrefillRow
+from pippin.backends.base import PrefillRow
 from pippin.backends.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
-from pippin.backends.mlx.prefill.prompt_scores import PromptScores
+from pippin.backends.mlx.prefill.prompt_scores import MLXPromptScores
 from pippin.backends.mlx.recurrent.taps import tap_states
 from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
-from pippin.backends.sampling.sampler import SampleRow
+from pippin.backends.step.slots import SlotTable
 from pippin.types import Component
 
 # Of a layer's prefixes, where rows are padded to the longest: each row's, all of them, and with the
@@ -35,14 +35,13 @@ ROW_COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE)
 
 
 class Prompts:
-    """`admitted`: what every slot was admitted with; `shapes`: that forwards may have; `seen`: that
-    they have had."""
+    """`shapes`: that forwards may have; `seen`: that they have had."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         captures: Captures,
-        admitted: Mapping[int, Admit],
+        slots: SlotTable[mx.array],
         *,
         shapes: Exact,
         seen: RecentShapes,
@@ -50,14 +49,15 @@ class Prompts:
     ) -> None:
         self._loaded = loaded
         self._captures = captures
-        self._admitted = admitted
+        self._slots = slots
         self.shapes = shapes
         self._seen = seen
         self._deterministic = deterministic
         self._states: dict[int, PromptState] = {}  # by slot
         self._to_draft: list[tuple[PrefillRow, mx.array | None]] = []
         self._most_prefix_bytes = math.inf  # of a layer
-        self.scores = PromptScores(loaded.vocab_size, admitted)
+        to_logits = loaded.logits_after if loaded.hidden_bytes else lambda logits: logits
+        self.scores = MLXPromptScores(slots, loaded.vocab_size, to_logits)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -92,11 +92,10 @@ class Prompts:
     def drop(self, slot: int) -> None:
         """A slot that decodes, or whose launch failed, has nothing here."""
         self._states.pop(slot, None)
-        self.scores.drop(slot)
+        self.scores.retire(slot)
 
     def clear(self) -> None:
         self._states.clear()
-        self.scores.clear()
 
     # ---- chunks ----------------------------------------------------------------------------
 
@@ -112,7 +111,7 @@ class Prompts:
     def run(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         """One forward."""
         for chunk in chunks:
-            step.check_restored(chunk, ROW_COMPONENTS)
+            step.check_restored(chunk.slot, chunk.restore, ROW_COMPONENTS)
         states = [self._restored(chunk) for chunk in chunks]
         whole = self.scores.wants(chunks[0])
         fits = self._prefixes_fit(len(chunks), max(chunk.start for chunk in chunks))
@@ -134,7 +133,7 @@ class Prompts:
             logits, hidden = self._score(step, chunks[0], logits, hidden)
         elif logits.shape[1] != 1:  # a head that computes every position
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
-        step.check(np.array([chunk.slot for chunk in chunks]), logits[: len(chunks), -1])
+        step.check([chunk.slot for chunk in chunks], logits[: len(chunks), -1])
         batch.advance()
         new_kv = batch.new_kv()
         for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
@@ -164,10 +163,9 @@ class Prompts:
 
         Where the head can be computed alone, logits of the whole chunk never are.
         """
+        self.scores.add(step, chunk, logits if hidden is None else hidden)
         if hidden is None:
-            self.scores.add(step, chunk, logits, lambda block: block)
             return logits[:, -1:], None
-        self.scores.add(step, chunk, hidden, self._loaded.logits_after)
         return self._loaded.logits_after(hidden[:, -1:]), hidden[:, -1:]
 
     # ---- prompts that are restored whole ---------------------------------------------------
@@ -181,15 +179,15 @@ class Prompts:
         """The head is all that is computed of them."""
         hidden = mx.concatenate([self._captures.hidden_of(row) for row in rows], axis=0)
         logits = self._loaded.logits_after(hidden)
-        step.check(np.array([row.slot for row in rows]), logits[:, -1])
+        step.check([row.slot for row in rows], logits[:, -1])
         for number, row in enumerate(rows):
-            step.check_restored(row, (Component.HIDDEN,))
+            step.check_restored(row.slot, row.restore, (Component.HIDDEN,))
             self._sample(step, row, logits[number])
             self._read_hidden(step, row, hidden, number)
 
     def restore(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
         for row in rows:
-            step.check_restored(row, ROW_COMPONENTS, later=True)
+            step.check_restored(row.slot, row.restore, ROW_COMPONENTS, later=True)
             step.written += self._restored(row).arrays()
 
     # ---- inside ----------------------------------------------------------------------------
@@ -205,8 +203,7 @@ class Prompts:
 
     def _sample(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""
-        sample = SampleRow(row.slot, row.end - len(self._admitted[row.slot].prompt))
-        step.add_to_sample([sample], logits, masked=row.masked)
+        step.add_to_sample([self._slots.sample_row(row)], logits, masked=row.masked)
 
     def _read_hidden(
         self, step: MLXPending, chunk: PrefillRow, hidden: mx.array | None, row: int
@@ -215,9 +212,9 @@ class Prompts:
         if chunk.num_drafts:
             own = None if hidden is None else hidden[row : row + 1]
             self._to_draft.append((chunk, own))
-        if self._admitted[chunk.slot].embeds:
+        if self._slots[chunk.slot].embeds:
             assert hidden is not None, "this model's hidden vectors are not known"
-            step.read_hidden(chunk.slot, hidden[row, 0])
+            step.bring_hidden([chunk.slot], hidden[row].astype(mx.float32))
 
     def _restored(self, chunk: PrefillRow) -> PromptState:
         prompt = self._states[chunk.slot]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.mlx.drafts.draft_model import DraftModel
 from pippin.backends.mlx.drafts.draft_rows import DraftRows, VerifyStep, find_draft_layers
 from pippin.backends.mlx.drafts.drafter import StepDrafter
@@ -25,24 +25,23 @@ from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
-from pippin.backends.mlx.step.sampler import MLXSampler
+from pippin.backends.mlx.step.sampler import ARRAYS, send
 from pippin.backends.sampling.sampler import SampleRow
+from pippin.backends.step.slots import FutureMap, SlotTable
 
 logger = logging.getLogger(__name__)
 
 
 class Decodes:
-    """`admitted`: what every slot was admitted with; `seen`: shapes that steps have had."""
+    """`seen`: shapes that steps have had."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         captures: Captures,
-        admitted: Mapping[int, Admit],
-        sampler: MLXSampler,
+        slots: SlotTable[mx.array],
         *,
         num_slots: int,
         max_depth: int,
@@ -53,7 +52,7 @@ class Decodes:
     ) -> None:
         self._loaded = loaded
         self._captures = captures
-        self._admitted = admitted
+        self._slots = slots
         self._seen = seen
         self._deterministic = deterministic
         layers = find_draft_layers(loaded.model, loaded.layout, deterministic=deterministic)
@@ -61,16 +60,14 @@ class Decodes:
             logger.warning("no drafts are verified: %s", layers)
         self._draft_layers = [] if isinstance(layers, str) else layers
         self.max_depth = 0 if isinstance(layers, str) else max_depth
-        self.future_map = FutureMap(num_slots, max_depth=self.max_depth, debug=debug)
-        self._verifier = Verifier(sampler, self.future_map, admitted)
+        self.future_map = FutureMap(ARRAYS, num_slots, max_depth=self.max_depth, debug=debug)
+        self._verifier = Verifier(slots, self.future_map)
         self.drafter: StepDrafter | None = None
         if self.max_depth and loaded.draft is not None:
             model = DraftModel(loaded.draft, loaded.vocab_size)
-            self.drafter = ModelDrafter(model, sampler, self.future_map, admitted, self.max_depth)
+            self.drafter = ModelDrafter(model, slots, self.future_map, self.max_depth)
         elif self.max_depth and loaded.mtp_head is not None:
-            self.drafter = StepDrafter(
-                loaded.mtp_head, sampler, self.future_map, admitted, self.max_depth
-            )
+            self.drafter = StepDrafter(loaded.mtp_head, slots, self.future_map, self.max_depth)
         self.forward = DecodeForward(
             loaded.layout,
             loaded.forward,
@@ -145,21 +142,23 @@ class Decodes:
         self.rows |= dict.fromkeys(joining, rows)
         rows.join(
             [(slot, prompts.take(slot)) for slot in joining],
-            {slot: self._admitted[slot].prompt for slot in joining},
+            {slot: self._slots[slot].prompt for slot in joining},
         )
         if isinstance(rows, DraftRows):
             self._verify(step, rows, decodes)
             return
-        slots, logits = rows.advance(
-            [d.slot for d in decodes], self.future_map.resolve, self.forward
-        )
+        slots, logits = rows.advance([d.slot for d in decodes], self._inputs, self.forward)
         self._note_forward(step, rows)
-        step.check(slots, logits)
+        step.check(slots.tolist(), logits)
         ends = {d.slot: d.end for d in decodes}
         self._add_to_sample(step, slots, logits, decodes, ends)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 step.keep(self._captures.of_decode(decode, rows))
+
+    def _inputs(self, slots: np.ndarray) -> mx.array:
+        self.future_map.note_read(slots)
+        return self.future_map.tokens[send(slots)]
 
     def _verify(self, step: MLXPending, rows: DraftRows, decodes: Sequence[DecodeRow]) -> None:
         if self.drafter is not None:
@@ -167,7 +166,7 @@ class Decodes:
         ran, unsure = rows.verify(decodes, self.forward)
         self._note_forward(step, rows)
         logits = ran.logits[:, 0]
-        step.check(ran.slots, logits)
+        step.check(ran.slots.tolist(), logits)
         num_drafts = max(decode.num_drafts for decode in decodes)
         tokens, counts = None, None
         verifies = not ran.plain or num_drafts > 0
@@ -198,8 +197,7 @@ class Decodes:
         """For the next steps of these rows, of what this one sampled."""
         assert self.drafter is not None
         hidden = ran.hidden[0] if ran.hidden else None
-        facts = (ran.slots, ran.least, ran.num_unsure, ran.lengths)
-        found = Ran(*facts, hidden, tokens, ran.inputs, counts)
+        found = Ran(ran.slots, ran.lengths, hidden, tokens, ran.inputs, counts)
         step.written += self.drafter.draft(found, num_drafts)
 
     def draft_first(
@@ -223,7 +221,7 @@ class Decodes:
         for place, slot in enumerate(slots.tolist()):
             decode = by_slot.get(slot)
             if decode is not None and decode.samples:
-                row = SampleRow(slot, ends[slot] - len(self._admitted[slot].prompt))
+                row = SampleRow(slot, ends[slot] - int(self._slots.prompt_lens[slot]))
                 rows_of[decode.masked][place] = row
         for masked, found in rows_of.items():
             if found:

@@ -7,9 +7,15 @@ of their bits where that is one operation less than to convert, scale and shift 
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 _ONE = 0x3F800000  # the bits of 1.0; the 23 below the exponent count in steps of 2^-23
 _ALL_BUT_NINE = 0xFFFFFE00
+
+
+def noise_words(streams: np.ndarray, numbers: mx.array) -> mx.array:
+    """uint32 [n, 2]: `noise_keys` of streams, uint64 [n], and of tokens' numbers on the device."""
+    return (mx.array(streams) + numbers.astype(mx.uint64))[:, None].view(mx.uint32)
 
 
 def add_gumbel_noise(x: mx.array, keys: mx.array) -> mx.array:

@@ -31,6 +31,7 @@ from pippin.backends.sampling.sampler import (
     Sampler,
     SampleRow,
 )
+from pippin.backends.step.slots import Arrays
 
 BEYOND_FAR = FAR * 100
 
@@ -103,6 +104,18 @@ class MLXSampler(Sampler[mx.array]):
 
 def send(array: np.ndarray) -> mx.array:
     return mx.array(array.astype(np.int32) if array.dtype == np.int64 else array)
+
+
+def _put(into: mx.array, at: Any, numbers: mx.array) -> None:
+    into[at] = numbers.astype(into.dtype)
+
+
+ARRAYS = Arrays(
+    zeros=lambda *shape: mx.zeros(shape, mx.int32),
+    index=send,
+    put=_put,
+    join=lambda parts: mx.concatenate(list(parts)),
+)
 
 
 def token_logprobs(logits: mx.array, tokens: mx.array, k: int) -> Logprobs[mx.array]:

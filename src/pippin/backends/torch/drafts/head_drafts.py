@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
-from pippin.backends.draft_texts import is_drafted
+from pippin.backends.step.draft_texts import is_drafted
 from pippin.backends.torch.drafts.entries import Entries
 from pippin.backends.torch.drafts.mtp_drafter import MtpDrafter
 from pippin.backends.torch.drafts.row_drafts import RowDrafts

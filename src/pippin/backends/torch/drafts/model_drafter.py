@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.draft_texts import LENGTH, NUM_FIRST
+from pippin.backends.step.draft_texts import LENGTH, NUM_FIRST
 from pippin.backends.torch.drafts.entries import ChooseDrafts, Entered, Entries
 from pippin.backends.torch.drafts.ring import DraftRing, ring_bytes
 from pippin.backends.torch.models.attention_layer import AttentionLayer

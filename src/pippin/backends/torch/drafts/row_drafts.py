@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
-from pippin.backends.draft_texts import Row, is_drafted
+from pippin.backends.step.draft_texts import Row, is_drafted
 from pippin.backends.torch.drafts.entries import Entered, Entries, StepDrafter
 from pippin.backends.torch.plain.forward import noise_words
 from pippin.backends.torch.step.batches import DecodeBatch, TakenRows

@@ -1,6 +1,6 @@
 """Drafts by a model of its own, which reads tokens alone. Knows no weights.
 
-What it has yet to read of each request is in backends/draft_texts.py.
+What it has yet to read of each request is in backends/step/draft_texts.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
-from pippin.backends.draft_texts import MOST_FED, MOST_TOKENS, DraftTexts, Missing
+from pippin.backends.step.draft_texts import MOST_FED, MOST_TOKENS, DraftTexts, Missing
 from pippin.backends.torch.drafts.entries import Entered, Entries
 from pippin.backends.torch.drafts.model_drafter import ModelDrafter
 from pippin.backends.torch.drafts.row_drafts import RowDrafts

@@ -18,6 +18,8 @@ import torch
 
 from pippin.backends.base import DecodeRow, PrefillRow, Proposal
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.slots import FutureMap
+from pippin.backends.torch.device import arrays_on
 from pippin.backends.torch.graphs.steps import Forwarded, StepForward
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp
@@ -37,7 +39,6 @@ from pippin.backends.torch.step.batches import (
     take_rows,
 )
 from pippin.backends.torch.step.filters import LeastInTopP
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.words import (
     MOST_VERIFIED,
@@ -75,9 +76,14 @@ KINDS: dict[str, Callable[[LayerShape], bool]] = {
 }
 
 
+Future = FutureMap[torch.Tensor]
+
+
 @dataclass(frozen=True)
 class KernelSet:
-    forward: Callable[[Decoder, Pools, torch.Tensor, FutureMap, KeptInputs], StepForward]
+    forward: Callable[
+        [Decoder, Pools, torch.Tensor, FutureMap[torch.Tensor], KeptInputs], StepForward
+    ]
     experts: Callable[[ExpertMlp, torch.Tensor], torch.Tensor]
     in_top_p: LeastInTopP
 
@@ -260,7 +266,7 @@ class NoisyStep:
         self.rows = Rows(self.pools, num_rows, 4 * GRID)
         self.kept = KeptInputs(layout, num_rows, MAX_DEPTH, decoder.device)
         self.kept.inputs.normal_(generator=self._generator)
-        self.future = FutureMap(num_rows, decoder.device, max_depth=MAX_DEPTH)
+        self.future = FutureMap(arrays_on(decoder.device), num_rows, max_depth=MAX_DEPTH)
         slots = np.arange(1, num_rows + 1)
         for slot, length in zip(slots.tolist(), lengths, strict=True):
             self.rows.grow(slot, length)

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.drafts.entries import Entries, StepDrafter
 from pippin.backends.torch.graphs.steps import Forwarded
 from pippin.backends.torch.kernels.attention.blocks import attend_blocks
@@ -48,7 +49,6 @@ from pippin.backends.torch.plain.forward import noise_words
 from pippin.backends.torch.plain.recurrent import convolve_step
 from pippin.backends.torch.pools.memory import KeptInputs, Pools
 from pippin.backends.torch.step.decode_inputs import FIELDS, KEYS, Choice, Inputs
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.words import Places, StepInputs, StepSize
 
 
@@ -58,7 +58,7 @@ class KernelForward:
         decoder: Decoder,
         pools: Pools,
         table: torch.Tensor,  # int32 [slots, positions]
-        future: FutureMap,
+        future: FutureMap[torch.Tensor],
         kept: KeptInputs | None = None,  # of rows that verify drafts
         drafter: StepDrafter | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class KernelForward:
         """Embeddings of the rows' tokens. Their cells go into the table."""
         embed = self._decoder.embed
         look = look_up if isinstance(embed, torch.Tensor) else look_up_packed
-        return look(embed, self._future.tokens, self._table, rows)  # type: ignore[arg-type]
+        return look(embed, self._future.tokens, self._table, rows)
 
     def _fused(self, x: torch.Tensor, run: _Run) -> Forwarded:
         decoder = self._decoder

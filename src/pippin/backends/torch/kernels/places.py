@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from pippin.backends.base import MAX_STOP_IDS
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.step.decode_inputs import FIELDS, Inputs
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.words import (
     FIRST_CELL,
     FIRST_STOP,
@@ -103,7 +103,7 @@ def _expand(
 
 def expand(
     step: StepInputs,
-    future: FutureMap,
+    future: FutureMap[torch.Tensor],
     table: torch.Tensor,  # int32 [slots, positions]: the rows' new cells are written
     waste_cell: int,
 ) -> Places:
@@ -179,7 +179,7 @@ def _accept(
     tl.store(held_counts + slot, count)
 
 
-def accept(places: Places, drawn: torch.Tensor, future: FutureMap) -> torch.Tensor:
+def accept(places: Places, drawn: torch.Tensor, future: FutureMap[torch.Tensor]) -> torch.Tensor:
     """int32 [3 + width, rows]: see `KernelForward.choose`. Row, length and count go by slot."""
     num_rows, width = places.step.size.num_rows, places.step.size.width
     out = torch.empty(3 + width, num_rows, dtype=torch.int32, device=drawn.device)

@@ -1,91 +1,69 @@
-"""Fingerprints of what the prefix cache holds: steps add words up, the host compares.
+"""Fingerprints of payloads: the sum of all words, as 64 bits, of each cell, of each part of a state
+slot and of each hidden vector.
 
-One is taken of what a step captures or loads, and again of what a later one restores or spills: of
-each cell, of each part of a state slot and of each hidden vector the sum of all words, as 64 bits.
-So any word that has changed shows; words of one cell or part that have changed places do not.
-
-All that a step sums is one launch at its end, and sums of what it makes stay on the device until
-some are compared: what costs time is not the sums but the host's calls.
+All that a step sums is one launch at its end, or two: what costs time is not the sums but the
+host's calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import accumulate, count, pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 
 import numpy as np
 import torch
 
-from pippin.backends.base import Damage, Restore
-from pippin.backends.fingerprint_reads import FingerprintReads
+from pippin.backends.step.fingerprints import Fingerprints, Summed
 from pippin.backends.torch.device import to_device
 from pippin.backends.torch.pools.layout import KV_KINDS
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
-from pippin.backends.torch.streams import Arrival, Streams
-from pippin.types import Component, Payload
+from pippin.backends.torch.streams import Streams
+from pippin.types import Payload
 
 MOST_WORDS = 8 << 20  # that plain operations gather at a time
 MOST_OF_A_STATE = 64 << 10  # words: several programs of a kernel add up a state
-MOST_UNREAD = 16  # steps whose sums stay on the device
 WORD_BYTES = 4
 HIDDEN_LINES = np.zeros(1, np.int32)
 
 # int64 [2, runs], on the device: addresses of words, and how many. Returns their sums, [runs].
 SumWords = Callable[[torch.Tensor], torch.Tensor]
-PRINTED = (KVPayload, StatePayload, HiddenPayload)
-Compared = tuple[Payload, Callable[[], None]]  # what is called if it has changed
+Printed = KVPayload | StatePayload | HiddenPayload
 # Of a payload: words at first + line * stride, for each of its lines. Lines, stride, words, first.
 Runs = tuple[np.ndarray, int, int, int]
 
 
-class _Sums(NamedTuple):
-    """On the device: of some payloads, one behind the other."""
+class TorchFingerprints(Fingerprints[Printed]):
+    def __init__(self, sum_up: WordSums) -> None:
+        super().__init__()
+        self.sum_up = sum_up
 
-    found: torch.Tensor
-    counts: Sequence[int]  # of each payload
-    made: Sequence[Payload]  # the last ones: they keep theirs
+    def _owners(self, payload: Payload) -> Iterable[Printed]:
+        assert isinstance(payload, Printed)
+        return [payload]
 
 
-class TorchFingerprints(FingerprintReads):
+class WordSums:
+    """Adds up words of payloads, after all that a step does."""
+
     def __init__(self, pools: Pools, streams: Streams, sum_words: SumWords | None = None) -> None:
         """`sum_words`: a kernel for it, where there is one."""
-        super().__init__()
         self._pools = pools
         self._streams = streams
         self._sum_words = sum_words
-        self._unread: list[_Sums] = []
         self._cell_bytes = {kind: pools.layout.cell_bytes(kind) for kind in KV_KINDS}
         words = pools.layout.slab_bytes // WORD_BYTES
         parts = next(n for n in count(-(-words // MOST_OF_A_STATE)) if words % n == 0)
         self._state_parts = np.arange(parts)
         self._part_bytes = pools.layout.slab_bytes // parts
 
-    def of_restored(self, slot: int, restore: Restore) -> Iterator[Compared]:
-        for component, start, end, payload in restore.placed():
-            yield payload, partial(self._note_restored, slot, component, start, end)
+    def __call__(self, payloads: Sequence[Printed]) -> Summed:
+        sums, counts = self._sum(payloads)
+        arrival = self._streams.bring([sums])
+        return Summed(lambda: arrival.wait()[0].numpy(), counts)
 
-    def _note_restored(self, slot: int, component: Component, start: int, end: int) -> None:
-        self.note(Damage(slot, component, start, end))
-
-    def launch(self, step: int, compared: Sequence[Compared], made: Sequence[Payload]) -> None:
-        """After all that this step does. `compared`: what earlier ones made, reported with this
-        one's result; `made`: by this one."""
-        payloads = [*(payload for payload, _ in compared), *made]
-        self._unread.append(_Sums(*self._sum(payloads), made))
-        if not compared and len(self._unread) < MOST_UNREAD:
-            return
-        unread, self._unread = self._unread, []
-        arrival = self._streams.bring([torch.cat([sums.found for sums in unread])])
-        # Whether or not this step is discarded, earlier ones have made theirs.
-        self.add(None, step if compared else step + 1, partial(_keep, arrival, unread))
-        if compared:
-            self.add(step, step, partial(_compare, arrival, unread[-1], compared))
-
-    def _sum(self, payloads: Sequence[Payload]) -> tuple[torch.Tensor, Sequence[int]]:
-        """int64, on their way; and how many each payload has."""
+    def _sum(self, payloads: Sequence[Printed]) -> tuple[torch.Tensor, Sequence[int]]:
+        """int64; and how many each payload has."""
         if self._sum_words is None:
             found = [self._sum_plainly(payload) for payload in payloads]
             return torch.cat(found), list(map(len, found))
@@ -97,7 +75,7 @@ class TorchFingerprints(FingerprintReads):
         runs[0] += runs[2]
         return self._sum_words(to_device(runs[:2], self._pools.device)), counts
 
-    def _runs(self, payload: Payload, start: int) -> Runs:
+    def _runs(self, payload: Printed, start: int) -> Runs:
         """`start`: of the memory."""
         if isinstance(payload, KVPayload):
             nbytes = self._cell_bytes[payload.kind]
@@ -112,7 +90,7 @@ class TorchFingerprints(FingerprintReads):
         assert not rest
         return HIDDEN_LINES, 0, num_words, payload.hidden.data_ptr()
 
-    def _sum_plainly(self, payload: Payload) -> torch.Tensor:
+    def _sum_plainly(self, payload: Printed) -> torch.Tensor:
         if isinstance(payload, KVPayload):
             num_words = self._cell_bytes[payload.kind] // WORD_BYTES
             words = self._pools.memory.view(torch.int32).view(-1, num_words)
@@ -128,26 +106,3 @@ class TorchFingerprints(FingerprintReads):
         content = payload.hidden.view(torch.uint8)
         even = len(content) % WORD_BYTES == 0
         return content.view(torch.int32 if even else torch.uint8).sum().view(1)
-
-
-def _keep(arrival: Arrival, unread: Sequence[_Sums]) -> None:
-    (sums,) = arrival.wait()
-    found = sums.numpy().copy()  # once: each payload keeps a part of it
-    end = 0
-    for _, counts, made in unread:
-        end += sum(counts[: len(counts) - len(made)])
-        for payload, num in zip(made, counts[len(counts) - len(made) :], strict=True):
-            assert isinstance(payload, PRINTED)
-            payload.keep_prints(found[end : end + num])
-            end += num
-
-
-def _compare(arrival: Arrival, last: _Sums, compared: Sequence[Compared]) -> None:
-    (sums,) = arrival.wait()
-    found = sums.numpy()[-len(last.found) :]
-    places = pairwise(accumulate(last.counts, initial=0))
-    for (payload, on_change), (start, end) in zip(compared, places, strict=False):
-        assert isinstance(payload, PRINTED)
-        kept = payload.prints
-        if kept is not None and kept.tobytes() != found[start:end].tobytes():
-            on_change()

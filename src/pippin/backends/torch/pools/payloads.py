@@ -11,6 +11,7 @@ import zlib
 import numpy as np
 import torch
 
+from pippin.backends.step.fingerprints import Prints
 from pippin.backends.torch.pools.memory import Pools
 from pippin.types import Component, Payload
 
@@ -18,13 +19,15 @@ from pippin.types import Component, Payload
 class KVPayload:
     """Consecutive tokens, in cells of one kind."""
 
-    def __init__(self, pools: Pools, kind: Component, cells: np.ndarray) -> None:
+    def __init__(
+        self, pools: Pools, kind: Component, cells: np.ndarray, prints: Prints | None = None
+    ) -> None:
         self._pools = pools
         self._pool = pools.arena.cells[kind]
         self.kind = kind
         self._cells = cells  # int32, held
         self._parts: tuple[KVPayload, ...] = ()  # its halves, once it was split
-        self._prints: np.ndarray | None = None  # int64, of each cell's bytes; None: not known
+        self.prints = prints or Prints()  # int64, of each cell's bytes
         self.num_tokens = len(cells)
         self.nbytes = len(cells) * pools.layout.cell_bytes(kind)
         self._pool.add_holder(self, cells)
@@ -41,22 +44,6 @@ class KVPayload:
             return np.concatenate([part.cells for part in self._parts])
         return self._cells
 
-    @property
-    def prints(self) -> np.ndarray | None:
-        if not self._parts:
-            return self._prints
-        parts = [part.prints for part in self._parts]
-        known = [part for part in parts if part is not None]
-        return np.concatenate(known) if len(known) == len(parts) else None
-
-    def keep_prints(self, prints: np.ndarray) -> None:
-        """They may arrive after a split."""
-        self._prints = prints
-        first = 0
-        for part in self._parts:
-            part.keep_prints(prints[first : first + part.num_tokens])
-            first += part.num_tokens
-
     def move(self, new_cells: np.ndarray) -> None:
         self._pool.drop_holder(self, self._cells)
         self._cells = new_cells[self._cells]
@@ -65,12 +52,10 @@ class KVPayload:
     def split(self, at: int) -> tuple[Payload, Payload]:
         self._pool.drop_holder(self, self._cells)
         head, tail = (
-            KVPayload(self._pools, self.kind, self._cells[:at]),
-            KVPayload(self._pools, self.kind, self._cells[at:]),
+            KVPayload(self._pools, self.kind, self._cells[start:end], self.prints.part(start, end))
+            for start, end in ((0, at), (at, self.num_tokens))
         )
         self._parts = (head, tail)
-        if self._prints is not None:
-            self.keep_prints(self._prints)
         return head, tail
 
     def release(self) -> None:
@@ -90,13 +75,10 @@ class _PointPayload:
     def __init__(self, pools: Pools, nbytes: int) -> None:
         self._pools = pools
         self.nbytes = nbytes
-        self.prints: np.ndarray | None = None  # int64 [1], of its bytes
+        self.prints = Prints()  # int64, of its bytes
 
     def split(self, at: int) -> tuple[Payload, Payload]:
         raise TypeError("what belongs to one position cannot be divided")
-
-    def keep_prints(self, prints: np.ndarray) -> None:
-        self.prints = prints
 
 
 class StatePayload(_PointPayload):

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from pippin.backends.base import DecodeRow, PrefillRow
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.row_cells import RowCells
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.decode_inputs import RowArrays
-from pippin.backends.torch.step.future_map import FutureMap
 from pippin.types import GRID
 
 NO_TOKEN = -1
@@ -244,7 +244,9 @@ def chunk_batch(taken: TakenChunks, held: Rows, pools: Pools) -> ChunkBatch:
     )
 
 
-def decode_batch(taken: TakenRows, held: Rows, future: FutureMap, pools: Pools) -> DecodeBatch:
+def decode_batch(
+    taken: TakenRows, held: Rows, future: FutureMap[torch.Tensor], pools: Pools
+) -> DecodeBatch:
     index, width = pools.index, taken.width
     slots, depths = index(taken.slots), index(taken.depths)
     starts = index(taken.positions)
@@ -284,7 +286,7 @@ def _drafts(
     slots: torch.Tensor,
     starts: torch.Tensor,
     depths: torch.Tensor,
-    future: FutureMap,
+    future: FutureMap[torch.Tensor],
     pools: Pools,
 ) -> torch.Tensor:
     """int32 [rows, width - 1]: those behind the rows' lengths, of the host's or of the device's."""
@@ -303,7 +305,7 @@ def _drafts(
             future.note_drafts_read(row.slot, row.depth)
     if any(on_device):
         own = pools.index(np.array(on_device))[:, None] > 0
-        found = torch.where(own, future.resolve_drafts(slots, depth).long(), found)
+        found = torch.where(own, future.drafts[slots, :depth].long(), found)
     return found.masked_fill(behind >= depths[:, None], NO_TOKEN).int()
 
 

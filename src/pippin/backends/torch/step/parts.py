@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.captures import Captures
-from pippin.backends.torch.step.draws import Draws
-from pippin.backends.torch.step.future_map import FutureMap
+from pippin.backends.torch.step.pending import Draws
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import Streams
 
@@ -19,6 +21,6 @@ class StepParts:
     rows: Rows
     captures: Captures
     slots: Slots
-    future: FutureMap
+    future: FutureMap[torch.Tensor]
     draws: Draws
     streams: Streams

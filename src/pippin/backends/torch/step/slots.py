@@ -1,4 +1,4 @@
-"""Requests by slot: what each was admitted with and how it samples. Knows no pools, no plans."""
+"""Requests by slot, and how they sample in the columns of a step's words."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pippin.backends.base import MAX_STOP_IDS, Admit, DecodeRow, PrefillRow
+from pippin.backends.base import Admit, DecodeRow, PrefillRow
 from pippin.backends.sampling.batches import Send
-from pippin.backends.sampling.sampler import SampleRow
+from pippin.backends.step.slots import SlotTable
 from pippin.backends.torch.step.decode_inputs import FIELDS, Choice, SamplingColumns
 from pippin.backends.torch.step.filters import LeastInTopP, least_in_top_p
 from pippin.backends.torch.step.sampler import TorchSampler
 
-NO_STOP_ID = -1
 
+class Slots(SlotTable[torch.Tensor]):
+    sampler: TorchSampler
 
-class Slots:
     def __init__(
         self,
         num_slots: int,
@@ -25,37 +25,13 @@ class Slots:
         send: Send[torch.Tensor],
         in_top_p: LeastInTopP = least_in_top_p,
     ) -> None:
+        super().__init__(num_slots, TorchSampler(vocab_size, num_slots, send, in_top_p))
         self.vocab_size = vocab_size
-        self.sampler = TorchSampler(vocab_size, num_slots, send, in_top_p)
         self.columns = SamplingColumns(num_slots, vocab_size)
-        self._admitted: dict[int, Admit] = {}
-        self.prompt_lens = np.zeros(num_slots + 1, dtype=np.int64)
-        self.streams = np.zeros(num_slots + 1, dtype=np.uint64)  # of their noise
-        self.stop_ids = np.full((num_slots + 1, MAX_STOP_IDS), NO_STOP_ID, dtype=np.int64)
-
-    def __bool__(self) -> bool:
-        """Whether a request runs."""
-        return bool(self._admitted)
-
-    def __getitem__(self, slot: int) -> Admit:
-        return self._admitted[slot]
 
     def admit(self, admit: Admit) -> None:
-        self._admitted[admit.slot] = admit
-        self.prompt_lens[admit.slot] = len(admit.prompt)
-        self.sampler.admit(admit)
+        super().admit(admit)
         self.columns.admit(admit.slot, self.sampler.of(admit.slot))
-        self.streams[admit.slot] = self.sampler.of(admit.slot).stream
-        self.stop_ids[admit.slot] = NO_STOP_ID
-        stop_ids = admit.stop_ids[:MAX_STOP_IDS]  # a request that has more verifies no drafts
-        self.stop_ids[admit.slot, : len(stop_ids)] = stop_ids
-
-    def retire(self, slot: int) -> None:
-        self.sampler.retire(slot)
-        self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
-
-    def clear(self) -> None:
-        self._admitted.clear()
 
     def fill_samples(self, words: np.ndarray, rows: Sequence[PrefillRow]) -> Choice:
         """How they sample, into the columns of `pack_inputs`. Those that do not are padding."""
@@ -75,20 +51,3 @@ class Slots:
         slots = np.array([row.slot for row in samples])
         generated = self.num_generated(slots, np.array([row.end for row in samples]))
         return self.columns.choice(slots, generated)
-
-    def num_generated(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Tokens of the replies that were sampled, of rows that hold so many tokens: int64."""
-        found: np.ndarray = ends - self.prompt_lens[slots]
-        return found
-
-    def sample_row(self, row: DecodeRow | PrefillRow) -> SampleRow:
-        return SampleRow(row.slot, row.end - int(self.prompt_lens[row.slot]))
-
-    def continues_reply(self, row: PrefillRow) -> bool:
-        """Its slot has sampled before: the chunk begins with that token."""
-        admit = self._admitted[row.slot]
-        return len(row.tokens) > 0 and row.start >= len(admit.prompt) + len(admit.reply)
-
-    def num_top_logprobs(self, slot: int) -> int | None:
-        admit = self._admitted.get(slot)
-        return None if admit is None else admit.params.logprobs

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
-from pippin.backends.step_outputs import StepOutputs
+from pippin.backends.step.pending import StepOutputs
 
 LENGTH = 512  # tokens of a row whose keys are kept,
 NUM_FIRST = 4  # of these the first ones

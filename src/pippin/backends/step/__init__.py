@@ -1,0 +1,1 @@
+"""A launched step, whatever computes it: slots, sampling, results, fingerprints, drafts' texts."""
