@@ -161,18 +161,26 @@ class Beside(Requests):
         return self.tokens
 
     def times(self, num_tokens: int) -> tuple[float, float, float]:
-        """Replays of what was captured: a decode step, the chunk, both in one forward."""
-        forwards = self.backend.runner.forwards
-        kinds, forwards.kinds = forwards.kinds, forwards.kinds - {MIXED}
+        """Replays of what was captured, each with its words: a decode step, the chunk, both in one forward."""
+        forwards, sent = self.backend.runner.forwards, {}
+        steps, kinds = forwards.steps, forwards.kinds
+        run = steps.run
+        steps.run = lambda size, words, choice: (sent.update({size: words}), run(size, words, choice))[1]
+        forwards.kinds = kinds - {MIXED}
         self.arrive(num_tokens)
         forwards.kinds = kinds
         self.arrive(num_tokens)
+        del steps.run
         size = mixed_size_for(len(self.rows), num_tokens, 1)
-        captured = forwards.steps.graphs
-        graphs = (
-            captured[StepSize(width_for(len(self.rows))), Choice.GREEDY],
-            captured[room_for(num_tokens, 1), Choice.GREEDY],
-            captured[size, Choice.DRAWN],
+        wanted = (
+            (StepSize(width_for(len(self.rows))), Choice.GREEDY),
+            (room_for(num_tokens, 1), Choice.GREEDY),
+            (size, Choice.DRAWN),
         )
-        with torch.cuda.stream(self.backend._streams._forward):
-            return tuple(gpu_ms(graph.replay, repeats=10) for graph in graphs)
+
+        def ms(size: StepSize, choice: Choice) -> float:
+            steps._send(sent[size])
+            return gpu_ms(steps.graphs[size, choice].replay, repeats=10)
+
+        with torch.inference_mode(), torch.cuda.stream(self.backend._streams._forward):
+            return tuple(ms(*each) for each in wanted)
