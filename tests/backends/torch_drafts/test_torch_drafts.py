@@ -408,7 +408,8 @@ def noted_sizes(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> Sizes
     monkeypatch.setattr(Forwards, "fold", fold)
     backend.runner.forwards.steps = sizes  # type: ignore[assignment]
     backend.runner.forwards.kinds = frozenset({"steps with drafts"})
-    ways = backend._ways = replace(backend._ways, kernels=True, draft_kernels=True)
+    ways = replace(backend._ways, kernels=True, draft_kernels=True)
+    backend.runner._ways = ways
     backend.shapes_to_warm_up = [shape for shape in ways.shapes_to_warm_up() if shape.num_steps]
     return sizes
 
