@@ -1,9 +1,10 @@
 """Writes a hybrid of random weights as Hugging Face stores one: Qwen3.5-0.8B's shape, or a tiny one.
 
-    python tools/make_random_hybrid.py DIR [--shape tiny | agents | qwen3-0.6b] [--max-len 65536]
+    python tools/make_random_hybrid.py DIR [--shape tiny | agents | smollm2-135m] [--max-len 65536]
     pippin serve --backend torch --model DIR
 
-Other shapes have attention alone: Qwen3-0.6B's, Llama-3.2-1B's, and eight layers of Qwen3-30B-A3B's.
+Other shapes have attention alone: SmolLM2-135M's, Qwen3-0.6B's, Llama-3.2-1B's, and eight layers of
+Qwen3-30B-A3B's.
 
 What a model writes is nonsense without training, but its speed is the same. The tokenizer is the
 bundled one, its vocabulary filled up, so that every token has text. The shape `agents` has
@@ -132,6 +133,16 @@ LLAMA_3_2_1B = _ATTENTION | {
     "rms_norm_eps": 1e-5,
     "rope_theta": 5e5,
 }
+SMOLLM2_135M = LLAMA_3_2_1B | {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "vocab_size": 49_152,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rope_theta": 1e5,
+}
 QWEN3_30B_A3B_8 = _ATTENTION | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -153,6 +164,7 @@ SHAPES = {
     "0.8b": QWEN3_5_0_8B,
     "tiny": TINY,
     "agents": AGENTS,
+    "smollm2-135m": SMOLLM2_135M,
     "qwen3-0.6b": QWEN3_0_6B,
     "llama-3.2-1b": LLAMA_3_2_1B,
     "qwen3-30b-a3b-8": QWEN3_30B_A3B_8,

@@ -1,31 +1,23 @@
-"""The torch backend on an NVIDIA GPU: is it right, does it race, how fast is it? Seven minutes.
+"""The torch backend on an NVIDIA GPU: is it right, does it race, how fast is it? Five minutes.
 
-    python tools/torch_gpu_check.py [--only correct,chunks,races,decode]
+    python tools/torch_gpu_check.py [--only correct,mixed,races,decode]
 
     correct     a tiny hybrid of random weights: kernels and captured graphs against plain operations
                 on the GPU and on the CPU
-    chunks      captured chunks of prompts against launched ones: the same tokens, and both times; where
-                it fails, CHUNK_GRAPHS = False in backends/torch/backend.py serves without them
     mixed       decode rows beside chunks of prompts in one forward: the tokens are those apart, and the times
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
     packed      products with packed weights against plain operations; 4 bits against bfloat16 in decode
                 steps of Qwen3.5-0.8B's and Qwen3-0.6B's shapes
-    biases      models with every bias that a config can ask for: decode says what prefill says
     agreement   what is tried at load: that each kernel agrees with plain operations, in seconds
     races       200 random schedules, launched ahead of a GPU that is held up, against the same ones
                 with a wait after each step: tokens, and the bits of what was kept
     drafts      200 random schedules with drafts, half of them ahead of a GPU that is held up: the tokens
                 are those without drafts
     waits       nothing between a plan and its launch waits for the device
-    packed_tiles    what other sizes of the kernel of packed weights would take; only where it is asked for
-    decode, prefill    Qwen3.5-0.8B's shape in bfloat16, random weights
-    speculate   the same shape: a step's time by the depth of drafts, and what 80% of right ones gain
-    penalised   17 rows with drafts, and 16 beside one with a penalty: ms a step; only where it is asked for
-    expert_speed       eight layers of Qwen3-30B-A3B's shape, against the time to read their weights
+    decode      Qwen3.5-0.8B's shape in bfloat16, random weights: ms a step, and of a prompt of 8,192 tokens
     tails       requests of all kinds and lengths after load, without drafts and with some: nothing is compiled or
                 captured for them, and without drafts the first of a shape takes at most 50 ms longer than the next one
-    beside      eight streams while prompts of 4,096 tokens are computed: gaps, and the prompts' first tokens
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
                 and the gaps of streams meanwhile
 
@@ -37,6 +29,7 @@ pippin[torch]; nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata as metadata
 import sys
 import time
 import traceback
@@ -45,27 +38,20 @@ from collections.abc import Callable
 import torch
 
 from torch_gpu.right import correct
-from torch_gpu.chunks import chunks, mixed
+from torch_gpu.drafts import drafts
 from torch_gpu.host import host
-from torch_gpu.moe import agreement, biases, expert_speed, moe
-from torch_gpu.packed import packed, packed_tiles
+from torch_gpu.mixed import mixed
+from torch_gpu.moe import agreement, moe
+from torch_gpu.packed import decode, packed
 from torch_gpu.races import races, waits
-from torch_gpu.speculate import drafts, penalised, speculate
-from torch_gpu.speed import decode, prefill
-from torch_gpu.tails import beside, tails
+from torch_gpu.tails import tails
 
 LIMIT_SECONDS = 420.0  # no section is started after that
 STARTED = time.perf_counter()
 
 
 def environment() -> None:
-    import importlib.metadata as metadata
-
-    for name in ("torch", "triton", "numpy"):
-        try:
-            print(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            print(name, "not installed")
+    print(*(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "numpy")), sep="\n")
     print(torch.cuda.get_device_name(), torch.version.cuda)
 
 
@@ -86,32 +72,15 @@ def section(name: str, run: Callable[[], None]) -> bool:
     return passed
 
 
-USUAL = {
-    "environment": environment,
-    "correct": correct,
-    "chunks": chunks,
-    "mixed": mixed,
-    "moe": moe,
-    "packed": packed,
-    "biases": biases,
-    "agreement": agreement,
-    "races": races,
-    "drafts": drafts,
-    "waits": waits,
-    "decode": decode,
-    "prefill": prefill,
-    "speculate": speculate,
-    "expert_speed": expert_speed,
-    "host": host,
-    "tails": tails,
-    "beside": beside,
+SECTIONS = {
+    run.__name__: run
+    for run in (environment, correct, mixed, moe, packed, agreement, races, drafts, waits, decode, host, tails)
 }
-SECTIONS = USUAL | {"packed_tiles": packed_tiles, "penalised": penalised}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(USUAL), help="sections, with commas between")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
     names = parser.parse_args().only.split(",")
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"no section {unknown[0]!r}: there are {', '.join(SECTIONS)}")

@@ -3,7 +3,7 @@
     python tools/trace_request.py [--list] [SERVE OPTIONS…]
 
 Starts a server with the bundled model (or what the options name), sends the same streamed chat three times, and counts
-the third. `--list` prints the files in the order in which the chat first enters them.
+the third. `--list` prints the files.
 """
 
 from __future__ import annotations
@@ -54,21 +54,39 @@ BODY = {
 
 
 def main(args: list[str]) -> int:
-    listed = "--list" in args
-    args = [arg for arg in args if arg != "--list"]
+    calls = count(*[arg for arg in args if arg != "--list"])
+    for title, inside in (("outside backends", False), ("in backends", True)):
+        part = {key: number for key, number in calls.items() if is_backend(key[0]) == inside}
+        files, functions = passed_through(calls, inside)
+        print(f"{title}: {files} files, {functions} functions, {sum(part.values()):,} calls")
+        for file in sorted({file for file, _ in part}) if "--list" in args else ():
+            mine = [number for (name, _), number in part.items() if name == file]
+            print(f"    {file}: {len(mine)} functions, {sum(mine):,} calls")
+    return 0
+
+
+def count(*options: str) -> Counter[tuple[str, str]]:
+    """Calls of a streamed chat, by file and function."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(HOOK)
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         env = os.environ | {"PYTHONPATH": path, "TRACE_FOLDER": folder}
-        command = [sys.executable, "-m", "pippin", "serve", "--port", "0", *args]
-        server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            calls = traced(server, Path(folder))
-        finally:
-            server.terminate()
-            server.wait(timeout=30)
-    report(calls, listed)
-    return 0
+        command = [sys.executable, "-m", "pippin", "serve", "--port", "0", *options]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+            try:
+                return traced(server, Path(folder))
+            finally:
+                server.terminate()
+
+
+def is_backend(file: str) -> bool:
+    return file.startswith("backends/")
+
+
+def passed_through(calls: Counter[tuple[str, str]], in_backends: bool) -> tuple[int, int]:
+    """How many files and functions, in backends or outside of them."""
+    part = [key for key in calls if is_backend(key[0]) == in_backends]
+    return len({file for file, _ in part}), len(part)
 
 
 def traced(server: subprocess.Popen[str], folder: Path) -> Counter[tuple[str, str]]:
@@ -113,18 +131,6 @@ def processes(server: int) -> list[int]:
     children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server)], capture_output=True, text=True, check=True)
     found = [line.split(None, 1) for line in children.stdout.splitlines()]
     return [server, *(int(pid) for pid, command in found if "ps" != command.split()[0])]
-
-
-def report(calls: Counter[tuple[str, str]], listed: bool) -> None:
-    for title, inside in (("outside backends", False), ("in backends", True)):
-        part = {key: count for key, count in calls.items() if key[0].startswith("backends/") == inside}
-        files = {file for file, _ in part}
-        print(f"{title}: {len(files)} files, {len(part)} functions, {sum(part.values()):,} calls")
-        if listed:
-            for file in sorted(files):
-                mine = [count for (name, _), count in part.items() if name == file]
-                print(f"    {file}: {len(mine)} functions, {sum(mine):,} calls")
-    print(f"in all: {len({file for file, _ in calls})} files, {len(calls)} functions, {sum(calls.values()):,} calls")
 
 
 if __name__ == "__main__":

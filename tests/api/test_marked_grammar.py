@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from call_texts import write_calls
 from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
-from pippin.api.grammars.constrain import can_forbid_calls, constrain
+from pippin.api.grammar import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.config import LimitsConfig
 from pippin.decode.compile import compile_grammar

@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
 import servers
 from bundled import BUNDLED_PATH
-from churn import Rates, churn, churn_at, churn_requests, summarize
+from churn import Rates, churn, churn_at, churn_requests, widths_to_measure
 from pippin.bench.client import (
     DISCONNECT_AFTER,
     Load,
@@ -27,17 +26,13 @@ from pippin.bench.client import (
 )
 from pippin.bench.report import BenchError
 from pippin.config import Config, ModelConfig
+from pippin.metrics import StepRecord
 from processes import environment
 from prompts import Prompts, count_with
 
 
 def drawn(seed: str, count: int) -> list[LoadRequest]:
     return list(islice(churn_requests(Prompts(seed)), count))
-
-
-def test_equal_seeds_draw_equal_requests() -> None:
-    assert drawn("a", 20) == drawn("a", 20)
-    assert drawn("a", 20) != drawn("b", 20)
 
 
 def test_requests_are_of_all_lengths_and_many_begin_alike() -> None:
@@ -104,12 +99,6 @@ def test_a_load_that_nobody_answers_says_why() -> None:
         summarize_load([Sent(ASKED, BenchError("out of reach"))])
 
 
-def test_a_server_out_of_reach_is_an_error_of_each_request() -> None:
-    client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
-    sent = asyncio.run(send_load(client, Load(2, seconds=0.1), churn_requests(Prompts("a"))))
-    assert [type(each.result) for each in sent] == [BenchError, BenchError]  # not a flood of them
-
-
 def test_clients_share_the_requests_of_one_size() -> None:
     client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
     requests = RequestSizes(5, 8, 2).requests(Prompts("a").text)
@@ -125,20 +114,27 @@ def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_children_import_what_we_do")
-def test_our_own_server_tells_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_server_is_compared_with_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPPIN_API_KEY", "for somebody else's server")
-    rates = Rates(((1, 1e-4), (8, 2e-4)), ((24, 1e-4), (504, 1e-3)), 1e6)
+    rates = Rates(((1, 1e-4), (8, 2e-4)), 1e6)
     monkeypatch.setattr("churn.measure_rates", lambda config, widths: rates)
-    config = Config(ModelConfig(backend="fake"))
-    report = churn(config, clients=3, seconds=1.0)
+    report = churn(Config(ModelConfig(backend="fake")), clients=3, seconds=1.0)
     assert report.data["outcome"]["errors"] == {}
     assert report.data["num_steps"] > 10
     assert 0.0 < report.data["efficiency"] < 1.0
-    wall = sum(report.data["breakdown"].values())
-    outcome = report.data["outcome"]
-    assert wall == pytest.approx(outcome["ended"] - outcome["began"])
-    assert report.tables[1].rows[-1][0] == "wall"
-    assert f"{report.data['efficiency']:.1%}" in report.tables[1].rows[0]
+    name, shown = report.tables[0].rows[-1]
+    assert name == "efficiency"
+    assert shown.startswith(f"{report.data['efficiency']:.1%}, at least 80%: ")
+
+
+def test_work_is_what_one_batch_takes_for_the_same_rows_and_tokens() -> None:
+    rates = Rates(((1, 0.01), (3, 0.02)), 1000.0)
+    steps = [(2, 200, 0.215), (3, 0, 0.02), (0, 100, 0.1), (0, 0, 0.0)]
+    for rows, tokens, seconds in steps:
+        step = StepRecord(0, *[0.0] * 7, prefill_tokens=tokens, decode_rows=rows, ghosts=0)
+        assert rates.seconds(step) == pytest.approx(seconds)
+    assert widths_to_measure([3, 12, 7]) == [1, 2, 4, 8, 12]
+    assert widths_to_measure([0]) == widths_to_measure([]) == [1]
 
 
 @pytest.mark.slow
@@ -151,28 +147,9 @@ def test_any_endpoint_by_its_url_and_clients_that_disconnect() -> None:
     assert left.cut
     assert len(left.pieces) == DISCONNECT_AFTER  # it disconnected at once
     assert at_rate.data["outcome"]["num_requests"] > 5
-    assert len(at_rate.tables) == 1  # no step log, no breakdown
+    assert "efficiency" not in at_rate.data  # no step log
 
 
 async def _disconnect(client: LoadClient) -> Recording:
     exchange = await client.start_completion("a fox", 4000, disconnect_after=DISCONNECT_AFTER)
     return await exchange.done
-
-
-def test_errors_stand_below_the_table() -> None:
-    outcome = summarize_load([Sent(ASKED, recording(["a"])), Sent(ASKED, BenchError("no room"))])
-    report = summarize("a model", Load(seconds=1.0), outcome, None, [])
-    assert "1 x no room" in report.notes
-    assert ("errors", "1") in report.tables[0].rows
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_children_import_what_we_do")
-def test_the_step_log_needs_a_place(tmp_path: Path) -> None:
-    with (
-        pytest.raises(BenchError, match="cannot write a step log"),
-        servers.pippin_server(
-            str(BUNDLED_PATH), ("--backend", "fake", "--step-log", str(tmp_path / "no" / "steps"))
-        ),
-    ):
-        pass

@@ -58,8 +58,6 @@ def test_rates_and_concurrencies_become_loads(
     ("name", "argv"),
     [
         ("one_batch", ["--batch", "1,3", "--input", "40", "--output", "16", "--repeats", "1"]),
-        ("features", ["--only", "overlap", "--streams", "2", "--output", "16", "--pairs", "2"]),
-        ("growth", ["--only", "requests"]),
         ("speculate", ["--rows", "1,3", "--output", "24", "--pairs", "1"]),
     ],
 )
@@ -74,8 +72,6 @@ def test_every_offline_benchmark_prints_what_it_measured(
         "one_batch": lambda: [
             number(timing["decode_tokens_per_second"]) for timing in data["timings"]
         ],
-        "features": lambda: [f"{data['overlap']['tokens_per_second']['ratio']:.3f}x"],
-        "growth": lambda: [number(y) for _, y in data["requests"]],
         "speculate": lambda: [
             f"{row['ratio']:.3f}x"
             for part in ("oracle", "edits", "new", "mtp")
@@ -91,23 +87,15 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for name, argv, message in [
         ("one_batch", ["--batch", "1,x"], "--batch"),
         ("one_batch", ["--no-prefix-cache"], "--no-prefix-cache"),
-        ("growth", ["--only", "depth"], "no part 'depth'"),
         ("speculate", ["--backend", "fake", "--only", "depth"], "no part 'depth'"),
-        ("features", ["--no-overlap"], "Unknown option: --no-overlap"),
-        ("prefix", ["--no-prefix-cache"], "Unknown option: --no-prefix-cache"),
-        (
-            "features",
-            ["--backend", "fake", "--streams", "1", "--only", "grammar"],
-            "--streams must be at least 2 for grammar, got 1",
-        ),
-        ("features", ["--backend", "fake", "--pairs", "0"], "--pairs. Must be > 0"),
+        ("prefix", ["--cache-dir", "x"], "Unknown option: --cache-dir"),
+        ("speculate", ["--backend", "fake", "--pairs", "0"], "--pairs. Must be > 0"),
         ("churn", ["--clients", "3", "--rate", "1"], "exclude each other"),
         ("churn", ["--seconds", "0"], "--seconds. Must be > 0"),
         ("churn", ["--url", "http://x", "--memory", "0.5"], "remove --step-log and options of"),
         ("compare", ["--only", "decode-5"], "no scenario 'decode-5'; there are prefill"),
         ("streams", ["--only", "chats"], "'chats' is no dialect: use chat, "),
-        ("watchers", ["--pairs", "0"], "--pairs. Must be > 0"),
-        ("restart", ["--only", "restart"], "no part 'restart'; there are sigterm, kill"),
+        ("prefix", ["--only", "restart"], "no part 'restart'; there are repeat, chat, fan-out"),
     ]:
         assert run_tool(name, *argv) in (1, 2)
         assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -133,7 +121,7 @@ def test_help_of_other_commands_does_not_import_the_benchmarks() -> None:
     probe = (
         "import sys\nfrom pippin import cli\n"
         "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print([m for m in sys.modules if m.startswith(('pippin.bench', 'pippin.cli.bench'))])"
+        "print([m for m in sys.modules if m.startswith(('pippin.bench', 'pippin.bench.serve'))])"
     )
     out = subprocess.check_output([sys.executable, "-c", probe], env=environment(), text=True)
     assert "bench" in out

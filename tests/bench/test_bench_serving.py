@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -15,18 +13,15 @@ import compare
 import scenarios
 import servers
 import streams
-import watchers
 from bundled import BUNDLED_PATH
 from cli.commands import served_with
-from pippin.bench.client import Load, LoadClient, RequestSizes, Target, TimedReply
+from pippin.bench.client import Load, LoadClient, RequestSizes, Target
 from pippin.bench.report import BenchError, number
 from pippin.bench.serve import find_target, measure_server
 from pippin.config import Config, EngineConfig, ModelConfig
 from prefix import prefix
 from processes import environment
 from prompts import Prompts
-from restart import RestartBench, restart
-from shared import ColdWarm, cold_warm_table
 
 pytestmark = pytest.mark.slow
 
@@ -40,13 +35,6 @@ def _children_import_what_we_do() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
         yield
-
-
-@pytest.fixture(scope="module")
-def toy(_children_import_what_we_do: None) -> Iterator[Target]:
-    """A server that several tests measure."""
-    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
-        yield target
 
 
 def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,11 +54,12 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
         httpx.get(target.url)
 
 
-def test_loads_of_a_running_server(toy: Target) -> None:
+def test_loads_of_a_running_server() -> None:
     loads = [Load(2), Load(rate=100.0)]
-    report = measure_server(toy.url + "/v1/", loads, SIZES)
-    with pytest.raises(BenchError, match="404 Not Found"):
-        measure_server(toy.url, loads, SIZES, model="another")
+    with servers.pippin_server(str(BUNDLED_PATH), TOY) as toy:
+        report = measure_server(toy.url + "/v1/", loads, SIZES)
+        with pytest.raises(BenchError, match="404 Not Found"):
+            measure_server(toy.url, loads, SIZES, model="another")
     at_once, at_rate = report.data["loads"]
     assert [load["outcome"]["generated_tokens"] for load in (at_once, at_rate)] == [24, 24]
     assert at_once["outcome"]["ttft"]["count"] == 4
@@ -101,15 +90,6 @@ def test_the_prefix_benchmark_sees_the_cache_work() -> None:
     assert all(turn["cached_tokens"] > 1900 for turn in turns)
 
 
-def test_a_warm_time_is_shown_as_a_share_of_the_cold_one() -> None:
-    cold = TimedReply(0.0, (2.0,), "a", prompt_tokens=100)
-    warm = TimedReply(1.0, (1.2,), "a", prompt_tokens=100, cached_tokens=64)
-    row = ColdWarm.of("again", [cold], [warm])
-    table = cold_warm_table("Times", [row], 0.12)
-    assert table.rows == [("again", "100", "64", "2,000", "200", "10.0%")]
-    assert table.title == "Times (target: at most 12% of cold)"
-
-
 def test_a_config_survives_as_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the environment says otherwise of what is a default here."""
     monkeypatch.setenv("PIPPIN_MAX_RUNNING", "3")
@@ -119,11 +99,6 @@ def test_a_config_survives_as_options(monkeypatch: pytest.MonkeyPatch) -> None:
         EngineConfig(overlap=False, memory="6GB"),
     )
     assert served_with(monkeypatch, *servers.as_options(config)) == config
-
-
-def test_unknown_parts_are_named() -> None:
-    with pytest.raises(BenchError, match="no part 'chats'; there are repeat, chat"):
-        prefix(TOY_CONFIG, only=["chats"])
 
 
 def test_nobody_listening_is_one_clear_error() -> None:
@@ -142,79 +117,21 @@ def test_a_server_that_cannot_start_says_why() -> None:
         pass
 
 
-def test_a_child_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "STOP_SECONDS", 0.2)
-    port = servers.free_port()
-    code = f"""
-import http.server, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-class Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-http.server.HTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
-"""
-    url = f"http://127.0.0.1:{port}"
-    with servers._child("stubborn", [sys.executable, "-c", code], url):
-        assert httpx.get(f"{url}/health").status_code == 200
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(url)
-
-
-def test_sigterm_unwinds_and_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit), servers.ended_by_sigterm():
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_the_cost_of_a_streamed_token_is_measured_in_both_processes() -> None:
     report = streams.streams(only=["chat", "ollama"], streams=[2], rate=400.0, seconds=0.3)
     costs = report.data["costs"]
     assert [each["dialect"] for each in costs] == ["chat", "ollama"]
-    assert all(each["num_streams"] == 2 and each["bytes_per_token"] > 0 for each in costs)
+    assert all(each["streams"] == 2 and each["bytes_per_token"] > 0 for each in costs)
     assert all(each["server_us"] > 0 and each["engine_us"] > 0 for each in costs)
     with pytest.raises(BenchError, match="replies end in 600 s"):
         streams.streams(only=["chat"], streams=[2], rate=400.0, seconds=600.0)
 
 
-def test_watchers_are_compared_with_none_in_turn(toy: Target) -> None:
-    sizes = {"requests": 4, "input": 40, "output": 6}
-    report = watchers.watchers(url=toy.url, number_of=3, concurrency=[2], pairs=2, **sizes)
-    assert httpx.get(f"{toy.url}/status").json()["running"] == 0
-    [cost] = report.data["loads"]
-    assert len(cost["tried"]) == len(cost["base"]) == 2
-    assert report.data["bytes_each"] > 1000
-    assert report.tables[0].title.startswith("3 watchers, each of which received")
-    assert report.tables[0].rows[0][-1].startswith("at least 0.99x: ")
-
-
 @pytest.mark.parametrize("how", ["sigterm", "kill"])
 def test_conversations_are_found_again_after_a_restart(how: str) -> None:
     # A model whose prompts take far longer to compute than to read.
-    report = restart(Config(), only=[how], rounds=1)
-    found = report.data[how]
-    assert (found["asked"], found["equal"]) == (1, 1)
+    report = prefix(Config(), only=[how], rounds=1)
+    (found,) = report.data[how]
+    assert found["equal"] == 1
     assert found["prompt_tokens"] - found["cached_tokens"] <= 64
     assert found["damaged"] == 0
-
-
-def test_a_steady_load_stays_within_both_ceilings() -> None:
-    bench = RestartBench(TOY_CONFIG, BUNDLED_PATH, rounds=1, seconds=3)
-    table, found = bench.ceilings(disk="200KB")
-    for limit in ("bytes on disk", "bytes in memory"):
-        most, allowed = found[limit]
-        assert most <= allowed
-    assert found["errors"] == 0
-    assert found["evicted"] > 0
-    assert len(table.rows) == 3
-
-
-def test_what_cannot_be_measured_is_refused_by_name() -> None:
-    with pytest.raises(
-        BenchError, match="no part 'restart'; there are sigterm, kill, gaps, ceilings"
-    ):
-        restart(TOY_CONFIG, only=["restart"])
-    with_disk = Config(TOY_CONFIG.model, EngineConfig(cache_dir="x", disk="1GB"))
-    with pytest.raises(BenchError, match="remove --cache-dir"):
-        restart(with_disk)

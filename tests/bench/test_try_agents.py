@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import runpy
-import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,15 +15,14 @@ import pytest
 
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.messages import parse_message_request
-from pippin.api.dialects.response_store import ResponseStore
 from pippin.api.dialects.responses import parse_responses_request
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
 
-FOLDER = Path(__file__).parents[2] / "tools" / "agents"
-pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="tools/ is not beside the tests")
+FORCING = Path(__file__).parents[2] / "tools" / "forcing.py"
+pytestmark = pytest.mark.skipif(not FORCING.exists(), reason="tools/ is not beside the tests")
 
 RULES = RequestRules(ModelInfo("m", 4096, 300, 0), SamplingDefaults(), LimitsConfig())
 SCHEMA = {
@@ -50,7 +48,7 @@ def tools_of(dialect: str) -> list[dict[str, Any]]:
 def force(
     dialect: str, *more: dict[str, Any], fields: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    forcing = runpy.run_path(str(FOLDER / "forcing.py"))
+    forcing = runpy.run_path(str(FORCING))
     items = "input" if dialect == "responses" else "messages"
     body = {"model": "m", items: [USER, *more], "tools": tools_of(dialect), "max_tokens": 99}
     body |= fields or {}
@@ -87,7 +85,7 @@ RESULTS: dict[str, list[dict[str, Any]]] = {
 PARSERS: dict[str, Callable[[Any, RequestRules], ChatRequest]] = {
     "chat/completions": parse_chat,
     "messages": parse_message_request,
-    "responses": lambda body, rules: parse_responses_request(body, rules, ResponseStore(0, 0)),
+    "responses": parse_responses_request,
 }
 
 
@@ -122,47 +120,12 @@ EFFORTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dialect", PARSERS)
-@pytest.mark.parametrize("has_result", [False, True])
-def test_how_much_to_reason_is_as_the_client_sent_it(dialect: str, has_result: bool) -> None:
-    more = RESULTS[dialect] if has_result else []
-    forced = force(dialect, *more, fields=EFFORTS[dialect])
-    assert PARSERS[dialect](forced, RULES).reasoning_effort == "high"
-    for field, value in EFFORTS[dialect].items():
-        assert forced[field] == value or forced[field].items() > value.items()
-
-
-def test_lines_that_the_last_request_had_and_the_models_own_are_not_new() -> None:
-    sys.path.insert(0, str(FOLDER.parent))
-    try:
-        from agents.forcing_proxy import Exchange
-        from agents.token_table import token_table
-    finally:
-        sys.path.remove(str(FOLDER.parent))
-    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-    reply = {"role": "assistant", "content": "It is done."}
-    first = {"system": "You help.\nStatus: clean\n", "messages": [USER]}
-    second = {"system": "You help.\nStatus: dirty\n", "messages": [USER, reasoning, reply, USER]}
-    exchanges = [Exchange("a", "/v1/messages", first), Exchange("b", "/v1/messages", second)]
-    facts = [
-        {"id": "a", "prompt_tokens": 100, "cached_tokens": 0},
-        {"id": "b", "prompt_tokens": 150, "cached_tokens": 64},
-    ]
-    log = "\n".join(["started", *map(json.dumps, facts)])
-    _, one, other, most = token_table(exchanges, log, len)
-    assert one.split() == ["1", "100", "0", "100", "100", "0"]
-    new = len("Status: dirty\n") + len(USER["content"])
-    assert other.split() == ["2", "150", "64", "86", str(new), str(86 - new)]
-    assert most.split()[2] == str(86 - new)
-
-
 class Echo(BaseHTTPRequestHandler):
-    """Replies with what it was sent, and with the id."""
+    """Replies with what it was sent."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         self.send_response(418)
-        self.send_header("x-seen-id", self.headers.get("x-request-id", ""))
         self.end_headers()
         self.wfile.write(body)
 
@@ -171,20 +134,20 @@ class Echo(BaseHTTPRequestHandler):
 
 
 def test_the_proxy_sends_changed_bodies_and_records_what_the_client_sent() -> None:
-    proxy_type = runpy.run_path(str(FOLDER / "forcing_proxy.py"))["ForcingProxy"]
+    forcing = runpy.run_path(str(FORCING))
+    sent, exchanges = {"messages": [USER]}, []
     with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        with proxy_type(url, lambda path, body: body | {"path": path}) as proxy:
-            client = http.client.HTTPConnection(proxy.url.removeprefix("http://"))
-            client.request("POST", "/v1/messages?beta=true", json.dumps({"a": 1}))
+        with forcing["forcing_proxy"](url, exchanges) as proxy:
+            client = http.client.HTTPConnection(proxy.removeprefix("http://"))
+            client.request("POST", "/v1/messages?beta=true", json.dumps(sent))
             reply = client.getresponse()
-            assert json.load(reply) == {"a": 1, "path": "/v1/messages"}
+            assert json.load(reply) == forcing["force"]("/v1/messages", sent) != sent
             client.close()
         server.shutdown()
         thread.join()
-    (exchange,) = proxy.exchanges
-    assert exchange.sent == {"a": 1}
+    (exchange,) = exchanges
+    assert exchange.sent == sent
     assert exchange.status == reply.status == 418
-    assert exchange.id == reply.getheader("x-seen-id")

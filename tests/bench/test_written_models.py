@@ -16,9 +16,7 @@ from qwen35 import END_OF_TURN
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_random_hybrid.py"
-PLAIN = TOOL.with_name("make_plain_model.py")
-SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 8500}
-SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SMALL = {"num_hidden_layers": 2, "vocab_size": 8500}
 pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="tools/ is not beside the tests")
 
 
@@ -51,8 +49,9 @@ def test_the_shape_for_agents_has_qwens_words_and_room_for_their_prompts(tmp_pat
 
 @pytest.mark.slow
 def test_both_servers_libraries_load_it_and_every_token_has_text(tmp_path: Path) -> None:
-    tool = runpy.run_path(str(PLAIN))
-    tool["write_plain_model"](tmp_path, tool["CONFIG"] | SMALL)
+    tool = runpy.run_path(str(TOOL))
+    tool["write_weights"](tmp_path, tool["SMOLLM2_135M"] | SMALL, torch.bfloat16)
+    tool["write_tokenizer"](tmp_path, SMALL["vocab_size"])
     model, tokenizer = mlx_lm.load(str(tmp_path))
     assert tokenizer.decode([8499]) == " word8499"
     with LLM(str(tmp_path)) as llm:

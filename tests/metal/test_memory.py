@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "metal_memory.py"
-MOST_BUFFERS = 499_000  # that Metal allows a process
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +30,11 @@ def counted() -> Any:
 def test_steps_of_requests_that_start_and_end_have_few_shapes(
     counted: Any, rows: str, share: float, sizes: int
 ) -> None:
-    load = counted["loads"][rows]
+    load = counted[rows]
     assert load["new_shapes"] <= load["traced"] <= share * load["steps"]
     assert load["sizes"] <= sizes
 
 
 def test_rows_are_ten_buffers_a_layer(counted: Any) -> None:
     """Four segments and a tail, keys and values, however many rows there are."""
-    assert {load["buffers"] for load in counted["loads"].values()} == {10}
-
-
-def test_whole_pages_cost_what_the_tree_keeps_next_to_nothing(counted: Any) -> None:
-    """The byte budget counts bytes, mlx allocates pages."""
-    for model in counted["models"].values():
-        assert model["block"]["overhead"] == 0.0
-        assert model["states"]["overhead"] < 0.012
-
-
-def test_a_tree_of_32_gib_is_far_from_metal_s_limit_of_buffers(counted: Any) -> None:
-    for model in counted["models"].values():
-        for kind in ("block", "states"):
-            own = model[kind]
-            if own["buffers"]:
-                assert (32 << 30) / own["bytes"] * own["buffers"] < MOST_BUFFERS / 4
+    assert {load["buffers"] for load in counted.values()} == {10}

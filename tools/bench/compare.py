@@ -23,8 +23,7 @@ from cyclopts import Parameter
 
 from pippin.bench.client import LoadClient
 from pippin.bench.report import BenchError, Report, Table, busy_note, median, number, ratio, say
-from pippin.bench.serve import warm_up
-from pippin.cli.bench import Count
+from pippin.bench.serve import Count, warm_up
 from pippin.config import ModelConfig
 from pippin.startup.checkpoint import find_checkpoint
 from pippin.startup.resolve import choose_backend
@@ -64,9 +63,9 @@ class Measure:
 
     name: str
     unit: str
-    higher_is_better: bool = False
     times_better: float | None = None  # the least that is wanted
     at_most: float | None = None  # the most that is wanted, of our own number
+    higher_is_better: bool = False
 
     def verdict(self, ours: float, theirs: float) -> str:
         """The target and whether it is met; empty without one."""
@@ -110,86 +109,71 @@ def all_scenarios(*, bundled: bool = True) -> tuple[Scenario, ...]:
     def if_bundled(times_better: float) -> float | None:
         return times_better if bundled else None
 
+    def scenario(name: str, title: str, run: Run, *measures: Measure) -> Scenario:
+        return Scenario(name, title, measures, run)
+
+    def decode(num_streams: int, times_better: float) -> Scenario:
+        return scenario(
+            f"decode-{num_streams}",
+            f"{num_streams} stream{'s that start together' if num_streams > 1 else ''}",
+            partial(streams, num_streams=num_streams),
+            Measure("decode", "tok/s", times_better, higher_is_better=True),
+            Measure("gap p99", "ms", 1.0),
+        )
+
+    def chats(at_once: int, tokens: int, total: float | None, ttft: float | None) -> Scenario:
+        return scenario(
+            f"chats-{at_once}",
+            f"{CONVERSATIONS} conversations x {TURNS} turns, {at_once} at a time, replies of "
+            f"{tokens} tokens, a shared {SYSTEM_TOKENS}-token start",
+            partial(conversations, at_once=at_once, reply_tokens=tokens),
+            Measure("total", "s", total),
+            Measure("TTFT p50", "s", ttft),
+        )
+
     return (
-        Scenario(
+        scenario(
             "prefill",
             f"cold prompt of {PROMPT_TOKENS:,} tokens",
-            (
-                Measure("prefill", "tok/s", higher_is_better=True, times_better=if_bundled(2.5)),
-                Measure("TTFT", "s"),
-            ),
             cold_prompt,
+            Measure("prefill", "tok/s", if_bundled(2.5), higher_is_better=True),
+            Measure("TTFT", "s"),
         ),
-        *(
-            _decode(n, target)
-            for n, target in zip((1, 4, 8, 16), DECODE_TARGETS[bundled], strict=True)
-        ),
-        Scenario(
+        *map(decode, (1, 4, 8, 16), DECODE_TARGETS[bundled]),
+        scenario(
             "repeat",
             f"the same prompt of {REPEATED_TOKENS:,} tokens again",
-            (
-                Measure("TTFT again", "ms", times_better=1.0),
-                Measure("of its cold TTFT", "%", at_most=3.0),
-            ),
             repeated_prompt,
+            Measure("TTFT again", "ms", 1.0),
+            Measure("of its cold TTFT", "%", at_most=3.0),
         ),
-        Scenario(
+        scenario(
             "beside",
             f"a {TINY_TOKENS}-token prompt beside one of {LONG_TOKENS:,}",
-            (
-                Measure("short TTFT", "ms"),
-                Measure("of the long one's", "%", at_most=20.0),
-                Measure("long / alone", "x", at_most=1.1),
-            ),
             short_beside_long,
+            Measure("short TTFT", "ms"),
+            Measure("of the long one's", "%", at_most=20.0),
+            Measure("long / alone", "x", at_most=1.1),
         ),
-        Scenario(
+        scenario(
             "interference",
             f"{RUNNING_STREAMS} streams while {PROMPT_TOKENS:,}-token prompts arrive",
-            (
-                Measure("busy gap p99", "ms"),
-                Measure("idle gap p50", "ms"),
-                Measure("busy / idle", "x", at_most=4.0),
-                Measure("longest stop", "ms"),
-                Measure("prompt TTFT", "s", times_better=2.0),
-            ),
             interference,
+            Measure("busy gap p99", "ms"),
+            Measure("idle gap p50", "ms"),
+            Measure("busy / idle", "x", at_most=4.0),
+            Measure("longest stop", "ms"),
+            Measure("prompt TTFT", "s", 2.0),
         ),
-        Scenario(
+        scenario(
             "branches",
             f"{BRANCHES} branches of one {PROMPT_TOKENS:,}-token prompt at once",
-            (Measure("TTFT p50", "s", times_better=if_bundled(8.0)), Measure("total", "s")),
             branches,
+            Measure("TTFT p50", "s", if_bundled(8.0)),
+            Measure("total", "s"),
         ),
-        _chats(CONVERSATIONS, REPLY_TOKENS, total=if_bundled(2.5), ttft=if_bundled(5.0)),
-        _chats(4, LONGER_REPLY_TOKENS, total=2.0),
-    )
-
-
-def _decode(num_streams: int, times_better: float) -> Scenario:
-    return Scenario(
-        name=f"decode-{num_streams}",
-        title=f"{num_streams} stream{'s that start together' if num_streams > 1 else ''}",
-        measures=(
-            Measure("decode", "tok/s", higher_is_better=True, times_better=times_better),
-            Measure("gap p99", "ms", times_better=1.0),
-        ),
-        run=partial(streams, num_streams=num_streams),
-    )
-
-
-def _chats(
-    at_once: int, reply_tokens: int, *, total: float | None, ttft: float | None = None
-) -> Scenario:
-    return Scenario(
-        name=f"chats-{at_once}",
-        title=f"{CONVERSATIONS} conversations x {TURNS} turns, {at_once} at a time, replies of "
-        f"{reply_tokens} tokens, a shared {SYSTEM_TOKENS}-token start",
-        measures=(
-            Measure("total", "s", times_better=total),
-            Measure("TTFT p50", "s", times_better=ttft),
-        ),
-        run=partial(conversations, at_once=at_once, reply_tokens=reply_tokens),
+        chats(CONVERSATIONS, REPLY_TOKENS, if_bundled(2.5), if_bundled(5.0)),
+        chats(4, LONGER_REPLY_TOKENS, 2.0, None),
     )
 
 

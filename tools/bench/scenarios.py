@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 
-from pippin.bench.client import Exchange, LoadClient, TimedReply, parse
+from pippin.bench.client import LoadClient, TimedReply, parse
 from pippin.bench.report import median, percentile, ratio
 from pippin.bench.serve import warm_up
 from pippin.config import Config
@@ -59,26 +58,7 @@ async def streams(client: LoadClient, prompts: Prompts, num_streams: int) -> Num
     return {"decode": ratio(num_tokens, seconds), "gap p99": percentile(gaps, 0.99) * 1e3}
 
 
-@dataclass(frozen=True)
-class Interference:
-    """What running streams and arriving prompts do to each other. All in seconds."""
-
-    idle_gaps: list[float]
-    busy_gaps: list[float]
-    ttfts: list[float]
-
-    def numbers(self) -> Numbers:
-        idle, busy = median(self.idle_gaps), percentile(self.busy_gaps, 0.99)
-        return {
-            "idle gap p50": idle * 1e3,
-            "busy gap p99": busy * 1e3,
-            "busy / idle": ratio(busy, idle),
-            "longest stop": max(self.busy_gaps) * 1e3,
-            "prompt TTFT": median(self.ttfts),
-        }
-
-
-async def interfere(client: LoadClient, prompts: Prompts) -> Interference:
+async def interference(client: LoadClient, prompts: Prompts) -> Numbers:
     """Streams run alone for a while, then long prompts arrive, one after the other."""
     texts = [prompts.text(SHORT_TOKENS) for _ in range(RUNNING_STREAMS)]
     arriving = [prompts.text(PROMPT_TOKENS) for _ in range(ARRIVALS)]
@@ -91,31 +71,27 @@ async def interfere(client: LoadClient, prompts: Prompts) -> Interference:
         arrivals = [parse(await client.complete(text, max_tokens=2)) for text in arriving]
         busy_until = arrivals[-1].first
     finally:
-        await disconnect_all(running)
+        for exchange in running:
+            exchange.disconnect()
+        await asyncio.gather(*(exchange.done for exchange in running))
+        await asyncio.sleep(0.5)  # for the server to notice
     replies = [parse(exchange.recording) for exchange in running]
-    return Interference(
-        idle_gaps=[gap for r in replies for gap in r.gaps(idle_since, busy_since)],
-        busy_gaps=[gap for r in replies for gap in _busy_gaps(r, busy_since, busy_until)],
-        ttfts=[reply.ttft for reply in arrivals],
-    )
+    idle = median([gap for r in replies for gap in r.gaps(idle_since, busy_since)])
+    busy_gaps = [gap for r in replies for gap in _busy_gaps(r, busy_since, busy_until)]
+    busy = percentile(busy_gaps, 0.99)
+    return {
+        "idle gap p50": idle * 1e3,
+        "busy gap p99": busy * 1e3,
+        "busy / idle": ratio(busy, idle),
+        "longest stop": max(busy_gaps) * 1e3,
+        "prompt TTFT": median([reply.ttft for reply in arrivals]),
+    }
 
 
 def _busy_gaps(reply: TimedReply, since: float, until: float) -> list[float]:
     """The gaps in a period; one that is still open at its end counts as long as it has lasted."""
     before = [time for time in reply.arrivals if time <= until]
     return [*reply.gaps(since, until), until - before[-1]]
-
-
-async def disconnect_all(running: list[Exchange]) -> None:
-    """End streams and give the server a moment to notice."""
-    for exchange in running:
-        exchange.disconnect()
-    await asyncio.gather(*(exchange.done for exchange in running))
-    await asyncio.sleep(0.5)
-
-
-async def interference(client: LoadClient, prompts: Prompts) -> Numbers:
-    return (await interfere(client, prompts)).numbers()
 
 
 async def fan_out(client: LoadClient, shared: str, prompts: Prompts) -> list[TimedReply]:
@@ -131,20 +107,6 @@ async def branches(client: LoadClient, prompts: Prompts) -> Numbers:
     return {"TTFT p50": median([reply.ttft for reply in replies]), "total": total}
 
 
-async def converse(
-    client: LoadClient, system: str, questions: list[str], reply_tokens: int
-) -> list[TimedReply]:
-    """One conversation; each turn carries the replies before it."""
-    messages = [{"role": "system", "content": system}]
-    replies = []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        reply = parse(await chat(client, messages, reply_tokens))
-        messages.append({"role": "assistant", "content": reply.text})
-        replies.append(reply)
-    return replies
-
-
 async def conversations(
     client: LoadClient, prompts: Prompts, *, at_once: int, reply_tokens: int
 ) -> Numbers:
@@ -152,12 +114,19 @@ async def conversations(
     questions = [[prompts.question() for _ in range(TURNS)] for _ in range(CONVERSATIONS)]
     room = asyncio.Semaphore(at_once)
 
-    async def one(asked: list[str]) -> list[TimedReply]:
+    async def converse(asked: list[str]) -> list[TimedReply]:
+        """One conversation; each turn carries the replies before it."""
+        messages = [{"role": "system", "content": system}]
+        replies = []
         async with room:
-            return await converse(client, system, asked, reply_tokens)
+            for question in asked:
+                messages.append({"role": "user", "content": question})
+                replies.append(await chat(client, messages, reply_tokens))
+                messages.append({"role": "assistant", "content": replies[-1].text})
+        return replies
 
     began = perf_counter()
-    chats = await asyncio.gather(*(one(asked) for asked in questions))
+    chats = await asyncio.gather(*(converse(asked) for asked in questions))
     replies = [reply for chat in chats for reply in chat]
     total = max(reply.last for reply in replies) - began
     return {"TTFT p50": median([reply.ttft for reply in replies]), "total": total}

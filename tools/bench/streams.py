@@ -8,22 +8,16 @@ is behind gets several tokens in one event.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from pippin.bench.client import (
-    Exchange,
-    LoadClient,
-    Target,
-)
+from pippin.bench.client import Exchange, LoadClient, Target
 from pippin.bench.report import BenchError, Report, Table, number, say
-from pippin.cli.bench import Numbers
+from pippin.bench.serve import Numbers
 from pippin.config import ModelConfig
 from servers import pippin_server
 from shared import Names, Positive, run
@@ -44,27 +38,10 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": ("/v1/messages", _CHAT),
     "ollama": ("/api/chat", _OLLAMA),
 }
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What a server has counted at one time."""
-
-    at: float  # time.perf_counter() seconds
-    tokens: float
-    server_s: float  # of CPU time
-    engine_s: float
-
-
-@dataclass(frozen=True)
-class TokenCost:
-    dialect: str
-    num_streams: int
-    tokens_per_second: float
-    server_us: float  # of CPU time a token
-    engine_us: float
-    bytes_per_token: float
-    tokens_per_read: float  # by the clients
+TOKENS, SERVER_S, ENGINE_S = (
+    "pippin_generation_tokens_total",
+    *(f"pippin_{process}_cpu_seconds_total" for process in ("server", "engine")),
+)
 
 
 def streams(
@@ -96,7 +73,7 @@ def streams(
     for dialect in dialects:
         if dialect not in DIALECTS:
             raise BenchError(f"{dialect!r} is no dialect: use {', '.join(DIALECTS)}")
-    costs: list[TokenCost] = []
+    costs: list[dict[str, Any]] = []
     for number_of in streams or (1, 64, 256):
         step = max(FASTEST_STEP, number_of / rate)
         if (seconds + SETTLE_SECONDS) / step > MAX_TOKENS / 2:
@@ -105,19 +82,19 @@ def streams(
         with pippin_server(ModelConfig.model, options) as target:
             for dialect in dialects:
                 say(f"{number_of} streams of {dialect}, a token each every {number(step * 1e3)} ms")
-                costs.append(asyncio.run(_cost(target, dialect, number_of, seconds)))
-    title = "CPU time of a streamed token"
+                cost = asyncio.run(_cost(target, dialect, number_of, seconds))
+                costs.append({"dialect": dialect, "streams": number_of, **cost})
+    rows = [(str(each["dialect"]), *map(number, [*each.values()][1:])) for each in costs]
     header = ("dialect", "streams", "tok/s", "server us", "engine us", "bytes", "tokens/read")
-    rows = [(each.dialect, *map(number, dataclasses.astuple(each)[1:])) for each in costs]
     notes = [
         "A server process whose token takes N us of CPU time sends at most 1,000,000 / N tokens a "
         "second. The engine's time includes the toy model's."
     ]
-    data = {"costs": [dataclasses.asdict(each) for each in costs]}
-    return Report("streams", [Table(title, header, rows)], data, notes)
+    table = Table("CPU time of a streamed token", header, rows)
+    return Report("streams", [table], {"costs": costs}, notes)
 
 
-async def _cost(target: Target, dialect: str, num_streams: int, seconds: float) -> TokenCost:
+async def _cost(target: Target, dialect: str, num_streams: int, seconds: float) -> dict[str, float]:
     client = LoadClient(target)
     path, fields = DIALECTS[dialect]
     body = {"model": target.model, **fields}
@@ -126,61 +103,40 @@ async def _cost(target: Target, dialect: str, num_streams: int, seconds: float) 
         async with asyncio.timeout(START_SECONDS):
             for exchange in exchanges:
                 await exchange.first_read
-        _check(exchanges)
         await asyncio.sleep(SETTLE_SECONDS)
-        before, before_reads = await _count(target), _reads(exchanges)
+        before = await _count(target, exchanges)
         await asyncio.sleep(seconds)
-        after, after_reads = await _count(target), _reads(exchanges)
-        _check(exchanges)
+        after = await _count(target, exchanges)
     finally:
         for exchange in exchanges:
             exchange.disconnect()
         await asyncio.gather(*(exchange.done for exchange in exchanges))
-    tokens = after.tokens - before.tokens
-    num_reads, nbytes = (b - a for a, b in zip(before_reads, after_reads, strict=True))
-    return TokenCost(
-        dialect,
-        num_streams,
-        tokens / (after.at - before.at),
-        (after.server_s - before.server_s) / tokens * 1e6,
-        (after.engine_s - before.engine_s) / tokens * 1e6,
-        nbytes / tokens,
-        tokens / max(1, num_reads),
-    )
-
-
-async def _count(target: Target) -> Counted:
-    async with httpx.AsyncClient(timeout=START_SECONDS) as client:
-        answer = await client.get(f"{target.url}/metrics")
-    at = perf_counter()
-    values = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-        if not sample.labels
+    spent = {name: after[name] - before[name] for name in before}
+    tokens = spent[TOKENS]
+    return {
+        "tokens_per_second": tokens / spent["seconds"],
+        "server_us": spent[SERVER_S] / tokens * 1e6,  # of CPU time a token
+        "engine_us": spent[ENGINE_S] / tokens * 1e6,
+        "bytes_per_token": spent["bytes"] / tokens,
+        "tokens_per_read": tokens / max(1, spent["reads"]),  # by the clients
     }
-    return Counted(
-        at,
-        values["pippin_generation_tokens_total"],
-        values["pippin_server_cpu_seconds_total"],
-        values["pippin_engine_cpu_seconds_total"],
-    )
 
 
-def _reads(exchanges: Sequence[Exchange]) -> tuple[int, int]:
-    """Their number so far, and the number of bytes."""
-    pieces = [piece for each in exchanges for _, piece in each.recording.pieces]
-    return len(pieces), sum(map(len, pieces))
-
-
-def _check(exchanges: Sequence[Exchange]) -> None:
-    for exchange in exchanges:
-        pieces = exchange.recording.pieces
-        if exchange.recording.refused:
-            answer = pieces[0][1] if pieces else b"nothing"
-            raise BenchError(f"a stream was refused: {answer[-300:].decode(errors='replace')}")
-        if exchange.done.done():
+async def _count(target: Target, exchanges: Sequence[Exchange]) -> dict[str, float]:
+    """What the server and its clients have counted so far."""
+    for each in exchanges:
+        if each.recording.refused:
+            pieces = [piece for _, piece in each.recording.pieces] or [b"nothing"]
+            refusal = pieces[0][-300:].decode(errors="replace")
+            raise BenchError(f"a stream was refused: {refusal}")
+        if each.done.done():
             raise BenchError("a stream ended before the measurement: use a lower --seconds")
+    async with httpx.AsyncClient(timeout=START_SECONDS) as client:
+        answer = (await client.get(f"{target.url}/metrics")).text
+    pieces = [piece for each in exchanges for _, piece in each.recording.pieces]
+    found = {"seconds": perf_counter(), "reads": len(pieces), "bytes": sum(map(len, pieces))}
+    samples = (s for family in text_string_to_metric_families(answer) for s in family.samples)
+    return found | {s.name: s.value for s in samples if s.name in (TOKENS, SERVER_S, ENGINE_S)}
 
 
 if __name__ == "__main__":

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from torch_gpu.plays import random_model
+from torch_gpu.plays import random_model, tiny_model
 
-from make_random_hybrid import TINY, write_weights
 from pippin.backends.base import Backend
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.load import load
 from pippin.types import SamplingParams
 
 PROMPTS_EACH = 4  # of a length; the first is not timed
@@ -174,9 +169,7 @@ def run(loop: Any, parts: Callable[[Any], None]) -> None:
 
 
 def host() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        write_weights(Path(folder), TINY, torch.float32)
-        tiny = TorchBackend(load(Path(folder), dtype="float32"), num_slots=16, pool_bytes=1 << 26)
+    tiny = TorchBackend(tiny_model("float32"), num_slots=16, pool_bytes=1 << 26)
     run(make_loop(tiny, "6GB", "1GB"), lambda loop: come_back(loop, (1000, 3000), "tiny, float32", exact=True))
     backend = TorchBackend(random_model(), num_slots=16, pool_bytes=1 << 26)
     began = time.perf_counter()

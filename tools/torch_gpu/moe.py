@@ -1,4 +1,4 @@
-"""Experts and biases: kernels and captured graphs against plain operations; and what experts take."""
+"""Experts: kernels and captured graphs against plain operations; and what is tried at load, of every kind of model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_gpu.chunks import compare
-from torch_gpu.plays import GREEDY, Play, gpu_ms, make_model
+from torch_gpu.mixed import compare
+from torch_gpu.plays import make_model
 from torch_gpu.right import reply_of
-from torch_gpu.speed import replay_ms
 
 from make_random_hybrid import QWEN3_5_0_8B, TINY
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
@@ -58,18 +57,6 @@ BIASED = {
 # Of one layer's result, by its norm: kernels add up in float32, and round where plain ones round.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 NEAR = 1e-2  # of log probabilities in float32
-QWEN3_30B_A3B = ATTENTION_MOE | {
-    "hidden_size": 2048,
-    "num_hidden_layers": 8,  # of 48
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "mlp_only_layers": [],
-}
 
 
 def model(config: dict[str, Any], dtype: torch.dtype) -> LoadedModel:
@@ -163,34 +150,6 @@ def said(backend: TorchBackend, slots: tuple[int, ...]) -> dict[int, list[Any]]:
     return lines
 
 
-def biases() -> None:
-    """Every bias that a config can ask for: decode steps say what prompts and plain operations say."""
-    for name, config in BIASED.items():
-        loaded = model(config, torch.float32)
-        plain = TorchBackend(loaded, num_slots=4, kernels=False)
-        kernels = TorchBackend(loaded, num_slots=4, kernels=True)
-        for num_rows in (1, 3):
-            same_numbers(f"{name} with biases, {num_rows} rows", kernels, plain, num_rows)
-            decode_is_prefill(name, kernels, num_rows)
-
-
-def decode_is_prefill(name: str, backend: TorchBackend, num_rows: int) -> None:
-    """What a row says after some tokens, against the same tokens as a prompt."""
-    num_steps = 7
-    slots = tuple(range(1, num_rows + 1))
-    lines = said(backend, slots)
-    for slot in slots:
-        prompt = np.random.default_rng(slot).integers(10, 8000, 40 + 30 * slot)
-        known = np.concatenate([prompt, [token for token, _ in lines[slot][:num_steps]]]).astype(np.int32)
-        admit = Admit(slot, SCORED, (), known, seed=slot)
-        row = PrefillRow(slot, 0, known, samples=True)
-        result = backend.launch(StepPlan(0, admit=(admit,), prefill=(row,))).wait()
-        backend.launch(StepPlan(0, retire=(Retire(slot),))).wait()
-        worst = max(abs(a - b) for a, b in zip(result.logprobs[slot][0].top_logprobs, lines[slot][num_steps][1]))
-        assert worst < NEAR, f"{name}: slot {slot} decodes what its prompt does not say, by {worst:.1e}"
-    print(f"{name} with biases, {num_rows} rows: decode says what prefill says", flush=True)
-
-
 def agreement() -> None:
     """What is tried at load: the kernels agree on every model here, and it takes seconds."""
     from pippin.backends.fallbacks import Fallbacks
@@ -210,36 +169,3 @@ def agreement() -> None:
                 times.append(time.perf_counter() - began)
             print(f"{name}, {dtype}: kernels agree, tried in {times[1]:.2f} s, first {times[0]:.1f} s", flush=True)
             assert times[1] < 5.0, "this is too slow for every start"
-
-
-def expert_speed() -> None:
-    """Eight layers of Qwen3-30B-A3B's shape in bfloat16, against the time to read the weights."""
-    from pippin.backends.torch.kernels.layers import feed_forward
-
-    loaded = model(QWEN3_30B_A3B, torch.bfloat16)
-    shape = loaded.decoder.shape
-    big = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
-    bandwidth = big.nbytes / gpu_ms(lambda: big.sum()) * 1e-6  # GB/s
-    del big
-    mlp = loaded.decoder.layers[0].mlp
-    assert isinstance(mlp, ExpertMlp)
-    number, each = mlp.shape.num_experts, (mlp.gate_up.nbytes + mlp.down.nbytes) / mlp.shape.num_experts
-    held = len(shape.layers) * number * each
-    rest = loaded.decoder.nbytes - held - loaded.decoder.embed.nbytes
-    print(f"{bandwidth:.0f} GB/s are read; {held / 1e9:.1f} GB of experts, {rest / 1e9:.2f} GB beside them", flush=True)
-    backend = TorchBackend(loaded, num_slots=128, pool_bytes=8 << 30)
-    print("\n| rows | replay, ms | experts read, at most, GB | limit, ms | of the limit |\n|---|---|---|---|---|")
-    for num_rows in (1, 8, 32, 128):
-        play = Play(backend, num_rows, 64, GREEDY)
-        play.decode(3)
-        taken = replay_ms(backend, play, GREEDY)
-        play.end()
-        share = 1.0 - (1.0 - mlp.shape.num_chosen / number) ** num_rows
-        read = held * share
-        limit = (read + rest) / bandwidth * 1e-6
-        print(f"| {num_rows} | {taken:.3f} | {read / 1e9:.2f} | {limit:.3f} | {limit / taken:.0%} |", flush=True)
-    for num_tokens in (1, 8, 32, 128, 512, 2048, 8192):
-        x = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
-        taken = gpu_ms(lambda x=x: feed_forward(mlp, x), repeats=10)
-        flops = 2.0 * num_tokens * mlp.shape.num_chosen * (each / 2)
-        print(f"{num_tokens} tokens through one layer's experts: {taken:.3f} ms, {flops / taken * 1e-9:.0f} TFLOP/s", flush=True)

@@ -1,23 +1,18 @@
-"""Packed weights: do products with them agree with plain operations, and how fast are steps?
-
-`packed`: 4 bits against bfloat16 in decode steps, of two shapes. `packed_tiles`: single products, and what
-other tiles of the kernel would take.
-"""
+"""Decode steps: how fast, in bfloat16 and with packed weights; and do products with those agree with plain operations?"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import statistics
+import time
 from typing import Any
 
+import numpy as np
 import torch
 
-from torch_gpu.plays import CONTEXT, GREEDY, Play, make_model, replayed_ms
-from torch_gpu.speed import replay_ms
+from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Play, Requests, make_model, random_model, replay_ms
 
 from make_random_hybrid import LLAMA_3_2_1B, QWEN3_0_6B, QWEN3_5_0_8B, TINY, RandomWeights
+from pippin.backends.base import Admit, PrefillRow
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.load import LoadedModel
@@ -83,6 +78,44 @@ def packed_weight(numbers: str, group: int, num_out: int, size: int, dtype: torc
     return pack(codes, scales, offsets, numbers, dtype)
 
 
+def decode() -> None:
+    table = []
+    backend = TorchBackend(random_model(), num_slots=64, pool_bytes=8 << 30)
+    for num_rows in (1, 2, 4, 8, 32, 64):
+        for params, name in ((GREEDY, "greedy"), (DRAWN, "drawn")):
+            play = Play(backend, num_rows, CONTEXT, params)
+            began = time.perf_counter()
+            play.decode(2)
+            captured = time.perf_counter() - began
+            wall = statistics.median(play.decode(60)[20:]) * 1e3
+            device = replay_ms(backend, play, params)
+            play.end()
+            table.append((num_rows, name, device, wall))
+            print(f"{num_rows:3} rows, {name}: replay {device:.3f} ms, served {wall:.3f} ms a step, first {captured:.1f} s", flush=True)
+    print("\n| rows | tokens | replay, ms | served, ms a step |\n|---|---|---|---|")
+    for num_rows, name, device, wall in table:
+        print(f"| {num_rows} | {name} | {device:.3f} | {wall:.3f} |")
+    for chunk in (8192, 2048, 512):
+        print(f"a prompt of 8,192 tokens in chunks of {chunk}: {prompt_ms(backend, 8192, chunk):.1f} ms", flush=True)
+
+
+def prompt_ms(backend: TorchBackend, length: int, chunk: int) -> float:
+    """From the first launch to the last result; the best of four."""
+    prompt = np.random.default_rng(0).integers(10, backend.spec.vocab_size, length).astype(np.int32)
+    times = []
+    for _ in range(4):
+        requests = Requests(backend, 1)
+        requests.take(requests.launch(admit=(Admit(1, GREEDY, (), prompt, 1),)))
+        began = time.perf_counter()
+        starts = range(0, length, chunk)
+        pending = [requests.launch(prefill=(PrefillRow(1, at, prompt[at : at + chunk], samples=at + chunk >= length),)) for at in starts]
+        for step in pending:
+            requests.take(step)
+        times.append(time.perf_counter() - began)
+        requests.end()
+    return min(times) * 1e3
+
+
 def packed() -> None:
     for dtype in ROUNDING:
         same_products(dtype)
@@ -139,54 +172,3 @@ def speeds(name: str, config: dict[str, Any]) -> float:
         few = found["4 bits"][num_rows]
         print(f"| {num_rows} | {dense:.3f} | {few:.3f} | {dense / few:.2f} |", flush=True)
     return found["bfloat16"][1] / found["4 bits"][1]
-
-
-SIZES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336), "head": (128_256, 4096)}
-SIZES |= {"0.8B in": (8224, 1024), "0.8B out": (1024, 2048), "0.8B up": (7168, 1024), "0.8B down": (1024, 3584)}
-TILE_ROWS = (1, 2, 4, 8, 16, 32, 64)
-
-
-def packed_tiles() -> None:
-    """Products with 4 bits, of the sizes of Llama-3.1-8B and of Qwen3.5-0.8B, in us: by the kernel with its own tile and with
-    others (rows of the weight, warps, runs), by cuBLAS with the weight unpacked for it, and with a dense one."""
-    with ProcessPoolExecutor(16, get_context("spawn")) as pool:  # kernels are kept on disk
-        sizes = sorted({size for _, size in SIZES.values()})
-        for _ in pool.map(compile_tiles, *zip(*itertools.product(sizes, TILE_ROWS))):
-            pass
-    for name, (num_out, size) in SIZES.items():
-        time_tiles(name, num_out, size)
-
-
-def compile_tiles(size: int, num_rows: int) -> None:
-    weight, x = packed_weight("int4", 64, 64, size, torch.bfloat16), torch.randn(num_rows, size, device="cuda").bfloat16()
-    for run in products_of(num_rows).values():
-        run(x, weight)
-    torch.cuda.synchronize()
-
-
-def products_of(num_rows: int) -> dict[str, Callable[[torch.Tensor, Packed], torch.Tensor]]:
-    from pippin.backends.torch.kernels.packed.linear import packed_times
-    from pippin.backends.torch.kernels.packed.rows import MOST_ROWS, dense_rows, few_rows
-    from pippin.backends.torch.kernels.packed.sums import PackedTile
-
-    found = {"unpacked": lambda x, w: torch.nn.functional.linear(x, dense_rows(w)), "ours": lambda x, w: packed_times(x, w, None)}
-    few = ((16, 8, 1), (16, 8, 2), (32, 4, 2)) if num_rows <= 4 else ()
-    tiles = [PackedTile(num_rows, *of) for of in (*few, (32, 4, 1), (32, 8, 1), (64, 4, 1), (64, 8, 1)) if num_rows <= MOST_ROWS]
-    return found | {f"{t.columns}, {t.num_warps}, {t.runs}:": lambda x, w, t=t: few_rows(x, w, None, t) for t in tiles}
-
-
-def time_tiles(name: str, num_out: int, size: int) -> None:
-    copies = max(1, min(40, (200 << 20) // (num_out * size // 2)))  # more than the L2 holds
-    weights = [packed_weight("int4", 64, num_out, size, torch.bfloat16) for _ in range(copies)]
-    dense = [torch.randn(num_out, size, device="cuda", dtype=torch.bfloat16) for _ in range(max(1, copies // 4))]
-    for num_rows in TILE_ROWS:
-        x = torch.randn(num_rows, size, device="cuda").bfloat16()
-        us = {"dense": replayed_ms(lambda: [torch.nn.functional.linear(x, w) for w in dense]) / len(dense) * 1e3}  # noqa: B023
-        products = products_of(num_rows)
-        expected = products["unpacked"](x, weights[0]).float()
-        for kind, run in products.items():
-            off = float((run(x, weights[0]).float() - expected).norm() / expected.norm())
-            assert off < ROUNDING[torch.bfloat16], f"{name}, {num_rows} rows, {kind}: off by {off}"
-            us[kind] = replayed_ms(lambda: [run(x, w) for w in weights]) / copies * 1e3  # noqa: B023
-        floor = weights[0].nbytes / 4.25e12 * 1e6
-        print(f"{name}, {num_rows:2} rows: bytes {floor:.1f}; " + "; ".join(f"{kind} {value:.1f}" for kind, value in us.items()), flush=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 import time
-import types
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,32 +13,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-try:
-    import msgspec  # noqa: F401
-except ImportError:  # a machine with torch alone: rows of plans need no more of it than this
-
-    class Struct:
-        def __init_subclass__(cls, **_: Any) -> None: ...
-
-        def __init__(self, *values: Any, **named: Any) -> None:
-            names = list(type(self).__annotations__)
-            for name, value in [*zip(names, values), *named.items()]:
-                setattr(self, name, value)
-
-    sys.modules["msgspec"] = types.SimpleNamespace(Struct=Struct)  # type: ignore[assignment]
-
 import numpy as np
 import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.config import read_shape
-from pippin.backends.torch.load import LoadedModel
+from pippin.backends.torch.load import LoadedModel, load
 from pippin.backends.torch.models.build import build_decoder
+from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.words import StepSize
 from pippin.types import SamplingParams
 
-from make_random_hybrid import QWEN3_5_0_8B, RandomWeights  # isort: skip
+from make_random_hybrid import QWEN3_5_0_8B, TINY, RandomWeights, write_weights  # isort: skip
 
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, top_k=20, top_p=0.95)
@@ -51,6 +38,13 @@ def make_model(config: dict[str, Any], dtype: torch.dtype, device: str = "cuda")
     with torch.inference_mode():
         decoder = build_decoder(shape, RandomWeights(shape, dtype, where), dtype, where, shape.max_len)
     return LoadedModel(decoder, "random", shape.max_len)
+
+
+def tiny_model(dtype: str, config: dict[str, Any] = TINY, device: str | None = None) -> LoadedModel:
+    """Written to a file and loaded from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(Path(folder), config, torch.float32)
+        return load(Path(folder), dtype=dtype, device=torch.device(device) if device else None)
 
 
 @cache
@@ -130,9 +124,11 @@ def gpu_ms(run: Callable[[], object], repeats: int = 30) -> float:
     return statistics.median(times)
 
 
-def replayed_ms(run: Callable[[], object]) -> float:
-    """The same of a captured graph, on a stream of its own: the usual one takes no captures."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run()
-        torch.cuda.synchronize()
-        return gpu_ms(CudaGraphs(torch.device("cuda")).record(run).replay, repeats=5)
+def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> float:
+    """One replay after the other, nothing of the host in between."""
+    steps = backend.runner.forwards.steps
+    assert steps is not None
+    sizes = [size for size, _ in steps.graphs if size == StepSize(size.num_rows) and size.num_rows >= len(play.slots)]
+    graph = steps.graphs[min(sizes), Choice.GREEDY if params is GREEDY else Choice.DRAWN]
+    with torch.cuda.stream(backend._streams._forward):
+        return gpu_ms(lambda: [graph.replay() for _ in range(20)], repeats=8) / 20

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from torch_gpu.plays import DRAWN, GREEDY, PENALISED, Play, random_model
+from torch_gpu.plays import DRAWN, GREEDY, PENALISED, Play, random_model, tiny_model
 
-from make_random_hybrid import TINY, write_weights
+from make_random_hybrid import TINY
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.load import load
-from pippin.backends.torch.step.words import ROOMS, StepSize
 from pippin.types import SamplingParams
 
 NUM_SCHEDULES = 200
@@ -60,10 +54,9 @@ def random_plans(rng: random.Random, num_steps: int) -> list[StepPlan]:
 
 @dataclass
 class Ran:
-    """A step: what it said, how it was run, and checksums of what it captured."""
+    """A step: what it said, and checksums of what it captured."""
 
     tokens: dict[int, int]
-    how: list[str]
     sums: list[tuple[str, torch.Tensor]]
 
     @property
@@ -76,25 +69,18 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
     results, pending = [], []
 
     def commit() -> None:
-        step, how = pending.pop(0)
-        result = step.wait()
+        result = pending.pop(0).wait()
         with backend._streams.forward():  # behind what is in flight: nobody waits for it here
             sums = [pair for capture in result.captures for pair in checksums(backend, capture)]
         for capture in result.captures:
             capture.release()
-        results.append(Ran(dict(result.tokens), how, sums))
+        results.append(Ran(dict(result.tokens), sums))
 
     for plan in plans:
         if ahead:
             with backend._streams.forward():
                 torch.cuda._sleep(1_000_000)
-        with replays(backend) as how:
-            step = backend.launch(plan)
-        if plan.num_prefill_tokens:
-            steps = backend.runner.forwards.steps
-            way = "captured where there is room" if steps is not None and steps.works(ROOMS[0]) else "eager"
-            how.append(f"{way}, {plan.num_prefill_tokens} tokens of slots {[row.slot for row in plan.prefill]}")
-        pending.append((step, how))
+        pending.append(backend.launch(plan))
         if not ahead:
             torch.cuda.synchronize()
         while len(pending) > ahead:
@@ -103,31 +89,6 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
         commit()
     torch.cuda.synchronize()  # for the checksums
     return results
-
-
-@contextmanager
-def replays(backend: TorchBackend) -> Iterator[list[str]]:
-    """Notes the decode steps that are run meanwhile."""
-    how: list[str] = []
-    steps = backend.runner.forwards.steps
-    if steps is None:  # a shape that the kernels do not take
-        how.append("plain operations")
-        yield how
-        return
-    run = steps.run
-
-    def noted(size: StepSize, words: np.ndarray, choice: Any) -> Any:
-        if rows := size.num_rows:
-            in_place = [bool(same) for same in words[3 * rows : 4 * rows] == words[4 * rows : 5 * rows]]
-            way = "replay" if steps.works(size) else "eager"
-            how.append(f"{way} of width {rows}, {choice.name}, slots {words[:rows].tolist()}, states in place {in_place}")
-        return run(size, words, choice)
-
-    steps.run = noted  # type: ignore[method-assign]
-    try:
-        yield how
-    finally:
-        del steps.run
 
 
 def checksums(backend: TorchBackend, capture: Any) -> list[tuple[str, torch.Tensor]]:
@@ -151,16 +112,15 @@ def same_bits(a: list[Ran], b: list[Ran]) -> bool:
 
 
 def races() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        write_weights(Path(folder), TINY, torch.float32)
-        backend = TorchBackend(load(Path(folder), dtype="float32"), num_slots=4, debug=True)
+    backend = TorchBackend(tiny_model("float32", TINY), num_slots=4, debug=True)
     others = []
     for seed in range(NUM_SCHEDULES):
         plans = random_plans(random.Random(seed), 12)
         expected = run_plans(backend, plans, ahead=0)
         found = run_plans(backend, plans, ahead=1 + seed % 3)
         if not same_said(found, expected):
-            explain(backend, plans, expected, found, ahead=1 + seed % 3)
+            print_first_difference(plans, expected, found)
+            repeat(backend, plans, ahead=1 + seed % 3)
             raise AssertionError(f"schedule {seed} says otherwise when it is launched ahead")
         if not same_bits(found, expected):
             others.append(seed)
@@ -175,30 +135,11 @@ def races() -> None:
         raise AssertionError(f"{len(others)} schedules keep other bits when they are launched ahead")
 
 
-def explain(backend: TorchBackend, plans: list[StepPlan], expected: list[Ran], found: list[Ran], *, ahead: int) -> None:
-    """The schedule, where the two runs part, and whether that happens with a wait, too."""
-    for plan, ran in zip(plans, expected):
-        print(f"step {plan.step}: {describe(plan)}\n    {'; '.join(ran.how) or 'nothing runs'}; said {ran.tokens}")
-    print_first_difference(expected, found)
-    repeat(backend, plans, ahead=ahead)
-
-
-def describe(plan: StepPlan) -> str:
-    starts = {admit.slot: "greedy" if admit.params is GREEDY else "drawn" if admit.params is DRAWN else "penalised" for admit in plan.admit}
-    chunks = [f"{row.slot}: {row.start} to {row.end}{', samples' * row.samples}" for row in plan.prefill]
-    decodes = [f"{row.slot} at {row.position}{', kept' * row.checkpoint}" for row in plan.decode]
-    return f"retire {[row.slot for row in plan.retire]}, admit {starts}, chunks {chunks}, decode {decodes}"
-
-
-def print_first_difference(expected: list[Ran], found: list[Ran]) -> None:
-    for number, (wanted, got) in enumerate(zip(expected, found)):
+def print_first_difference(plans: list[StepPlan], expected: list[Ran], found: list[Ran]) -> None:
+    for plan, wanted, got in zip(plans, expected, found):
         bits = [name for (name, a), (_, b) in zip(wanted.bits, got.bits) if a != b]
-        slots = [slot for slot in wanted.tokens if wanted.tokens[slot] != got.tokens.get(slot)]
-        if bits:
-            print(f"step {number}: other bits in {bits}")
-        if slots:
-            print(f"step {number} is the first to say otherwise, in slots {slots}: {wanted.tokens} with waits, {got.tokens} here")
-            print(f"    with waits: {'; '.join(wanted.how)}\n    here:       {'; '.join(got.how)}", flush=True)
+        if bits or wanted.tokens != got.tokens:
+            print(f"other bits in {bits}; {wanted.tokens} with waits, {got.tokens} here, of {plan}", flush=True)
             return
 
 
@@ -211,7 +152,7 @@ def repeat(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> None:
         print(f"{way} steps ahead: {said} of {NUM_REPEATS} say what another run with waits said, {bits} keep the same bits", flush=True)
         for run in runs:
             if not same_said(run, first):
-                print_first_difference(first, run)
+                print_first_difference(plans, first, run)
 
 
 def waits() -> None:

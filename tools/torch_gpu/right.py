@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from torch_gpu.plays import DRAWN, GREEDY, PENALISED, Play, tiny_model
 
-import torch
-
-from torch_gpu.plays import DRAWN, GREEDY, PENALISED, Play
-
-from make_random_hybrid import TINY, write_weights
+from make_random_hybrid import TINY
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.load import load
 from pippin.types import SamplingParams
 
 WAYS = (
@@ -26,20 +20,15 @@ SHAPE, CONTEXT, NUM_STEPS = TINY, 150, 24
 
 def correct() -> None:
     """A tiny hybrid in four ways: the same tokens in float32, much the same numbers in bfloat16."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_weights(Path(folder), SHAPE, torch.float32)
-        for dtype in ("float32", "bfloat16"):
-            backends = {
-                name: TorchBackend(load(Path(folder), dtype=dtype, device=torch.device(device)), num_slots=8, **options)
-                for name, device, options in WAYS
-            }
-            for rows in (1, 3):
-                if dtype == "float32":
-                    for params in (GREEDY, DRAWN, PENALISED):
-                        same_tokens(backends, rows, params)
-                near_numbers(dtype, backends, rows)
-            for backend in backends.values():
-                backend.runner.pools.arena.check_integrity()
+    for dtype in ("float32", "bfloat16"):
+        backends = {name: TorchBackend(tiny_model(dtype, SHAPE, device), num_slots=8, **options) for name, device, options in WAYS}
+        for rows in (1, 3):
+            if dtype == "float32":
+                for params in (GREEDY, DRAWN, PENALISED):
+                    same_tokens(backends, rows, params)
+            near_numbers(dtype, backends, rows)
+        for backend in backends.values():
+            backend.runner.pools.arena.check_integrity()
 
 
 def same_tokens(backends: dict[str, TorchBackend], num_rows: int, params: SamplingParams) -> None:

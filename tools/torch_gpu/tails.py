@@ -1,4 +1,4 @@
-"""What a request waits for after load: kernels, captures and memory that something is the first to need; streams beside prompts."""
+"""What a request waits for after load: kernels, captures and memory that something is the first to need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_gpu.host import Answer, Asker, make_loop, make_prompts
+from torch_gpu.host import Asker, make_loop
 from torch_gpu.plays import random_model
 
 from pippin.backends.torch.backend import TorchBackend
@@ -24,8 +24,6 @@ NUM_SLOTS = 64
 MOST_EXTRA_MS = 50.0  # of the first request of a shape, beside what the next one of it takes
 NUM_ROUNDS = 60
 LONGEST = 12_000
-NUM_STREAMS, STREAM_TOKENS, PROMPT_TOKENS, NUM_PROMPTS = 8, 20_000, 4096, 12
-MOST_GAP_MS, MOST_STRETCH = 12.0, 1.5
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -203,72 +201,3 @@ class Rounds:
         while not self.loop.idle:
             self.asker.step()
         return longest * 1e3
-
-
-def beside() -> None:
-    """Streams while long prompts arrive: their gaps, and the first token of prompts, alone and beside them."""
-    loop = loaded_loop(TorchBackend(random_model(), num_slots=NUM_SLOTS, pool_bytes=None))
-    try:
-        loop.scheduler.cache.flush()
-        measure_beside(loop)
-    finally:
-        loop.close()
-
-
-def measure_beside(loop: Any) -> None:
-    asker, rng = Asker(loop), np.random.default_rng(1)
-    vocab = loop.scheduler.spec.vocab_size
-
-    def prompts(number: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
-        return make_prompts(rng, vocab, length, number)
-
-    alone = statistics.median(first_ms(asker, prompt) for prompt in prompts(8)[2:])
-    found = []
-    for turn in range(2):  # what steps cost is learnt in the first one
-        streams = [asker.submit(prompt, STREAM_TOKENS) for prompt in prompts(NUM_STREAMS, 64)]
-        while min(len(stream.tokens) for stream in streams) < 40:
-            asker.step()
-        begun = len(streams[0].times)
-        asked: list[Answer] = []
-        for prompt in prompts(NUM_PROMPTS):
-            asked.append(asker.submit(prompt, 1))
-            while not asked[-1].ended:
-                asker.step()
-            tokens = len(streams[0].tokens)
-            while len(streams[0].tokens) < tokens + 20:
-                asker.step()
-        gaps = np.concatenate([np.diff(stream.times[begun - 1 :]) for stream in streams]) * 1e3
-        while_read = gaps[gaps > 2 * np.median(gaps)]
-        p50, p99 = np.percentile(gaps, (50, 99))
-        beside_ms = statistics.median(answer.first_ms for answer in asked)
-        found.append((p99, beside_ms / alone))
-        print(
-            f"turn {turn}: {NUM_STREAMS} streams, {NUM_PROMPTS} prompts of {PROMPT_TOKENS:,}: gaps p50 {p50:.2f}, p99 {p99:.2f}, longest {gaps.max():.2f} ms "
-            f"({len(while_read)} of {len(gaps)} while prompts were read, these {while_read.mean() if len(while_read) else 0:.2f}); "
-            f"first token {beside_ms:.1f} ms, alone {alone:.1f}: {beside_ms / alone:.2f} times",
-            flush=True,
-        )
-        for name in list(asker.answers):
-            loop.abort(name)
-        while not loop.idle:
-            asker.step()
-    steps = [r for r in loop.scheduler.metrics.records if r.decode_rows and r.prefill_tokens]
-    print(
-        "steps with prompts (rows, tokens, ms from dispatch):",
-        [
-            (r.decode_rows, r.prefill_tokens, round((r.resumed - r.dispatched) * 1e3, 1))
-            for r in list(steps)[-24:]
-        ],
-    )
-    p99, stretch = found[-1]
-    assert p99 <= MOST_GAP_MS, f"gaps of streams beside prompts: p99 {p99:.1f} ms"
-    assert stretch <= MOST_STRETCH, (
-        f"a prompt beside streams takes {stretch:.2f} times what it takes alone"
-    )
-
-
-def first_ms(asker: Asker, prompt: list[int]) -> float:
-    answer = asker.submit(prompt, 1)
-    while not answer.ended:
-        asker.step()
-    return answer.first_ms

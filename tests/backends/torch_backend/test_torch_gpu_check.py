@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,13 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import (
-    chunks,
-    moe,
-    packed,
-    plays,
-    races,
-    right,
-    tails,
-)
+from torch_gpu import mixed, moe, packed, plays, races, right, tails
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import LoadedModel
-from pippin.backends.torch.models.decoder import DecoderLayer
 from pippin.backends.torch.models.packed import Packed, dense
-from pippin.backends.torch.models.parts import DenseMlp, Linear
-from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.arena import Arena
-from pippin.backends.torch.step.batches import Batch, DecodeBatch
 from pippin.backends.torch.step.words import room
 from pippin.types import GRID
 from run_again import RunAgain
@@ -111,36 +98,10 @@ def plain_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu", "plain_experts")
-def test_experts_and_biases_are_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(moe, "BIASED", {"llama": moe.BIASED["llama"]})
+def test_experts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.inference_mode():
         moe.deterministic("attention", moe.ATTENTION_MOE)
-        moe.biases()
-    said = capsys.readouterr().out
-    assert said.count("--deterministic is the same to the bit") == 1
-    assert said.count("decode says what prefill says") == 2
-
-
-@pytest.mark.usefixtures("no_gpu", "plain_experts")
-def test_a_bias_that_decode_leaves_out_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_bias(self: PlainForward, batch: Batch) -> torch.Tensor:
-        if not isinstance(batch, DecodeBatch):
-            return hidden(self, batch)
-        layers = tuple(_without_bias(layer) for layer in self.decoder.layers)
-        return hidden(PlainForward(replace(self.decoder, layers=layers), self.pools), batch)
-
-    hidden = PlainForward.hidden
-    monkeypatch.setattr(PlainForward, "hidden", without_bias)
-    backend = TorchBackend(moe.model(moe.BIASED["llama"], torch.float32), num_slots=2)
-    with torch.inference_mode(), pytest.raises(AssertionError, match="its prompt does not say"):
-        moe.decode_is_prefill("llama", backend, 1)
-
-
-def _without_bias(layer: DecoderLayer) -> DecoderLayer:
-    assert isinstance(layer.mlp, DenseMlp)
-    return replace(layer, mlp=replace(layer.mlp, down=Linear(layer.mlp.down.weight)))
+    assert capsys.readouterr().out.count("--deterministic is the same to the bit") == 1
 
 
 def test_captured_chunks_are_compared_with_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +113,7 @@ def test_captured_chunks_are_compared_with_launched_ones(monkeypatch: pytest.Mon
     graphs = capture_chunks(captured, recorder)
     with torch.inference_mode():
         for size in (room(128, 4), room(64, 16)):
-            chunks.compare(launched, captured, size, "float32")
+            mixed.compare(launched, captured, size, "float32")
     assert recorder.num_replays == 2 * 3 * 2
     run = graphs.run
 
@@ -163,32 +124,26 @@ def test_captured_chunks_are_compared_with_launched_ones(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(graphs, "run", shift)
         with pytest.raises(AssertionError, match=r"captured .* launched"):
-            chunks.compare(launched, captured, room(64, 16), "float32")
+            mixed.compare(launched, captured, room(64, 16), "float32")
     graphs.refused.add(room(64, 4).kind)
     with torch.inference_mode(), pytest.raises(AssertionError, match="CHUNK_GRAPHS = False"):
-        chunks.compare(launched, captured, room(64, 4), "float32")
+        mixed.compare(launched, captured, room(64, 4), "float32")
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_first_requests_and_streams_beside_prompts_are_timed(
+def test_first_requests_are_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"NUM_SLOTS": 4, "NUM_ROUNDS": 2, "LONGEST": 40, "MOST_EXTRA_MS": math.inf}
-    small |= {
-        "NUM_STREAMS": 2,
-        "STREAM_TOKENS": 3000,
-        "PROMPT_TOKENS": 200,
-        "NUM_PROMPTS": 2,
-        "MOST_GAP_MS": math.inf,
-    }
     firsts = tails.Firsts()
-    changed = {"MOST_STRETCH": math.inf, "watched_firsts": lambda: nullcontext(firsts)}
-    changed["random_model"] = lambda: plays.make_model(SHALLOW, torch.float32, "cpu")
+    changed = {
+        "watched_firsts": lambda: nullcontext(firsts),
+        "random_model": lambda: plays.make_model(SHALLOW, torch.float32, "cpu"),
+    }
     for name, value in (small | changed).items():
         monkeypatch.setattr(tails, name, value)
     with torch.inference_mode():
         tails.tails()
-        tails.beside()
         firsts.captured.append(0.01)
         with pytest.raises(AssertionError, match="captured while requests ran"):
             tails.tails()
@@ -197,7 +152,6 @@ def test_first_requests_and_streams_beside_prompts_are_timed(
     drafted = re.findall(r"2 rounds, ([\d,]+) drafts: 0 kernels compiled, 0 captures", said)
     assert len(drafted) == 2
     assert drafted[1] != "0"
-    assert "2 streams, 2 prompts of 200: gaps p50" in said
 
 
 def test_a_quantized_model_is_the_random_one_but_for_rounding() -> None:

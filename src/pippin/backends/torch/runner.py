@@ -5,17 +5,26 @@ Pools are written in place, in the order of launches, on the forward stream.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pippin.backends.base import Retire, StepPlan, WarmUpShape
+from pippin.backends.base import (
+    Admit,
+    Capture,
+    Load,
+    Retire,
+    Spill,
+    StepPlan,
+    WarmUpShape,
+)
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.device import arrays_on
-from pippin.backends.torch.drafts.entries import StepDrafter
-from pippin.backends.torch.drafts.make import make_drafts
-from pippin.backends.torch.drafts.row_drafts import RowDrafts
+from pippin.backends.torch.drafts.drafters import StepDrafter
+from pippin.backends.torch.drafts.row_drafts import RowDrafts, make_drafts
 from pippin.backends.torch.forwards import Forwards
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.graphs.steps import CapturedSteps
@@ -44,6 +53,7 @@ from pippin.backends.torch.step.words import (
     width_for,
 )
 from pippin.backends.torch.streams import Streams
+from pippin.types import Payload
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ class Ways:
         return frozenset(size.kind for size, has_kernels in known.items() if has_kernels)
 
 
-class Runner:
+class Runner(StepRunner[TorchPending]):
     def __init__(
         self,
         decoder: Decoder,
@@ -191,43 +201,50 @@ class Runner:
             drafts=self._drafts,
         )
 
-    def execute(self, step: TorchPending, plan: StepPlan) -> None:
+    # ---- a step ----------------------------------------------------------------------------
+
+    def _begin(self, step: TorchPending, plan: StepPlan) -> None:
         if self.fingerprints is not None:
             self.fingerprints.begin()
-        sent = self._transfers.send(plan.load)
-        for retire in plan.retire:
-            self._retire(step, retire)
-        for admit in plan.admit:
-            self._slots.admit(admit)
-            if self._drafts is not None:
-                self._drafts.start(admit)
+        self._sent = self._transfers.send(plan.load)
+
+    def _captured(self, step: TorchPending, retire: Retire) -> Iterator[Capture]:
+        self.forwards.fold(retire.slot, retire.end)
+        return self._captures.of_slot(retire)
+
+    def _free(self, step: TorchPending, slot: int) -> None:
+        self.rows.retire(slot)
+        self._slots.retire(slot)
+        self.forwards.retire(slot)
+
+    def _start(self, step: TorchPending, admit: Admit) -> None:
+        self._slots.admit(admit)
+        if self._drafts is not None:
+            self._drafts.start(admit)
+
+    def _run(self, step: TorchPending, plan: StepPlan) -> None:
         self.forwards.run(step, plan)
         if self._drafts is not None:
             self._drafts.note_sampled(step)
-        for spill in plan.spill:
-            spilled = self._transfers.spill(spill)
-            step.spilled.append(spilled)
-            if self.fingerprints is not None:
-                for payload in spill.payloads:
-                    self.fingerprints.compare(payload, spilled.note_damage)
-        if plan.load:
-            step.loaded += self._transfers.load(plan.load, sent)
-            # What it was loaded from may be used for something else once the step is committed.
-            step.read_later(self._streams.bring([]), lambda: None)
+
+    def _gathered(self, spill: Spill) -> list[torch.Tensor]:
+        return self._transfers.gathered(spill)
+
+    def _loaded_payloads(self, step: TorchPending, loads: Sequence[Load]) -> list[Payload]:
+        if not loads:
+            return []
+        payloads = self._transfers.load(loads, self._sent)
+        # What it was loaded from may be used for something else once the step is committed.
+        step.read_later(step.bring([]), lambda: None)
+        return payloads
+
+    def _finish(self, step: TorchPending, plan: StepPlan) -> None:
         if self.fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
             for payload in (*made, *step.checkpoints.values(), *step.loaded):
                 self.fingerprints.take(payload)
             self.fingerprints.launch(plan.step, self.fingerprints.sum_up)
         self.pools.arena.compact(MOST_MOVED_BYTES)
-
-    def _retire(self, step: TorchPending, retire: Retire) -> None:
-        if retire.captures:
-            self.forwards.fold(retire.slot, retire.end)
-            step.captures += self._captures.of_slot(retire)
-        self.rows.retire(retire.slot)
-        self._slots.retire(retire.slot)
-        self.forwards.retire(retire.slot)
 
     def capture_largest(self) -> None:
         """So that smaller ones, captured later, fit into the memory that these have."""

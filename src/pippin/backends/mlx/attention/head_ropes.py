@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.rope_utils import YarnRoPE
 
-from pippin.backends.mlx.cpu.operations import drop_ins
+from pippin.backends.mlx.cpu import operations as drop_ins
 
 HeadNorms = Mapping[int, mx.array]  # weights of norms of queries and keys, by their id
 
@@ -71,7 +71,7 @@ class Unrotated:
     """Stands for queries or keys that are yet to be normed and rotated.
 
     A model does no more with them than to scale them, and beside latents to multiply queries by
-    keys, for which its cache has given it something else (latent_kv.py); anything else on it is an
+    keys, for which its cache has given it something else (views.py); anything else on it is an
     error.
     """
 

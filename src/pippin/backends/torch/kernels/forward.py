@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from pippin.backends.step.slots import FutureMap
-from pippin.backends.torch.drafts.entries import Entries, StepDrafter
+from pippin.backends.torch.drafts.drafters import Entries, StepDrafter
 from pippin.backends.torch.graphs.steps import Forwarded
 from pippin.backends.torch.kernels.attention.blocks import attend_blocks
 from pippin.backends.torch.kernels.attention.heads import place_heads, place_keys
