@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pippin.errors import LoadError
-from pippin.types import DeviceReading, StepForwards
+from pippin.types import StepForwards
 
 WINDOW_STEPS = 512  # steps that rates and shares are computed over
 NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
@@ -39,7 +39,6 @@ class StepRecord:
     prefill_tokens: int
     decode_rows: int
     ghosts: int
-    device: DeviceReading | None = None  # when `wait` returned; None: the device has no counters
     after_pause: bool = False  # the engine had nothing to do before this step
     forwards: StepForwards = field(default_factory=StepForwards)
     drafts: int = 0  # that its rows verified
@@ -64,16 +63,9 @@ class StepRecord:
         return self.committed - self.resumed
 
     def idle_since(self, before: StepRecord) -> tuple[float, float]:
-        """Seconds without work on the device from `before`'s end to this one's, of how many.
-
-        From the device's own counters where it has some: right in sum, though a single pair may be
-        off by a clock tick either way. Otherwise an upper bound: a step is taken to be on the
-        device from its dispatch, or from the end of the one before it, whichever is later, until
-        its own end.
-        """
-        if before.device is not None and self.device is not None:
-            whole = self.device.at - before.device.at
-            return whole - (self.device.busy - before.device.busy), whole
+        """Seconds without work on the device from `before`'s end to this one's, of how many: an
+        upper bound. A step is taken to be on the device from its dispatch, or from the end of the
+        one before it, whichever is later, until its own end."""
         idle = max(0.0, self.dispatched - before.device_done)
         busy = max(0.0, self.device_done - max(self.dispatched, before.device_done))
         return idle, idle + busy
@@ -196,25 +188,12 @@ class EngineMetrics:
         return [(a, b) for a, b in pairs if b.step == a.step + 1 and not b.after_pause]
 
     def summary(self) -> dict[str, Any]:
+        counts = {name: n for name, n in vars(self).items() if isinstance(n, int)}
         return {
-            "steps": self.steps,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "host_tokens": self.host_tokens,
-            "disk_tokens": self.disk_tokens,
-            "peer_tokens": self.peer_tokens,
-            "computed_tokens": self.computed_tokens,
-            "generated_tokens": self.generated_tokens,
-            "forced_tokens": self.forced_tokens,
+            **counts,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
-            "drafters": {name: asdict(counts) for name, counts in self.drafters.items()},
-            "ghost_rows": self.ghost_rows,
-            "requests_finished": self.requests_finished,
-            "requests_aborted": self.requests_aborted,
-            "requests_failed": self.requests_failed,
-            "preemptions": self.preemptions,
-            "watch_failures": self.watch_failures,
+            "drafters": {name: asdict(each) for name, each in self.drafters.items()},
             "device_idle_share": round(self.device_idle_share, 4),
             "host_hidden_share": round(self.host_hidden_share, 4),
         }

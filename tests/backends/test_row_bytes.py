@@ -25,7 +25,7 @@ from pippin.backends.base import (
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.payloads import packing
-from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
+from pippin.backends.mlx.rows.memory import Footprint, SpareLimit
 from pippin.types import Component, SamplingParams
 from serving import served
 
@@ -51,7 +51,7 @@ MODELS = (HYBRID, "gpt_oss", "llama")  # a hybrid, one with windows, one with ne
 NUM_SLOTS = 12
 MAX_LEN = 1500
 # Logits and activations of the two decode steps of these small models that are in flight: all of
-# their arrays are there at once where they are submitted ahead (cpu/run_ahead.py).
+# their arrays are there at once where they are submitted ahead (cpu/operations.py).
 STEP_BYTES = 12 << 20
 
 

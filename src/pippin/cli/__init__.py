@@ -13,8 +13,7 @@ from cyclopts import App
 
 from pippin import __version__
 from pippin.cli.commands import add_completion, chat, doctor, run, serve, status
-from pippin.cli.options import HELP_ALL, HelpPage, option_name
-from pippin.cli.settings import SETTINGS, config
+from pippin.cli.options import HELP_ALL, SETTINGS, HelpPage, config, option_name
 from pippin.errors import ConfigError, PippinError
 
 help_page = HelpPage()
@@ -57,13 +56,13 @@ BY_NAME = {
         "cli.service:service",
         "Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
     ),
-    "bench": ("cli.bench:bench", "Measure the speed of a server."),
+    "bench": ("bench.serve:bench", "Measure the speed of a server."),
 }
 for command in (serve, run, chat, status, doctor, config):
     app.command(command)
 for word, (place, does) in BY_NAME.items():
     app.command(f"pippin.{place}", name=word, help=does)
-app.command("pippin_ray.command:deploy", name="deploy", help="Run several engines on a cluster.")
+app.command("pippin_ray.plan:deploy", name="deploy", help="Run several engines on a cluster.")
 add_completion(app)
 
 

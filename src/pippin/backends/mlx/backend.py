@@ -7,7 +7,7 @@ the engine's one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,16 +18,17 @@ from mlx.utils import tree_flatten
 
 from pippin.backends.base import (
     Admit,
+    Capture,
+    Load,
     PrefillRow,
     Retire,
+    Spill,
     StepPlan,
     captured_bytes,
 )
+from pippin.backends.draft_limits import affordable_depth
 from pippin.backends.fallbacks import Fallbacks, noted_in
-from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
-from pippin.backends.mlx.cpu.operations import compile_without_fusing
-from pippin.backends.mlx.cpu.run_ahead import running_ahead
-from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
+from pippin.backends.mlx.cpu.operations import compile_without_fusing, running_ahead
 from pippin.backends.mlx.device import (
     device_info,
     limit_memory,
@@ -36,8 +37,8 @@ from pippin.backends.mlx.device import (
     on_metal,
     wire,
 )
-from pippin.backends.mlx.drafts.draft_memory import depth_within
 from pippin.backends.mlx.drafts.draft_model import load_draft_model
+from pippin.backends.mlx.drafts.draft_rows import find_draft_layers
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
@@ -47,16 +48,17 @@ from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
 from pippin.backends.mlx.rows.decodes import Decodes
-from pippin.backends.mlx.rows.footprint import Footprint
+from pippin.backends.mlx.rows.memory import Footprint
 from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import ARRAYS, MLXSampler
 from pippin.backends.step.pending import Sampling
+from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import SlotTable
 from pippin.cache.entries import ArraySpec, Bytes
 from pippin.errors import LoadError
-from pippin.types import Component, ModelSpec
+from pippin.types import Component, ModelSpec, Payload
 
 # Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
 # last bit: a kernel, a fix, another order. What is on disk from before is not read then.
@@ -67,7 +69,7 @@ MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their ti
 SPARE_SHARE = 1 / 16  # decode rows that serve no request: padding, and rows that were left
 
 
-class MLXBackend:
+class MLXBackend(StepRunner[MLXPending]):
     """Slots in, tokens out. Holds what every slot has computed, as prompts and as decode rows."""
 
     restores_by_reference = False
@@ -125,8 +127,6 @@ class MLXBackend:
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
         self.holds_prompts_back = on_metal()
-        self._clock = find_stream_clock()
-        self._resident: ResidentLimit | None = None
         self._prompts = Prompts(  # slots that have not decoded yet
             loaded,
             self._captures,
@@ -187,21 +187,31 @@ class MLXBackend:
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:
+        step = MLXPending(plan=plan, sampling=self._sampling, fingerprints=self._fingerprints)
         with self._loaded.operating():
-            return self._execute(plan)
+            self.execute(step, plan)
+        return step
 
-    def _execute(self, plan: StepPlan) -> MLXPending:
-        if self._resident is not None:
-            self._resident.keep()
+    # ---- a step ----------------------------------------------------------------------------
+
+    def _begin(self, step: MLXPending, plan: StepPlan) -> None:
         if self._fingerprints is not None:
             self._fingerprints.begin()
-        step = MLXPending(
-            plan=plan, sampling=self._sampling, clock=self._clock, fingerprints=self._fingerprints
-        )
-        for retire in plan.retire:
-            self._retire(step, retire)
-        for admit in plan.admit:
-            self._admit(admit)
+
+    def _captured(self, step: MLXPending, retire: Retire) -> Iterator[Capture]:
+        held = self._held(retire.slot, retire.start, retire.end)
+        return self._captures.of_slot(retire, held)
+
+    def _free(self, step: MLXPending, slot: int) -> None:
+        self._decodes.leave(slot)
+        self._prompts.drop(slot)
+        self._slots.retire(slot)
+
+    def _start(self, step: MLXPending, admit: Admit) -> None:
+        self._prompts.start(admit.slot)
+        self._slots.admit(admit)
+
+    def _run(self, step: MLXPending, plan: StepPlan) -> None:
         drafter = self._decodes.drafter
         if drafter is not None:
             drafter.begin(plan)
@@ -221,15 +231,14 @@ class MLXBackend:
                 step.launch()
         if drafter is not None:
             drafter.note_sampled(step)
-        self._transfer(step, plan)
-        return step
 
-    def _transfer(self, step: MLXPending, plan: StepPlan) -> None:
-        """After all that a client waits for."""
-        for spill in plan.spill:
-            step.spill(spill, self._transfers.spill(spill))
-        for content in plan.load:
-            step.load(self._transfers.load(content))
+    def _gathered(self, spill: Spill) -> list[mx.array]:
+        return self._transfers.gathered(spill)
+
+    def _loaded_payloads(self, step: MLXPending, loads: Sequence[Load]) -> Iterator[Payload]:
+        return map(self._transfers.load, loads)
+
+    def _finish(self, step: MLXPending, plan: StepPlan) -> None:
         held_back = plan.decode and plan.prefill and self.holds_prompts_back
         if (plan.spill or plan.load) and not held_back:
             step.launch()
@@ -267,8 +276,6 @@ class MLXBackend:
         left = limit_memory(budget_bytes, used) - used
         if self._wired:
             wire(used)
-        if on_cpu() and has_glibc():
-            self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._decodes.shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
         self._prompts.fit(max(left, 0) * ACTIVATION_SHARE)
@@ -297,29 +304,10 @@ class MLXBackend:
         return self._num_weights + held + self._packer.buffers.num_live
 
     def close(self) -> None:
-        if self._clock is not None:
-            self._clock.close()
-            self._clock = None
         with self._loaded.operating():
             self._decodes.clear()
         self._prompts.clear()
         mx.clear_cache()
-
-    # ---- slots -----------------------------------------------------------------------------
-
-    def _admit(self, admit: Admit) -> None:
-        self._prompts.start(admit.slot)
-        self._slots.admit(admit)
-
-    def _retire(self, step: MLXPending, retire: Retire) -> None:
-        slot = retire.slot
-        if retire.captures:
-            held = self._held(slot, retire.start, retire.end)
-            for capture in self._captures.of_slot(retire, held):
-                step.keep(capture)
-        self._decodes.leave(slot)
-        self._prompts.drop(slot)
-        self._slots.retire(slot)
 
     def _held(self, slot: int, start: int, end: int) -> PromptState:
         """What the slot has computed of tokens [start, end), wherever it lies."""
@@ -332,3 +320,19 @@ class MLXBackend:
         self._decodes.leave(chunk.slot)
         self._prompts.take_back(chunk.slot, held)
         self._slots.sampler.count(chunk.slot, chunk.tokens[1:])  # the first was, when drawn
+
+
+def draft_bytes(loaded: LoadedModel, max_depth: int) -> int:
+    """Of a row that may have so many."""
+    without, own = (Footprint(loaded.layout, depth).line_bytes for depth in (0, max_depth))
+    head = loaded.mtp_head
+    return own - without + (0 if head is None else head.ring_shape(max_depth).nbytes)
+
+
+def depth_within(loaded: LoadedModel, max_depth: int, *, deterministic: bool) -> int:
+    with loaded.operating():
+        layers = find_draft_layers(loaded.model, loaded.layout, deterministic=deterministic)
+    if isinstance(layers, str):  # then rows verify none, and say why
+        return max_depth
+    row_bytes = Footprint(loaded.layout).row_bytes
+    return affordable_depth(max_depth, lambda depth: draft_bytes(loaded, depth), row_bytes)

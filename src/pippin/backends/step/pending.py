@@ -10,12 +10,13 @@ from typing import Any, Generic, Protocol
 
 import numpy as np
 
-from pippin.backends.base import Capture, Restore, Spilled, StepPlan, StepResult
+from pippin.backends.base import Capture, Restore, Spill, Spilled, StepPlan, StepResult
 from pippin.backends.sampling.batches import A
 from pippin.backends.sampling.sampler import Sampled, SampleRow
 from pippin.backends.step.fingerprints import Fingerprints
 from pippin.backends.step.slots import Arrays, FutureMap, SlotTable
-from pippin.types import Component, DeviceReading, Payload, StepForwards, TokenLogprobs
+from pippin.cache.entries import Bytes
+from pippin.types import Component, Payload, StepForwards, TokenLogprobs
 
 
 class Listed(Protocol):
@@ -30,6 +31,25 @@ class Arrival(Protocol):
     def wait(self) -> Sequence[Any]:
         """They are there, whatever the device has yet to do of later steps."""
         ...
+
+
+class SpilledArrays:
+    """Arrays of uint8 that a step writes."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self._arrival: Arrival | None = arrival
+        self.intact = True
+
+    def arrays(self) -> Sequence[Bytes]:
+        assert self._arrival is not None, "read after its release"
+        return [np.asarray(found).reshape(-1) for found in self._arrival.wait()]
+
+    def note_damage(self) -> None:
+        self.intact = False
+
+    def release(self) -> None:
+        assert self._arrival is not None, "released twice"
+        self._arrival = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ class Sampling(Generic[A]):
 
 
 @dataclass(kw_only=True)
-class StepOutputs:
+class StepOutputs(ABC):
     """What a step will return."""
 
     plan: StepPlan
@@ -74,12 +94,30 @@ class StepOutputs:
     overflowed: set[int] = field(default_factory=set)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)  # float32 [n], by slot: embeddings
 
+    @abstractmethod
+    def bring(self, arrays: Sequence[Any]) -> Arrival:
+        """To the host: arrays that no later step writes."""
+
+    def keep(self, capture: Capture) -> None:
+        self.captures.append(capture)
+
+    def load(self, payload: Payload) -> None:
+        self.loaded.append(payload)
+
+    def spill(self, spill: Spill, arrays: Sequence[Any]) -> None:
+        """`arrays`: of uint8, of its payloads."""
+        spilled = SpilledArrays(self.bring(arrays))
+        self.spilled.append(spilled)
+        if self.fingerprints is not None:
+            for payload in spill.payloads:
+                self.fingerprints.compare(payload, spilled.note_damage)
+
     def read_all(self) -> None:
         for read in self.reads:
             read()
         self.reads = []
 
-    def result(self, device: DeviceReading | None = None) -> StepResult:
+    def result(self) -> StepResult:
         return StepResult(
             self.tokens,
             self.logprobs,
@@ -87,7 +125,6 @@ class StepOutputs:
             tuple(self.captures),
             frozenset(self.overflowed),
             dispatched=self.dispatched,
-            device=device,
             forwards=self.forwards,
             hidden=self.hidden,
             spilled=tuple(self.spilled),
@@ -115,15 +152,11 @@ Parts = list[tuple[Sequence[SampleRow], A]]  # rows with their logits [n, vocab]
 
 
 @dataclass(kw_only=True)
-class Pending(StepOutputs, ABC, Generic[A]):
+class Pending(StepOutputs, Generic[A]):
     sampling: Sampling[A]
     to_sample: Parts[A] = field(default_factory=list)
     masked: Parts[A] = field(default_factory=list)  # they wait for the host
     samples: bool = False
-
-    @abstractmethod
-    def bring(self, arrays: Sequence[A]) -> Arrival:
-        """To the host: arrays that no later step writes."""
 
     def note_made(self, arrays: Sequence[A]) -> None:
         """What the step has to compute beside what it brings, where arrays are lazy."""

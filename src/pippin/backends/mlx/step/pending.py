@@ -9,12 +9,10 @@ from time import perf_counter
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Capture, Spill, StepResult
+from pippin.backends.base import Capture, StepResult
 from pippin.backends.mlx.cpu.operations import check_operations
-from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints, sum_words
 from pippin.backends.mlx.payloads.packing import payload_arrays
-from pippin.backends.mlx.payloads.transfers import MLXSpilled
 from pippin.backends.step.pending import Pending
 from pippin.types import Payload
 
@@ -33,7 +31,6 @@ class Evaluated:
 class MLXPending(Pending[mx.array]):
     """A step in flight holds nothing but its results: `written` is emptied by the launch."""
 
-    clock: StreamClock | None = None
     fingerprints: MLXFingerprints | None = None
     # Of a prompt, what was scored last: its next positions wait for it.
     last_scored: Sequence[mx.array] = ()
@@ -48,7 +45,7 @@ class MLXPending(Pending[mx.array]):
         self.written += arrays
 
     def keep(self, capture: Capture) -> None:
-        self.captures.append(capture)
+        super().keep(capture)
         for payload in capture.payloads:
             self._make(payload)
 
@@ -60,15 +57,8 @@ class MLXPending(Pending[mx.array]):
             self.bring([length]), lambda held: self.keep_checkpoint(slot, int(held[0]) + 1)
         )
 
-    def spill(self, spill: Spill, spilled: MLXSpilled) -> None:
-        self.spilled.append(spilled)
-        self.written += spilled.written
-        if self.fingerprints is not None:
-            for payload in spill.payloads:
-                self.fingerprints.compare(payload, spilled.note_damage)
-
     def load(self, payload: Payload) -> None:
-        self.loaded.append(payload)
+        super().load(payload)
         self._make(payload)
 
     def _make(self, payload: Payload) -> None:
@@ -112,4 +102,4 @@ class MLXPending(Pending[mx.array]):
             mx.eval(self.fence)
         self.read_all()
         check_operations()
-        return self.result(None if self.clock is None else self.clock.read())
+        return self.result()
