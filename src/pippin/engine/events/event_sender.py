@@ -446,7 +446,7 @@ class EventSender:
         return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.admission.queue),
-            compiling=len(scheduler.compiling),
+            compiling=len(scheduler.grammars.coming),
             loading=scheduler.traffic.num_loading,
             **{name: getattr(metrics, name) for name in COUNTED},
             finished=metrics.requests_finished,
