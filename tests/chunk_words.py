@@ -30,7 +30,7 @@ from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Choice, RowArrays
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
-from pippin.backends.torch.step.noise import add_gumbel_noise
+from pippin.backends.torch.step.sampler import add_gumbel_noise
 from pippin.backends.torch.step.sizes import ROOM_ROWS, MixedSize, Room
 from torch_serving import load_torch
 

@@ -27,7 +27,7 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.drafts import drafters as step_drafters
 from pippin.backends.torch.drafts.drafters import Entries
 from pippin.backends.torch.load import load
-from pippin.backends.torch.step.noise import add_gumbel_noise
+from pippin.backends.torch.step.sampler import add_gumbel_noise
 from pippin.backends.torch.step.verify.words import VerifySize
 from pippin.backends.torch.verifies import Verifies
 from pippin.backends.warm_up import WarmUp

@@ -16,8 +16,8 @@ from time import perf_counter
 import torch
 
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
-from pippin.backends.draft_limits import NOT_DETERMINISTIC, affordable_depth
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.drafts import NOT_DETERMINISTIC, affordable_depth
 from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.config import lacks_draft_kernels, suit_kernels
 from pippin.backends.torch.device import arrays_on, device_info, to_device

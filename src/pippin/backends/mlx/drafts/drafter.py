@@ -27,11 +27,10 @@ from pippin.backends.mlx.drafts.rings import (
     RingStep,
     SlotRings,
 )
-from pippin.backends.mlx.step.noise import noise_words
 from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.sampler import MLXSampler, send
+from pippin.backends.mlx.step.sampler import MLXSampler, noise_words, send
 from pippin.backends.sampling.rules import Draw
-from pippin.backends.step.draft_texts import MOST_FED, DraftTexts, Missing
+from pippin.backends.step.drafts import MOST_FED, DraftTexts, Missing
 from pippin.backends.step.slots import FutureMap, SlotTable
 
 MOST_MISSED = 96  # tokens that were missed, of all rows
@@ -297,7 +296,7 @@ class StepDrafter:
 
 
 class ModelDrafter(StepDrafter):
-    """By a draft model: what it has yet to read of each request is in step/draft_texts.py."""
+    """By a draft model: what it has yet to read of each request is in step/drafts.py."""
 
     reads_on = True
 
