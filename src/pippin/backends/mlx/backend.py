@@ -43,9 +43,8 @@ from pippin.backends.mlx.drafts.draft_model import load_draft_model
 from pippin.backends.mlx.drafts.draft_rows import find_draft_layers
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
-from pippin.backends.mlx.payloads.packing import Packer
+from pippin.backends.mlx.payloads.packing import Packer, Transfers
 from pippin.backends.mlx.payloads.payload import MLXFingerprints
-from pippin.backends.mlx.payloads.transfers import Transfers
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts

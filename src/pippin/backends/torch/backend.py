@@ -29,7 +29,7 @@ from pippin.backends.torch.memory import largest_steps
 from pippin.backends.torch.memory.budget import CudaMeter, MemoryUse
 from pippin.backends.torch.memory.shares import LargestSteps, MemoryShares, draft_bytes
 from pippin.backends.torch.pools.layout import PoolLayout
-from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
+from pippin.backends.torch.pools.payloads import host_memory, payload_arrays
 from pippin.backends.torch.runner import Runner, Ways
 from pippin.backends.torch.step.filters import in_top_p_by
 from pippin.backends.torch.step.pending import TorchPending

@@ -44,8 +44,8 @@ from pippin.backends.torch.pools.fingerprints import TorchFingerprints, WordSums
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.payloads import Transfers
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.pools.transfers import Transfers
 from pippin.backends.torch.prompts import Prompts
 from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.decode_inputs import Choice

@@ -100,7 +100,6 @@ class VerifyStep:
     least: np.ndarray  # int32 [width]: tokens that the row holds at least
     lengths: mx.array  # int32 [width]: as the device has them
     drafts: mx.array  # int32 [width, depth]; NONE where there is none
-    inputs: mx.array  # int32 [width, 1]: the input tokens
     logits: mx.array  # [width, 1 + depth, vocab]
     hidden: list[mx.array]  # [width, 1 + depth, hidden]: what these are made of, if known
 
@@ -223,9 +222,9 @@ class DraftRows(DecodeRows):
         lengths = _known(unsure_at, least, self._future_map.lengths)
         drafts = self._drafts(slots, depths, proposals, lengths)
         self._future_map.note_read(slots)
-        inputs = tokens = self._future_map.tokens[send(slots)][:, None]
+        tokens = self._future_map.tokens[send(slots)][:, None]
         if drafts.shape[1]:
-            tokens = mx.concatenate([inputs, mx.maximum(drafts, 0)], axis=1)
+            tokens = mx.concatenate([tokens, mx.maximum(drafts, 0)], axis=1)
         tree = {
             "tokens": tokens,
             "offset": lengths,
@@ -237,7 +236,7 @@ class DraftRows(DecodeRows):
         logits, hidden = self._run(mains_shape, tree | mains, forward)
         plain = not unsure and not num_unsure
         facts = (plain, slots, depths, least, lengths, drafts)
-        return VerifyStep(*facts, inputs, logits, hidden), unsure
+        return VerifyStep(*facts, logits, hidden), unsure
 
     def _drafts(
         self,

@@ -173,7 +173,7 @@ class Decodes:
             tokens, counts = self._verifier.verify(step, rows, decodes, ran, unsure)
         if self.drafter is not None:
             if tokens is None or counts is None or not (num_drafts or self.drafter.reads_on):
-                self.drafter.pass_over(decodes, ran)
+                self.drafter.pass_over(decodes)
             else:
                 self._draft(step, ran, tokens, counts, num_drafts)
         for decode in decodes:
@@ -193,7 +193,7 @@ class Decodes:
         """For the next steps of these rows, of what this one sampled."""
         assert self.drafter is not None
         hidden = ran.hidden[0] if ran.hidden else None
-        found = Ran(ran.slots, ran.lengths, hidden, tokens, ran.inputs, counts)
+        found = Ran(ran.slots, ran.lengths, hidden, tokens, counts)
         step.written += self.drafter.draft(found, num_drafts)
 
     def draft_first(
