@@ -12,7 +12,6 @@ import numpy as np
 
 from pippin.backends.base import Capture, StepResult
 from pippin.backends.mlx.cpu.operations import check_operations
-from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.payloads.packing import payload_arrays
 from pippin.backends.mlx.payloads.payload import MLXFingerprints, sum_words
 from pippin.backends.step.pending import Pending
@@ -33,7 +32,6 @@ class Evaluated:
 class MLXPending(Pending[mx.array]):
     """A step in flight holds nothing but its results: `written` is emptied by the launch."""
 
-    clock: StreamClock | None = None
     fingerprints: MLXFingerprints | None = None
     # Of a prompt, what was scored last: its next positions wait for it.
     last_scored: Sequence[mx.array] = ()
@@ -105,7 +103,7 @@ class MLXPending(Pending[mx.array]):
             mx.eval(self.fence)
         self.read_all()
         check_operations()
-        return self.result(None if self.clock is None else self.clock.read())
+        return self.result()
 
 
 MAX_SHAPES = 4096
