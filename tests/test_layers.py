@@ -40,7 +40,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.host": set(),
     "backends.masks": set(),
     "backends.mtp_weights": set(),
-    "backends.draft_limits": set(),
     "backends.step": {"backends.base", "backends.sampling", "cache.entries", "types"},
     "backends.fake": {
         "backends.base",
@@ -52,7 +51,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.mlx": {
         "backends.base",
         "backends.chunking",
-        "backends.draft_limits",
         "backends.fallbacks",
         "backends.host",
         "backends.masks",
@@ -67,7 +65,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "amounts",
         "backends.base",
         "backends.chunking",
-        "backends.draft_limits",
         "backends.fallbacks",
         "backends.host",
         "backends.masks",

@@ -8,8 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
+from pippin.backends.base.plan import StepPlan
 from pippin.cache.entries import Bytes
-from pippin.types import Component, DeviceReading, Payload, StepForwards, TokenLogprobs
+from pippin.types import Component, ModelSpec, Payload, StepForwards, TokenLogprobs
 
 
 class Spilled(Protocol):
@@ -87,7 +88,6 @@ class StepResult:
     # positions neither: a masked weight of 0 times NaN is NaN.
     overflowed: frozenset[int] = frozenset()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
-    device: DeviceReading | None = None  # where a device keeps account of its work
     forwards: StepForwards = field(default_factory=StepForwards)
     # float32 [n] by slot, of rows that sample after their prompt and whose Admit `embeds`.
     hidden: Mapping[int, np.ndarray] = field(default_factory=dict)
@@ -99,3 +99,32 @@ class StepResult:
     def num_accepted(self) -> int:
         """Drafts, of all rows."""
         return sum([len(tokens) - 1 for tokens in self.tokens.values()])
+
+
+def captured_bytes(spec: ModelSpec, plan: StepPlan) -> int:
+    """The captures that a plan asks for, where each is a copy of its own: `transient_bytes`."""
+    per_token = spec.kv_bytes_per_token + spec.window_bytes_per_token
+    total = 0
+    for retire in plan.retire:
+        if retire.captures:
+            total += (retire.end - retire.start) * per_token + spec.state_bytes
+    for chunk in plan.prefill:
+        if chunk.captures:
+            total += len(chunk.tokens) * per_token + len(chunk.checkpoints) * spec.state_bytes
+            total += spec.hidden_bytes * chunk.samples
+    for row in plan.decode:
+        if row.checkpoint:
+            total += spec.state_bytes
+    return total + sum(loaded_bytes(spec, load.component, load.num_tokens) for load in plan.load)
+
+
+def loaded_bytes(spec: ModelSpec, component: Component, num_tokens: int) -> int:
+    """What a payload occupies on the device."""
+    match component:
+        case Component.ATTENTION:
+            return num_tokens * spec.kv_bytes_per_token
+        case Component.WINDOW:
+            return num_tokens * spec.window_bytes_per_token
+        case Component.STATE:
+            return spec.state_bytes
+    return spec.hidden_bytes

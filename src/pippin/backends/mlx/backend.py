@@ -26,12 +26,8 @@ from pippin.backends.base import (
     StepPlan,
     captured_bytes,
 )
-from pippin.backends.draft_limits import affordable_depth
 from pippin.backends.fallbacks import Fallbacks, noted_in
-from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
-from pippin.backends.mlx.cpu.operations import compile_without_fusing
-from pippin.backends.mlx.cpu.run_ahead import running_ahead
-from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
+from pippin.backends.mlx.cpu.operations import compile_without_fusing, running_ahead
 from pippin.backends.mlx.device import (
     device_info,
     limit_memory,
@@ -44,18 +40,17 @@ from pippin.backends.mlx.drafts.draft_model import load_draft_model
 from pippin.backends.mlx.drafts.draft_rows import find_draft_layers
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
-from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
-from pippin.backends.mlx.payloads.packing import Packer
-from pippin.backends.mlx.payloads.transfers import Transfers
+from pippin.backends.mlx.payloads.packing import Packer, Transfers
+from pippin.backends.mlx.payloads.payload import MLXFingerprints
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
 from pippin.backends.mlx.rows.decodes import Decodes
 from pippin.backends.mlx.rows.memory import Footprint
 from pippin.backends.mlx.shapes import Ladder, to_warm_up
-from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.recent_shapes import RecentShapes
+from pippin.backends.mlx.step.pending import MLXPending, RecentShapes
 from pippin.backends.mlx.step.sampler import ARRAYS, MLXSampler
+from pippin.backends.step.drafts import affordable_depth
 from pippin.backends.step.pending import Sampling
 from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import SlotTable
@@ -130,8 +125,6 @@ class MLXBackend(StepRunner[MLXPending]):
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
         self.holds_prompts_back = on_metal()
-        self._clock = find_stream_clock()
-        self._resident: ResidentLimit | None = None
         self._prompts = Prompts(  # slots that have not decoded yet
             loaded,
             self._captures,
@@ -192,11 +185,7 @@ class MLXBackend(StepRunner[MLXPending]):
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:
-        if self._resident is not None:
-            self._resident.keep()
-        step = MLXPending(
-            plan=plan, sampling=self._sampling, clock=self._clock, fingerprints=self._fingerprints
-        )
+        step = MLXPending(plan=plan, sampling=self._sampling, fingerprints=self._fingerprints)
         with self._loaded.operating():
             self.execute(step, plan)
         return step
@@ -285,8 +274,6 @@ class MLXBackend(StepRunner[MLXPending]):
         left = limit_memory(budget_bytes, used) - used
         if self._wired:
             wire(used)
-        if on_cpu() and has_glibc():
-            self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._decodes.shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
         self._prompts.fit(max(left, 0) * ACTIVATION_SHARE)
@@ -315,9 +302,6 @@ class MLXBackend(StepRunner[MLXPending]):
         return self._num_weights + held + self._packer.buffers.num_live
 
     def close(self) -> None:
-        if self._clock is not None:
-            self._clock.close()
-            self._clock = None
         with self._loaded.operating():
             self._decodes.clear()
         self._prompts.clear()
