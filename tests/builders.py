@@ -12,6 +12,7 @@ import numpy as np
 
 import pippin.cache.tiers.tier_io as tier_io_module
 import pippin.scheduler.loop as loop_module
+from integrity import check_integrity, check_tier
 from pippin.backends.base import Backend
 from pippin.backends.fake import MASK, FakeBackend, mix, placed
 from pippin.backends.masks import allowed_ids, num_words, pack
@@ -30,7 +31,6 @@ from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.speculation import Speculation
 from pippin.scheduler.suffix import SuffixDrafter
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
-from tier_checks import check_tier
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)
 AMPLE_BYTES = 1 << 30
@@ -278,13 +278,13 @@ def check_idle(client: Client) -> None:
     assert not scheduler.running_slots
     assert not scheduler.requests
     assert not scheduler.admission.queue
-    assert scheduler.registry.num_coming_tokens == 0
+    assert scheduler.num_coming_tokens == 0
     assert scheduler.slots.num_free == scheduler.slots.num_slots
     assert scheduler.budget.claimed == 0
     assert not client.backend._rows
     if scheduler.cache is not None:
         assert not scheduler.cache._locks
-        scheduler.cache.check_integrity()
+        check_integrity(scheduler.cache)
     for tiers, _ in scheduler.tiers:
         assert not tiers.cache._locks
         check_tier(tiers)

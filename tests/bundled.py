@@ -16,7 +16,7 @@ BUNDLED_PATH = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 
 def load_bundled() -> LoadedModel:
     """In float32 on every device: half precision would leave too many tokens on a level."""
-    from pippin.backends.mlx.cpu.operations.bindings import operations
+    from pippin.backends.mlx.cpu.operations import operations
 
     return _load(with_operations=operations() is not None)
 

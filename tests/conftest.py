@@ -86,10 +86,11 @@ def build_operations() -> None:
     """By one worker; the others, and the processes that tests start, find them built."""
     with (BUILT / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        from pippin.backends.mlx.cpu.operations.library import find_library  # and so mlx
+        from pippin.backends.mlx.cpu.operations import find_operations  # and so mlx
 
-        built = find_library().path
-    assert built is None or built.parent.samefile(BUILT), "collecting tests has built some"
+        built = find_operations().module
+    is_ours = built is None or Path(built.__file__).parent.samefile(BUILT)
+    assert is_ours, "collecting tests has built some"
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from builders import make_scheduler
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
 from pippin.cache.entries import Entry, Key
-from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.cache_tier import CacheTier, Run
 from pippin.messages import Submit, pack_tokens
 from pippin.types import GRID, Component, SamplingParams
 from simulator import Workers
@@ -78,8 +78,8 @@ class EvictedSegments:
                 for end in range(GRID, len(path) + 1, GRID):
                     for component in (A, S, H):
                         start = end - GRID if component is A else end
-                        entry = below.entry(path[:end], component, start)
-                        below.add(path[:end], entry)
+                        (entry,) = below.entries(path, [Run(component, start, end, ())])
+                        below.add(path, [entry])
                         self.store.name(entry)
 
     def run(self, num_segments: int, measure: Callable[[Callable[[], object]], None]) -> int:

@@ -11,7 +11,6 @@ from pippin.cache.entries import (
     Entry,
     EntryStore,
     Key,
-    Loaded,
     Place,
     check_sizes,
 )
@@ -43,23 +42,17 @@ class MemoryStore(EntryStore[Copy]):
             self.count(bytes=nbytes, written=1, written_bytes=nbytes, kept_bytes=nbytes)
             return True
 
-    def read(
-        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
-    ) -> list[Loaded | None]:
+    def read(self, keys: Sequence[Key], into: Sequence[Destination]) -> list[bool]:
         with self._lock:
             found = [self._places.get(key) for key in keys]
-        loaded: list[Loaded | None] = []
-        for number, place in enumerate(found):
+        for place, to in zip(found, into, strict=True):
             if place is None:
                 self.count(misses=1)
-                loaded.append(None)
                 continue
             self.count(hits=1, read_bytes=place.entry.nbytes)
-            to = place.entry.new_buffers() if into is None else into[number]
             for array, part in zip(place.arrays, to, strict=True):
                 part[:] = array
-            loaded.append(Loaded(place.entry, tuple(to)))
-        return loaded
+        return [place is not None for place in found]
 
     def _drop(self, place: Copy) -> None:
         super()._drop(place)

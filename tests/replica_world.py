@@ -36,8 +36,8 @@ class LoopEngine:
         cache = self._loop.scheduler.cache
         assert cache is not None
         self._announcer = Announcer()
-        self._announcer.add(prefix_reports(cache.tree.rules, client.deliver))
-        self._announcer.observe("memory", cache.tree)
+        self._announcer.add(prefix_reports(cache.rules, client.deliver))
+        self._announcer.observe("memory", cache)
 
     def send(self, message: ToEngine) -> None:
         match message:

@@ -18,8 +18,9 @@ import pytest
 from builders import AMPLE_BYTES, Client, FixedPace, Reply, make_tiers
 from bundled import load_bundled
 from families import FAMILIES, build
+from integrity import check_integrity
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
@@ -187,7 +188,7 @@ def check_idle(client: Client) -> None:
         check_pools(backend, cache)
     assert not cache._locks
     assert cache.nbytes <= cache.capacity_bytes
-    cache.check_integrity()
+    check_integrity(cache)
     assert all(reply.finish == "length" for reply in client.replies.values())
 
 
@@ -195,7 +196,7 @@ def check_pools(backend: Any, cache: PrefixCache) -> None:
     """Of torch's pools nobody but the tree holds anything."""
     arena = backend.runner.pools.arena
     arena.check_integrity()
-    assert arena.used_bytes == cache.nbytes - cache.tree.component_bytes[Component.HIDDEN]
+    assert arena.used_bytes == cache.nbytes - cache.component_bytes[Component.HIDDEN]
     assert not backend.runner.rows.lengths.any()
 
 

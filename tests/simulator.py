@@ -31,11 +31,12 @@ from builders import (
     oracle,
 )
 from damage import damage
+from integrity import check_integrity, check_tier
 from memory_store import MemoryStore
 from oracle_drafter import OracleDrafter
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.entries import Bytes, Destination, Entry, Key, Loaded
+from pippin.cache.entries import Bytes, Destination, Entry, Key
 from pippin.cache.host_store import HostStore, PinnedEntry
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
@@ -47,7 +48,6 @@ from pippin.scheduler.request import Limits, Request, RunningSlot, Stage
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.speculation import DeviceDrafter, Speculation
 from pippin.types import Component
-from tier_checks import check_tier
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 LAYOUTS = ((A, S), (A,), (A, W, S), (A, W), (S,), (W, S))
@@ -221,9 +221,7 @@ class SimulatedDisk(MemoryStore):
         self.fails = self._rng.random() < self._fault_rate
         return super().write(entry, data)
 
-    def read(
-        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
-    ) -> list[Loaded | None]:
+    def read(self, keys: Sequence[Key], into: Sequence[Destination]) -> list[bool]:
         for key in keys:
             if self._rng.random() < self._fault_rate:
                 self.forget([key])
@@ -609,7 +607,7 @@ class World:
             assert running.row_len <= running.row_tokens, "a row is larger than its claim"
         self._check_queue()
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
-            scheduler.cache.check_integrity()
+            check_integrity(scheduler.cache)
             for tiers, _ in scheduler.tiers:
                 check_tier(tiers)
 
@@ -649,7 +647,7 @@ class World:
         scheduler = self.client.loop.scheduler
         if not scheduler.slots.num_free:
             return False
-        running = scheduler.registry.running
+        running = scheduler.running
         return not scheduler.limits.deterministic or all(
             one.row_tokens >= one.request.max_total for one in running
         )

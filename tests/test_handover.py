@@ -79,7 +79,7 @@ def ask_preempted(
         decode.client.step()
     (running,) = scheduler.running_slots.values()
     before = scheduler.metrics.preemptions
-    scheduler.registry.preempt(running)
+    scheduler.preempt(running)
     while reply.finish is None:
         prefill.step()
         decode.client.step()

@@ -35,14 +35,10 @@ for module, names in ((os, ("open", "stat", "listdir", "scandir")), (io, ("open"
 from pippin.backends import host
 from pippin.bench import report
 from pippin.backends.mlx.cpu import malloc, stream_clock
-from pippin.backends.mlx.cpu.operations import library
 
 malloc.has_glibc = lambda: False
 from pippin.backends.mlx import backend
 backend.has_glibc = lambda: False
-library.find_library = lambda: library.OperationsReport(reason="they are for Linux")
-from pippin.backends.mlx.cpu.operations import bindings
-bindings.find_library = library.find_library
 platform.system = lambda: "Darwin"  # only now: libraries ask when they are imported
 
 from pippin import LLM, SamplingParams

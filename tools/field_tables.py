@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from pippin.api.fields import openai
+from pippin.api.requests import openai_fields as openai
 from pippin.api.dialects import messages, infill, ollama
 from pippin.api.batches import routes
-from pippin.api.endpoints import scoring, tokenize
-from pippin.api.fields import table as shared
-from pippin.api.fields.table import ValueKind
-from pippin.api.fields.table import FieldTable, Unused
+from pippin.api.endpoints import embeddings, generation
+from pippin.api.requests import fields as table as shared
+from pippin.api.requests.fields import ValueKind
+from pippin.api.requests.fields import FieldTable, Unused
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
@@ -36,15 +36,15 @@ TABLES = {
     "messages": messages.MESSAGES,
     "embeddings": openai.EMBEDDINGS,
     "batch": routes.BATCH,
-    "rerank": scoring.RERANK,
-    "score": scoring.SCORE,
+    "rerank": embeddings.RERANK,
+    "score": embeddings.SCORE,
     "ollama_chat": ollama.CHAT,
     "ollama_generate": ollama.GENERATE,
     "ollama_options": ollama.OPTIONS.table,
     "ollama_embed": ollama.EMBED,
     "ollama_pull": ollama.PULL,
-    "tokenize": tokenize.TOKENIZE,
-    "detokenize": tokenize.DETOKENIZE,
+    "tokenize": generation.TOKENIZE,
+    "detokenize": generation.DETOKENIZE,
 }
 MARKED = re.compile(r"<!-- (fields|ignored|refused): (\w+) -->\n((?:\|.*\n)*)")
 SHARED_LINK = "overview.md#fields-of-both-endpoints"

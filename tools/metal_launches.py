@@ -81,7 +81,7 @@ from pippin.backends.base import DecodeRow  # noqa: E402
 from pippin.backends.mlx import load  # noqa: E402
 from pippin.backends.mlx.attention.paths import AttentionPaths  # noqa: E402
 from pippin.backends.mlx.drafts.draft_rows import DraftRows, find_draft_layers  # noqa: E402
-from pippin.backends.mlx.cpu.operations import drop_ins  # noqa: E402
+from pippin.backends.mlx.cpu import operations as drop_ins  # noqa: E402
 from pippin.backends.mlx.attention.head_ropes import head_norms  # noqa: E402
 from pippin.backends.mlx.attention.plain_attention import attend_joined  # noqa: E402
 from pippin.backends.mlx.layout import Layout  # noqa: E402

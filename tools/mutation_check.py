@@ -71,7 +71,7 @@ MUTANTS = read_mutants()
 HELPERS = (
     *("builders", "cases", "counted_lines", "damage", "evicted_segments"),
     *("live_peers", "memory_store", "oracle_drafter", "peer_world", "peers", "processes"),
-    *("simulator", "tier_checks", "timed"),
+    *("simulator", "integrity", "timed"),
 )
 
 

@@ -19,10 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pippin.api.app import Application
 from pippin.api.http.access_control import key_in, known_keys, network_of, separates_owners
-from pippin.api.http.http_errors import ErrorResponse
-from pippin.api.http.read_body import BodyBudget, decode_body, read_bytes
-from pippin.api.http.request_log import RequestLog
-from pippin.api.http.workers import Workers
+from pippin.api.http.answers import ErrorResponse, RequestLog
+from pippin.api.http.read_body import BodyBudget, Workers, decode_body, read_bytes
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.errors import EngineDead, PippinError, RequestError
 from pippin.startup.launch import Engines, load_app

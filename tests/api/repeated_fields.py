@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from pippin.api.fields.table import Unused
+from pippin.api.requests.fields import Unused
 from pippin.api.routes import ENDPOINTS
 
 TABLES = {row.path: row.body for row in ENDPOINTS if row.body is not None}

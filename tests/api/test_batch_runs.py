@@ -23,11 +23,9 @@ from starlette.applications import Starlette
 from test_batches import HELLO, change, client_of, finished, line, results, send, start
 
 from builders import make_loop
-from pippin.api.batches.batch import Batch
-from pippin.api.batches.lines import ERRORS, OUTPUT, LineClient, Results
 from pippin.api.batches.routes import LOWEST_PRIORITY
-from pippin.api.batches.runner import Batches
-from pippin.api.batches.store import BatchStore, Database, FileStore, storage_errors
+from pippin.api.batches.runner import ERRORS, OUTPUT, Batches, LineClient, Results
+from pippin.api.batches.store import Batch, Database, OwnerStore, storage_errors
 from pippin.backends.fake import FakeBackend
 from pippin.config import ServerConfig
 from pippin.messages import Submit, TokenDelta
@@ -128,9 +126,9 @@ def test_a_batch_goes_on_after_a_restart_with_what_has_no_result(tmp_path: Path)
     assert done.usage.total_tokens == sum(usage["total_tokens"] for usage in usages)
 
 
-def stores(directory: Path, max_bytes: int = 10_000) -> tuple[Database, FileStore]:
+def stores(directory: Path, max_bytes: int = 10_000) -> tuple[Database, OwnerStore]:
     database = Database(directory)
-    return database, FileStore(database, "", max_bytes=max_bytes, max_file_bytes=max_bytes)
+    return database, OwnerStore(database, "", max_bytes=max_bytes, max_file_bytes=max_bytes)
 
 
 def test_results_are_those_that_were_stored_and_none_twice(tmp_path: Path) -> None:
@@ -222,7 +220,7 @@ def test_a_batch_without_its_file_fails_and_keeps_its_results(tmp_path: Path) ->
 def test_a_full_disk_fails_the_batch_and_not_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def append(self: FileStore, id: str, line: bytes) -> None:
+    def append(self: OwnerStore, id: str, line: bytes) -> None:
         if json.loads(line)["custom_id"] == "a":
             whole(self, id, line)
             return
@@ -233,10 +231,10 @@ def test_a_full_disk_fails_the_batch_and_not_the_server(
         finally:
             database.rows("PRAGMA max_page_count = 1000000")
 
-    whole = FileStore.append
+    whole = OwnerStore.append
     with client_of(tmp_path, batch_running=1) as (client, _):
         with monkeypatch.context() as patched:
-            patched.setattr(FileStore, "append", append)
+            patched.setattr(OwnerStore, "append", append)
             done = finished(client, start(client, line("a"), line("b")))
         assert done.status == "failed"
         assert "disk is full" in done.errors.data[0].message
@@ -280,7 +278,7 @@ def test_a_full_disk_while_a_batch_is_created_is_an_error(
 
     with client_of(tmp_path) as (client, _):
         file = send(client, line("a"))
-        monkeypatch.setattr(BatchStore, "save", full)
+        monkeypatch.setattr(OwnerStore, "save", full)
         with pytest.raises(openai.InternalServerError, match="disk is full"):
             client.batches.create(
                 input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"

@@ -18,14 +18,14 @@ from scripted_engine import ScriptedEngine, say, serving
 
 from cases import cases
 from pippin.api.dialects import responses
-from pippin.api.dialects.response_store import ResponseStore, StoredTurn
 from pippin.api.dialects.responses import messages_of, read_items
-from pippin.api.http import workers
-from pippin.api.http.workers import NUM_THREADS
+from pippin.api.http import read_body
+from pippin.api.http.read_body import NUM_THREADS
 from pippin.api.requests import body as bounds
 from pippin.api.requests import body as json_scan
 from pippin.api.requests.body import Body, check_json_size, shown
 from pippin.api.requests.sampling_fields import check_sampling
+from pippin.api.response_store import ResponseStore, StoredTurn
 from pippin.errors import MAX_MESSAGE_CHARS, RequestError, cut
 from pippin.text.chat_template import MessageShape
 from pippin.types import SamplingParams
@@ -411,9 +411,9 @@ def test_user_messages_in_a_row_are_joined_where_a_template_wants_one() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_glibc_has_an_arena_for_each_thread_and_takes_its_thresholds() -> None:
     """With fewer, threads that tokenize wait for each other at every allocation."""
-    code = "from pippin.api.http import workers as f; print(f.return_freed_memory())"
+    code = "from pippin.api.http import read_body as f; print(f.return_freed_memory())"
     assert run_python(code) == "True"
-    assert workers._SETTINGS[workers._ARENA_MAX] == 1 + NUM_THREADS
+    assert read_body._SETTINGS[read_body._ARENA_MAX] == 1 + NUM_THREADS
 
 
 def test_the_documentation_lists_every_bound() -> None:

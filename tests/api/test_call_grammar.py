@@ -11,8 +11,7 @@ from qwen35_server import ARGUMENTS, TEXT, WEATHER, allows, vocabulary
 from call_texts import write_calls
 from cases import cases
 from pippin.api.dialects.chat_completions import parse_chat
-from pippin.api.grammars.call_rules import CallRules, Lark
-from pippin.api.grammars.constrain import constrain
+from pippin.api.grammar import CallRules, Lark, constrain
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Leniency
 from pippin.api.requests.neutral_request import ToolUse

@@ -20,7 +20,7 @@ from qwen35_server import (
 
 from call_texts import write_calls
 from cases import cases
-from pippin.api.grammars.call_rules import CallRules, Lark
+from pippin.api.grammar import CallRules, Lark
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.api.requests.tools import InputReader, arguments_of, as_function, input_of
 from pippin.decode.compile import CompiledGrammar, compile_grammar, prove_grammar

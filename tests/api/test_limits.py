@@ -14,7 +14,7 @@ from scripted_engine import ScriptedEngine, hang, say, serving
 
 from cases import cases
 from pippin.api.endpoints import app_state
-from pippin.api.http import sending, workers
+from pippin.api.http import read_body, sending
 from pippin.config import LimitsConfig
 from processes import wait_until
 
@@ -142,7 +142,7 @@ def test_large_bodies_are_prepared_in_a_thread_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(app_state, "SMALL_BYTES", 20)
-    monkeypatch.setattr(workers, "LARGE_BYTES", 200)
+    monkeypatch.setattr(read_body, "LARGE_BYTES", 200)
     names: list[str] = []
 
     def decode_body(body: bytes) -> Any:

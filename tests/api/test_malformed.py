@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, say, serving_alone
 
-from pippin.api.fields import openai
-from pippin.api.fields.table import FieldTable
+from pippin.api.requests import openai_fields as openai
+from pippin.api.requests.fields import FieldTable
 from pippin.config import LimitsConfig
 from processes import PATIENCE_SECONDS
 

@@ -53,4 +53,4 @@ def test_such_a_field_is_named_in_two_files_before_the_sampler() -> None:
         for path in source.rglob("*.py")
         if "backends" not in path.parts and re.search(r"\bmin_p\b", path.read_text())
     }
-    assert named == {"api/fields/table.py", "types.py", "text/bundle.py"}
+    assert named == {"api/requests/fields.py", "types.py", "text/bundle.py"}

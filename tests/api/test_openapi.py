@@ -12,7 +12,7 @@ import pytest
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, serving
 
 from cases import cases
-from pippin.api.batches.store import Database, FileStore
+from pippin.api.batches.store import Database, OwnerStore
 from pippin.api.model_info import RequestRules
 from pippin.api.routes import ENDPOINTS
 from pippin.config import LimitsConfig, ServerConfig
@@ -31,8 +31,8 @@ FIELDS_PATHS = {id(t.fields): path for path, t in reversed(TABLES.items())}.valu
 def config(tmp_path: Path) -> ServerConfig:
     """Of a server that has the file of `REAL`."""
     database = Database(tmp_path)
-    files = FileStore(database, "", max_bytes=1, max_file_bytes=1)
-    files.add("file-1", "a", "batch", None, nbytes=1)
+    files = OwnerStore(database, "", max_bytes=1, max_file_bytes=1)
+    files.add_file("file-1", "a", "batch", None, nbytes=1)
     files.path("file-1").write_bytes(b"a")
     database.close()
     return ServerConfig(batch_dir=str(tmp_path))

@@ -12,7 +12,7 @@ from scripted_engine import ScriptedEngine, say, serving
 
 from cases import cases
 from pippin.api.app import create_waiting_app
-from pippin.api.page.routes import FILES, page_files, page_paths
+from pippin.api.page import FILES, page_files, page_paths
 from pippin.config import ServerConfig
 
 MAX_BYTES = 150_000

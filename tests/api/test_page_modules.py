@@ -20,7 +20,7 @@ SAMPLE = Path(__file__).parents[1] / "events" / "sample.events"
 
 @pytest.fixture(scope="module")
 def call() -> Iterator[Callable[..., Any]]:
-    """`call("markdown/inline.js", "parseInline(a)", a=...)`: an expression over a module."""
+    """`call("lib/markdown.js", "parseInline(a)", a=...)`: an expression over a module."""
     with (
         open_browser() as browser,
         serving(ScriptedEngine(say("Hi."))) as url,
@@ -42,7 +42,7 @@ def call() -> Iterator[Callable[..., Any]]:
 
 
 def _exported(module: str) -> str:
-    from pippin.api.page.routes import FILES
+    from pippin.api.page import FILES
 
     lines = (FILES / module).read_text().splitlines()
     exports = [line.split() for line in lines if line.startswith("export ")]
@@ -72,7 +72,7 @@ def _exported(module: str) -> str:
     ],
 )
 def test_marks_inside_of_lines(call: Any, text: str, parts: list[Any]) -> None:
-    assert call("markdown/inline.js", "parseInline(text)", text=text) == parts
+    assert call("lib/markdown.js", "parseInline(text)", text=text) == parts
 
 
 def shape(block: dict[str, Any]) -> Any:
@@ -121,14 +121,14 @@ def shape(block: dict[str, Any]) -> Any:
     ],
 )
 def test_blocks(call: Any, text: str, blocks: list[Any]) -> None:
-    assert list(map(shape, call("markdown/blocks.js", "parseBlocks(text)", text=text))) == blocks
+    assert list(map(shape, call("lib/markdown.js", "parseBlocks(text)", text=text))) == blocks
 
 
 def test_every_beginning_of_a_text_is_drawn_as_the_text_is_in_the_end(call: Any) -> None:
     """Blocks that have not changed keep their elements; the whole must look as if drawn at once."""
     text = "# A\n\n- one\n- two **b**\n\n|a|b|\n|---|---|\n|1|2|\n\n```py\nx = 1\n```\n> q\n\nend"
     same = call(
-        "markdown/render.js",
+        "lib/markdown.js",
         """(() => {
             const grown = document.createElement("div"), once = document.createElement("div");
             for (let n = 1; n <= text.length; n += 1) renderMarkdown(grown, text.slice(0, n));
@@ -142,22 +142,8 @@ def test_every_beginning_of_a_text_is_drawn_as_the_text_is_in_the_end(call: Any)
 
 def test_long_and_hostile_texts_take_no_time_to_speak_of(call: Any) -> None:
     for text in ("*" * 5000, "[" * 5000, "> " * 3000, "- " * 3000, "`" * 5001, "_a" * 5000):
-        assert call("markdown/blocks.js", "parseBlocks(text).length", text=text) >= 1
-        call("markdown/inline.js", "parseInline(text).length", text=text)
-
-
-def test_a_request_as_python_is_python(call: Any) -> None:
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": 'It\'s "x"\n' * 20}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "tools": [{"type": "function", "function": {"name": "f", "strict": False, "x": None}}],
-    }
-    source = call("chat/snippets.js", "asPython(url, body, true)", url="http://h/", body=body)
-    compile(source, "copied.py", "exec")
-    literal = call("chat/snippets.js", "literal(body)", body=body)
-    assert eval(literal, {}) == body
+        assert call("lib/markdown.js", "parseBlocks(text).length", text=text) >= 1
+        call("lib/markdown.js", "parseInline(text).length", text=text)
 
 
 NODES = [
@@ -172,7 +158,7 @@ NODES = [
 
 def test_a_node_is_as_wide_as_its_tokens_and_as_high_as_its_leaves(call: Any) -> None:
     laid = call(
-        "engine/icicle_layout.js",
+        "engine/icicle.js",
         "layoutTree(new Map(nodes.map((node) => [node.id, node])))",
         nodes=NODES,
     )
@@ -192,7 +178,7 @@ def test_a_node_is_as_wide_as_its_tokens_and_as_high_as_its_leaves(call: Any) ->
 
 def test_a_deep_tree_is_laid_out_too(call: Any) -> None:
     leaves = call(
-        "engine/icicle_layout.js",
+        "engine/icicle.js",
         """layoutTree(new Map(Array.from({ length: 20000 }, (_, n) =>
             [n + 1, { id: n + 1, parent: n, start: n, tokens: 1 }]))).leaves""",
     )
@@ -214,7 +200,7 @@ def test_arrows_lead_to_children_siblings_and_parents(
 ) -> None:
     expression = """neighbour(layoutTree(new Map(nodes.map((node) => [node.id, node]))).boxes,
                               id, key)?.id ?? null"""
-    found = call("engine/icicle_layout.js", expression, nodes=NODES, id=id, key=key)
+    found = call("engine/icicle.js", expression, nodes=NODES, id=id, key=key)
     assert found == there
 
 
@@ -260,7 +246,7 @@ def test_a_recorded_run_is_counted_as_it_was_told(call: Any) -> None:
 def test_lanes_hold_every_row_and_do_not_overlap_themselves(call: Any) -> None:
     messages = sample()
     spans = call(
-        "engine/timeline_layout.js",
+        "engine/timeline.js",
         """(await import("/page/engine/state.js").then(({ State }) => {
             const state = new State();
             for (const [event, message] of messages) state.apply(event, message);
@@ -285,7 +271,7 @@ def test_lanes_hold_every_row_and_do_not_overlap_themselves(call: Any) -> None:
 def test_drafts_share_the_time_of_their_row(call: Any) -> None:
     step = next(step for _, message in sample() for step in message["steps"] if step["decode"])
     step |= {"ghosts": 0, "drafts": [[step["decode"][0], 3, 2]]}
-    spans = call("engine/timeline_layout.js", "layoutSteps([step], () => null)", step=step)
+    spans = call("engine/timeline.js", "layoutSteps([step], () => null)", step=step)
     row = [span for span in spans if span["lane"] == step["decode"][0]]
     assert [span["kind"] for span in row] == ["decode", "accepted", "accepted", "rejected"]
     (device,) = (span for span in spans if span["lane"] == "device")
@@ -316,5 +302,5 @@ def test_engines_with_a_role_show_prompts_that_were_handed_over(
         const cell = numbers.element.querySelector(".handed");
         return [numbers.element.classList.contains("with-role"), cell.textContent];
     })()"""
-    has_role, text = call("engine/numbers.js", expression, load=load)
+    has_role, text = call("engine/charts.js", expression, load=load)
     assert (has_role, text) == (bool(shown), f"Prompts handed over{shown}")

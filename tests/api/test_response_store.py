@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cases import cases
-from pippin.api.dialects.response_store import (
+from pippin.api.response_store import (
     PreviousResponseNotFound,
     ResponseNotFound,
     ResponseStore,

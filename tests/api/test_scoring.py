@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bundled import BUNDLED_PATH
 from cases import cases
-from pippin.api.endpoints.scoring import PAIRS, parse_score, whole_score
+from pippin.api.endpoints.embeddings import PAIRS, parse_score, whole_score
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig
 from pippin.messages import Submit, TokenDelta

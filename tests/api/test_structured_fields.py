@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from scripted_engine import MODEL, TEXT
 
-from pippin.api.dialects.chat_completions import parse_chat
-from pippin.api.dialects.completions import parse_completion
+from pippin.api.dialects.chat_completions import parse_chat, parse_completion
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.sampling_fields import check_sampling
 from pippin.config import LimitsConfig

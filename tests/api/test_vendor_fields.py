@@ -16,16 +16,14 @@ from qwen35_server import MODEL, TEXT
 from vendor_fields import LLAMA_CPP, SGLANG, VLLM
 
 from pippin.api.dialects import messages as anthropic
-from pippin.api.dialects.chat_completions import parse_chat
-from pippin.api.dialects.completions import parse_completion
+from pippin.api.dialects.chat_completions import parse_chat, parse_completion
 from pippin.api.dialects.messages import parse_message_request
-from pippin.api.dialects.response_store import ResponseStore
 from pippin.api.dialects.responses import parse_responses_request
-from pippin.api.fields import openai
-from pippin.api.fields import openai as extensions
-from pippin.api.fields.table import FieldTable
-from pippin.api.jobs.prepare import prepare_chat, prepare_completion
+from pippin.api.job import prepare_chat, prepare_completion
 from pippin.api.model_info import RequestRules
+from pippin.api.requests import openai_fields as extensions
+from pippin.api.requests import openai_fields as openai
+from pippin.api.requests.fields import FieldTable
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.text.tokenizer import Tokenizer
@@ -58,7 +56,7 @@ def completion(**fields: Any) -> Any:
 
 def responses(**fields: Any) -> Any:
     body = {"model": "qwen", "input": "Count to ten, please.", **fields}
-    return parse_responses_request(body, RULES, ResponseStore(1, 1_000))
+    return parse_responses_request(body, RULES)
 
 
 def messages(**fields: Any) -> Any:

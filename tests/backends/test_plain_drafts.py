@@ -18,7 +18,7 @@ from test_speculated_replies import (
 import test_draft_contract as contract
 from families import build
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.cpu.operations.bindings import without_operations
+from pippin.backends.mlx.cpu.operations import without_operations
 from pippin.backends.mlx.load import prepare
 from serving import BUNDLED, make_client
 from test_contract import Steps, alone

@@ -19,6 +19,7 @@ import pytest
 from builders import Client, Reply
 from cases import cases
 from families import FAMILIES, VOCAB
+from integrity import check_integrity
 from memory_store import MemoryStore
 from near_ties import assert_same, count_same
 from pippin.backends.mlx.backend import MLXBackend
@@ -147,7 +148,7 @@ def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     longer = diverge(name, base, 200, 70, seed=62)
     ask_all(client, [base])
     ask_all(client, [longer])
-    store = cache_of(client).tree
+    store = cache_of(client)
     for node in nodes_of(client, longer):
         if 64 < node.end < 250 and node.children:
             for unit, index in ((Unit.STATE, STATE), (Unit.WINDOW, WINDOW)):
@@ -156,7 +157,7 @@ def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     leaf = nodes_of(client, longer)[-1]
     if leaf.payloads[ATTENTION] is not None and not leaf.children:
         store.take(leaf, Unit.LEAF)
-    cache_of(client).check_integrity()
+    check_integrity(cache_of(client))
     prompts = [base, longer, diverge(name, longer, 190, 10, seed=63)]
     assert_same(ask_all(client, prompts), cold(name, prompts))
     check_idle(client)
@@ -188,7 +189,7 @@ def tight_capacity(name: str, num_tokens: int, num_rows: int) -> int:
 
 
 def evictions(cache: PrefixCache) -> dict[Component, int]:
-    return {c: n for c, n in cache.tree.stats.evictions.items() if c in cache.tree.component_bytes}
+    return {c: n for c, n in cache.stats.evictions.items() if c in cache.component_bytes}
 
 
 @cases("name", TRIED_MOST)
@@ -235,7 +236,7 @@ def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -
     while cache.nbytes:
         assert 0 <= active_bytes() - idle - cache.nbytes <= VIEW_BYTES
         assert cache.evict(cache.nbytes // 2 + 1)
-    cache.check_integrity()
+    check_integrity(cache)
     assert active_bytes() == idle
 
 
@@ -253,7 +254,7 @@ def test_a_long_run_of_distinct_prompts_stays_inside_its_bytes(name: str) -> Non
         run_within_budget(client)
         peaks.append(active_bytes() - idle)
     assert max(peaks) <= capacity_bytes
-    assert cache_of(client).tree.stats.bytes_evicted > 2 * capacity_bytes
+    assert cache_of(client).stats.bytes_evicted > 2 * capacity_bytes
     backend = client.loop.backend
     assert isinstance(backend, MLXBackend)
     assert not backend._slots

@@ -13,7 +13,7 @@ from near_ties import ENOUGH, assert_same
 from pippin import LLM, SamplingParams
 from pippin.backends.mlx import load
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.cpu.operations import bindings, library
+from pippin.backends.mlx.cpu import operations
 from pippin.backends.mlx.rows import decode_forward
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ConfigError
@@ -52,9 +52,7 @@ def forbid_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     def used(*args: Any, **options: Any) -> Any:
         raise Used(f"{args} {options}")
 
-    monkeypatch.setattr(bindings, "_loaded", Unloaded())
-    for name in ("find_library", "_run"):
-        monkeypatch.setattr(library, name, used)
+    monkeypatch.setattr(operations, "find_operations", Unloaded())
     monkeypatch.setattr(subprocess, "run", used)
     for name in ("metal_kernel", "cuda_kernel"):
         if hasattr(mx.fast, name):
@@ -87,9 +85,9 @@ def test_a_safe_engine_and_another_run_in_one_process() -> None:
     usual = MLXBackend.load(BUNDLED_PATH, num_slots=2, dtype="float32")
     assert not safe.steps_are_compiled
     with safe.loaded.operating():
-        assert bindings.operations() is None
+        assert operations.operations() is None
     with usual.loaded.operating():
-        assert (bindings.operations() is None) == (library.find_library().path is None)
+        assert operations.operations() is operations.find_operations().module
 
 
 def test_safe_on_a_gpu_has_no_kernel_no_stacked_layers_and_nothing_timed(

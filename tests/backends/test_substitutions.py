@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from families import build
 from pippin.backends.mlx import substitutions
-from pippin.backends.mlx.cpu.operations import drop_ins
+from pippin.backends.mlx.cpu import operations as drop_ins
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.prefill import query_blocks
 from serving import make_client

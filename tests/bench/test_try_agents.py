@@ -15,7 +15,6 @@ import pytest
 
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.messages import parse_message_request
-from pippin.api.dialects.response_store import ResponseStore
 from pippin.api.dialects.responses import parse_responses_request
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
@@ -86,7 +85,7 @@ RESULTS: dict[str, list[dict[str, Any]]] = {
 PARSERS: dict[str, Callable[[Any, RequestRules], ChatRequest]] = {
     "chat/completions": parse_chat,
     "messages": parse_message_request,
-    "responses": lambda body, rules: parse_responses_request(body, rules, ResponseStore(0, 0)),
+    "responses": parse_responses_request,
 }
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from integrity import check_integrity
 from pippin.cache.prefix_cache import InsertResult, Lock, Match, PrefixCache
 from pippin.cache.tree.canary import Canary
 from pippin.types import Component, Payload
@@ -249,7 +250,7 @@ class CheckedCache:
 
     @property
     def num_evicted(self) -> int:
-        return sum(self.cache.tree.stats.evictions.values())
+        return sum(self.cache.stats.evictions.values())
 
     # --- the rules, by brute force ---
 
@@ -281,7 +282,7 @@ class CheckedCache:
     # --- what must hold after every operation ---
 
     def check(self) -> None:
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         assert self.cache.nbytes == self.ledger.nbytes, "a payload leaked or was forgotten"
         assert self.cache.evictable_bytes == self.ledger.nbytes - self.locked_bytes()
         self.check_version()
@@ -310,14 +311,14 @@ class CheckedCache:
         copied = copy.deepcopy(self.cache)
         assert copied.evict(1 << 60) == self.cache.evictable_bytes
         assert copied.evictable_bytes == 0
-        copied.check_integrity()
+        check_integrity(copied)
 
     def check_version(self) -> None:
         """As long as the version stays the same, so does every probe."""
         probed = {tokens: self.cache.probe(*salted(tokens)) for tokens in self.probed}
-        if self.cache.tree.version == self.probed_version:
+        if self.cache.version == self.probed_version:
             assert probed == self.probed
-        self.probed, self.probed_version = probed, self.cache.tree.version
+        self.probed, self.probed_version = probed, self.cache.version
 
     def check_payloads(
         self,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from naive_cache import A, Ledger, S
 
+from integrity import check_integrity
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.types import Component
 
@@ -23,8 +24,8 @@ def test_what_nobody_holds_goes_at_once_with_all_below() -> None:
     cache.condemn(np.array(tokens[:14]), A, 8)
     assert cache.probe(np.array(tokens)) == 8
     assert cache.num_cached(np.array(tokens)) == 8
-    assert cache.tree.stats.damaged == 1
-    cache.check_integrity()
+    assert cache.stats.damaged == 1
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize(("component", "left"), [(A, 8), (S, 20)])
@@ -37,12 +38,12 @@ def test_what_is_held_goes_with_its_last_lock(component: Component, left: int) -
         assert cache.probe(ids) == 8
         assert cache.match(ids).length == 8
         assert cache.num_cached(ids) == 20
-        cache.check_integrity()
+        check_integrity(cache)
         cache.unlock(lock)
     assert cache.probe(ids) == left
     assert cache.probe(ids[:14]) == 8
-    assert cache.tree.stats.damaged == 1
-    cache.check_integrity()
+    assert cache.stats.damaged == 1
+    check_integrity(cache)
 
 
 def test_both_parts_of_a_node_that_is_split_stay_condemned() -> None:
@@ -54,8 +55,8 @@ def test_both_parts_of_a_node_that_is_split_stay_condemned() -> None:
     other = [*tokens[:11], 1, 2]
     cache.insert(np.array(other), 11, {A: fork.kv(A, other, 11)}, {13: fork.state(other, 13)})
     assert cache.probe(np.array(other)) == 8
-    cache.check_integrity()
+    check_integrity(cache)
     cache.unlock(lock)
     assert cache.probe(np.array(other)) == 8
     assert cache.num_cached(ids) == 8
-    cache.check_integrity()
+    check_integrity(cache)

@@ -14,14 +14,14 @@ from naive_cache import A, H, S, W
 
 from cases import cases
 from counted_lines import num_lines
+from integrity import check_tier
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
-from pippin.cache.entries import Key
+from pippin.cache.entries import ArraySpec, Key
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.cache_tier import MAX_REMOVALS, CacheTier, Diff
-from pippin.cache.tree.canary import MAX_COUNTED, NUM_SWEPT, Canary
+from pippin.cache.tiers.cache_tier import MAX_REMOVALS, CacheTier, Diff, Run
+from pippin.cache.tree.canary import Canary
 from pippin.types import Component, Payload
-from tier_checks import check_tier
 
 LAYOUTS = {"attention": [A], "state": [A, S], "window": [A, W], "all": [A, W, S]}
 over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -119,7 +119,11 @@ def test_what_a_tier_lacks_of_a_conversation_costs_so_much_a_turn() -> None:
             for end in range(BLOCK, len(tokens) + 1, BLOCK):
                 kv = {c: Sized(BLOCK, 4 * BLOCK) for c in (A, W)}
                 cache.insert(tokens[:end], end - BLOCK, kv, {}, Sized(1, 10))
-        diff = Diff(above.tree.rules, above, below, lambda _, num_tokens: num_tokens, 1 << 30)
+
+        def one_array(_: Component, num_tokens: int) -> tuple[ArraySpec, ...]:
+            return (ArraySpec("", "uint8", (num_tokens,)),)
+
+        diff = Diff(above.rules, above, below, one_array, 1 << 30)
         lines.append(num_lines(lambda: diff.find(tokens)))  # noqa: B023
         assert not diff.runs
     short, long = lines
@@ -161,21 +165,6 @@ def test_a_lock_that_moves_on_climbs_only_what_was_added(layout: str) -> None:
     assert lines[0] == lines[1]
 
 
-def test_a_logging_canary_does_not_count_a_large_tree_when_idle(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    canary = Canary("log", clock=lambda: 0.0)  # checks take no time: the next is always due
-    cache = make_cache("attention", MAX_COUNTED // 5 + 1, canary=canary)
-    assert cache.radix.num_nodes > MAX_COUNTED
-    assert num_lines(cache.check_when_idle) < 10_000
-    node = next(iter(cache.radix.root.children.values()))
-    assert node.path_hash is not None
-    node.path_hash ^= 1
-    for _ in range(cache.radix.num_nodes // NUM_SWEPT + 1):  # still, every node's turn comes
-        cache.check_when_idle()
-    assert "holds another sequence" in caplog.text
-
-
 # ---- what a tier below memory evicts --------------------------------------------------------
 
 ORDERS: dict[str, tuple[Component, ...]] = {
@@ -207,8 +196,9 @@ def make_tier(layout: str, num_leaves: int) -> tuple[CacheTier, list[list[Key]]]
         for start, end in ((0, BLOCK), (BLOCK, 4 * BLOCK), (4 * BLOCK, 6 * BLOCK)):
             for component in components:
                 divides = component in (A, W)
-                entry = tree.entry(tokens[:end], component, start if divides else end)
-                tree.add(tokens[:end], entry)
+                run = Run(component, start if divides else end, end, ())
+                (entry,) = tree.entries(tokens, [run])
+                tree.add(tokens, [entry])
                 if start:  # the first part is every conversation's
                     keys.append(entry.key)
         found.append(keys)
@@ -247,7 +237,7 @@ def test_an_entry_that_was_split_is_removed_as_fast(layout: str) -> None:
     for num_leaves in SIZES:
         tree, keys = make_tier(layout, num_leaves)
         longer = np.concatenate([conversation(0, 3), [5] * BLOCK]).astype(np.int32)
-        tree.add(longer, tree.entry(longer, A, 3 * BLOCK))  # splits the entry of [4, 16)
+        tree.add(longer, tree.entries(longer, [Run(A, 3 * BLOCK, len(longer), ())]))
         middle, last = (key for key in keys[0] if key.component is A)
         tree.lose([last])
         remove_all_lost(tree)
@@ -269,7 +259,7 @@ def test_a_step_removes_a_bounded_number_of_nodes_however_much_was_evicted(layou
         assert tree.cache.radix.num_nodes == 1
     for num_leaves in SIZES:
         tree, keys = make_tier(layout, num_leaves)
-        tree.lose([tree.entry(conversation(0)[:BLOCK], A, 0).key])
+        tree.lose([tree.entries(conversation(0), [Run(A, 0, BLOCK, ())])[0].key])
         worst.append(remove_all_lost(tree))
         assert tree.cache.radix.num_nodes == 0
     assert max(worst) < 10_000
@@ -286,6 +276,6 @@ def test_steps_that_add_much_remove_as_much_of_what_was_evicted() -> None:
         before = len(tree._lost)
         for number in range(num_added):
             tokens = conversation(1_000 + step * num_added + number)
-            tree.add(tokens, tree.entry(tokens, A, BLOCK))
+            tree.add(tokens, tree.entries(tokens, [Run(A, BLOCK, len(tokens), ())]))
         tree.remove_lost()
         assert len(tree._lost) <= before - num_added

@@ -47,8 +47,8 @@ def test_interior_grid_states_go_before_the_leaf() -> None:
     checked.insert(prompt, 0, states=[64, 128, 192, 256])
     checked.evict(NBYTES[S])
     assert checked.match(prompt).length == 256
-    assert checked.cache.tree.stats.evictions[A] == 0
-    assert checked.cache.tree.stats.evictions[S] == 1
+    assert checked.cache.stats.evictions[A] == 0
+    assert checked.cache.stats.evictions[S] == 1
 
 
 def test_a_state_that_many_branch_from_outlives_grid_states_and_old_leaves() -> None:
@@ -59,7 +59,7 @@ def test_a_state_that_many_branch_from_outlives_grid_states_and_old_leaves() -> 
         checked.lock([*system, user])
         checked.insert([*system, *[user] * 8], 128, states=[136])
         checked.unlock(0)
-    used = checked.cache.tree.stats.placements[Placement.GRID]
+    used = checked.cache.stats.placements[Placement.GRID]
     assert (used.used, used.tokens_saved) == (4, 4 * 64)
     checked.evict(NBYTES[S] + 1)  # the other grid state, then the oldest leaf
     assert checked.match([*system, 9]).length == 128
@@ -134,7 +134,7 @@ def test_interior_windows_go_before_leaves_but_not_those_a_leaf_looks_back_on() 
     assert checked.match(prompt).length == 16  # [8, 12) and [12, 16) are left
     checked.evict(1)
     assert checked.match(prompt).length < 16  # the leaf went, whole
-    assert checked.cache.tree.stats.evictions[A] == 1
+    assert checked.cache.stats.evictions[A] == 1
 
 
 def test_a_window_goes_right_after_the_last_state_that_looks_back_on_it() -> None:
@@ -143,14 +143,14 @@ def test_a_window_goes_right_after_the_last_state_that_looks_back_on_it() -> Non
     checked.insert(prompt, 0, states=[4, 9, 10, 30])
     node = {node.end: node for node in checked.cache.radix.nodes()}
     # The states at 4 and 9 look back on the window of [0, 4); the one at 10 does not.
-    checked.cache.tree.take(node[9], Unit.STATE)
+    checked.cache.take(node[9], Unit.STATE)
     checked.check()
     assert checked.match(prompt, limit=9).length == 4
-    checked.cache.tree.take(node[4], Unit.STATE)
+    checked.cache.take(node[4], Unit.STATE)
     checked.match([99])
     assert checked.evict(1) == 4 * NBYTES[W]
     assert checked.match(prompt, limit=29).length == 10
-    checked.cache.tree.take(node[10], Unit.STATE)
+    checked.cache.take(node[10], Unit.STATE)
     assert checked.evict(6 * NBYTES[W]) == 6 * NBYTES[W]
     assert checked.match(prompt).length == 30
 
@@ -227,7 +227,7 @@ def test_what_goes_has_the_least_rank_of_all(
     for turn in range(10, 41, 5):
         for tokens in conversations:
             checked.insert(tokens[:turn], 0, states=[turn - 2, turn])
-    store = checked.cache.tree
+    store = checked.cache
     heaps = {heap.unit: heap for heap in store.queue._heaps}
 
     def take(node: Node, unit: Unit) -> int:
@@ -268,4 +268,4 @@ def test_the_eviction_queue_does_not_grow_with_what_is_gone() -> None:
         checked.insert([round_number, 1], 0, states=[1, 2])
         checked.insert([round_number, 1, 2], 2)
         checked.evict(1 << 30) if round_number % 2 else checked.flush()
-        assert len(checked.cache.tree.queue) == 0
+        assert len(checked.cache.queue) == 0

@@ -23,7 +23,7 @@ def test_a_second_copy_is_released() -> None:
     nbytes = checked.cache.nbytes
     checked.insert(prompt, 0, states=[5, 10])
     assert checked.cache.nbytes == checked.ledger.nbytes == nbytes
-    assert checked.cache.tree.stats.bytes_duplicate == nbytes
+    assert checked.cache.stats.bytes_duplicate == nbytes
 
 
 def test_only_the_new_part_of_a_chunk_is_kept() -> None:
@@ -31,7 +31,7 @@ def test_only_the_new_part_of_a_chunk_is_kept() -> None:
     checked.insert([1, 2, 3, 4], 0)
     checked.insert([1, 2, 3, 9, 9], 0)
     assert checked.cache.radix.num_tokens == 6
-    assert checked.cache.tree.stats.bytes_duplicate == 3 * NBYTES[A]
+    assert checked.cache.stats.bytes_duplicate == 3 * NBYTES[A]
 
 
 def test_a_gap_before_the_chunk_keeps_nothing() -> None:
@@ -40,7 +40,7 @@ def test_a_gap_before_the_chunk_keeps_nothing() -> None:
     result = checked.insert([1, 2, 3, 4, 5, 6], 5, states=[6])
     assert (result.gap, result.inserted, result.length) == (2, False, 0)
     assert checked.cache.radix.num_tokens == 3
-    assert checked.cache.tree.stats.gaps == 1
+    assert checked.cache.stats.gaps == 1
 
 
 def test_a_state_in_the_middle_of_a_node_splits_it() -> None:
@@ -56,7 +56,7 @@ def test_a_state_beyond_its_kv_is_released() -> None:
     checked = CheckedCache([A, S])
     checked.insert([1, 2, 3], 0)
     checked.insert([1, 2, 3, 4], 3, states=[4], kv=[])
-    assert checked.cache.tree.component_bytes[S] == 0
+    assert checked.cache.component_bytes[S] == 0
 
 
 def test_states_held_back_may_come_with_a_later_chunk() -> None:
@@ -111,7 +111,7 @@ def test_a_fill_that_does_not_fit_into_a_locked_node_is_given_back() -> None:
     result = checked.insert(prompt, 0, kv=[A])
     checked.lock_inserted(prompt, result)
     checked.insert(prompt, 0, kv=[W])
-    assert checked.cache.tree.component_bytes == {A: 8 * NBYTES[A], W: 0}
+    assert checked.cache.component_bytes == {A: 8 * NBYTES[A], W: 0}
     checked.check()
 
 

@@ -8,6 +8,7 @@ import pytest
 from naive_cache import A, CheckedCache, S, W
 
 from cases import cases
+from integrity import check_integrity
 from pippin.cache.tree.payload_tree import PayloadTree
 from pippin.cache.tree.radix import Node
 
@@ -38,7 +39,7 @@ DAMAGE: dict[str, Callable[[PayloadTree, Node], object]] = {
     "locked bytes": lambda tree, node: add(tree.locks, "nbytes"),
     "window users": lambda tree, node: add(node, "window_users"),
     "looks back further": look_back_too_little,
-    "can never be evicted": lambda tree, node: [h.discard(node) for h in tree.queue._heaps],
+    "can never be evicted": lambda tree, node: [h.put(node, None) for h in tree.queue._heaps],
     "never freed": lambda tree, node: add(tree.radix, "epoch"),
     "no longer in the tree": lambda tree, node: tree.queue._heaps[0].put(
         Node(b"", 0, None), (0.0, 0)
@@ -50,8 +51,8 @@ DAMAGE: dict[str, Callable[[PayloadTree, Node], object]] = {
 def test_damage_is_named(message: str) -> None:
     checked = CheckedCache([A, W, S], window=3)
     checked.insert([1, 2, 3, 4], 0, states=[2, 4])
-    checked.cache.check_integrity()
+    check_integrity(checked.cache)
     leaf = next(node for node in checked.cache.radix.nodes() if not node.children)
-    DAMAGE[message](checked.cache.tree, leaf)
+    DAMAGE[message](checked.cache, leaf)
     with pytest.raises(AssertionError, match=message):
-        checked.cache.check_integrity()
+        check_integrity(checked.cache)

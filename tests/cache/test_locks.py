@@ -141,22 +141,22 @@ def test_asking_what_could_go_changes_nothing() -> None:
     checked = CheckedCache([A, S])
     for token in range(5):
         checked.insert([token] * 8, 0, states=[4, 8])
-    before, version = checked.cache.report(), checked.cache.tree.version
+    before, version = checked.cache.report(), checked.cache.version
     assert checked.cache.evictable_bytes == checked.cache.nbytes
-    assert (checked.cache.report(), checked.cache.tree.version) == (before, version)
+    assert (checked.cache.report(), checked.cache.version) == (before, version)
 
 
 def test_the_version_changes_when_a_probe_may_and_not_otherwise() -> None:
     checked = CheckedCache([A, S])
     checked.insert([1] * 8, 0, states=[4, 8])
-    version = checked.cache.tree.version
+    version = checked.cache.version
     checked.lock([1] * 6)
     checked.unlock(0)
     checked.insert([1] * 8, 0, states=[4, 8])  # all of it is there
     checked.evict(0)
-    assert checked.cache.tree.version == version
+    assert checked.cache.version == version
     checked.insert([1] * 8, 8, states=[6])
-    inserted = checked.cache.tree.version
+    inserted = checked.cache.version
     assert inserted != version
     checked.evict(1)
-    assert checked.cache.tree.version not in (version, inserted)
+    assert checked.cache.version not in (version, inserted)

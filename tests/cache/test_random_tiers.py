@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from naive_cache import SALTS, SPACE, A, CheckedCache, H, Piece, Prefix, S, W, salted, with_salt
 
+from integrity import check_tier
 from memory_store import MemoryStore
 from pippin.cache.entries import ArraySpec, Bytes, Key
 from pippin.cache.host_store import HostStore
@@ -23,7 +24,6 @@ from pippin.cache.tiers.tier_io import PieceSource, TierIO, plain_memory
 from pippin.cache.tree.canary import Canary
 from pippin.types import Component, LayerSpec, ModelSpec
 from simulator import Workers
-from tier_checks import check_tier
 
 LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S), (A, S, H), (A, H), (A, W, S, H)]
 WINDOW = 5
@@ -371,15 +371,15 @@ def test_what_is_written_again_after_it_was_lost_stays(loads: bool) -> None:
     (disk,) = two.tiers
     ids = np.array(tokens)
     below, (entry,) = disk.tiers, disk.store.entries()
-    (loaded,) = disk.store.read([entry.key])
-    assert loaded is not None
+    arrays = entry.new_buffers()
+    assert disk.store.read([entry.key], [arrays]) == [True]
     lock = below.cache.lock_tokens(ids[:60])
     disk.store._drop(disk.store._places[entry.key])
     disk.store._lost.append(entry.key)
     if loads:
         disk.tell_store()  # tokens [60, 100) are removed, the others locked
         assert below.is_lost(entry.key)
-    disk.store.write(entry, loaded.arrays)
+    disk.store.write(entry, arrays)
     disk.tiers.wrote(ids, [entry], [True])
     below.cache.unlock(lock)
     disk.tell_store()

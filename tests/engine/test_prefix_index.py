@@ -73,8 +73,8 @@ def test_what_is_predicted_is_what_the_engine_restores(components: tuple[Compone
     assert cache is not None
     index = PrefixIndex()
     announcer = Announcer()
-    announcer.add(prefix_reports(cache.tree.rules, index.change))
-    announcer.observe("memory", cache.tree)
+    announcer.add(prefix_reports(cache.rules, index.change))
+    announcer.observe("memory", cache)
     past: list[list[int]] = [[]]
     num_hits = 0
     for _ in range(40):
@@ -88,7 +88,7 @@ def test_what_is_predicted_is_what_the_engine_restores(components: tuple[Compone
         num_hits += predicted > 0
         past = [*past, [*prompt, *client.ask(prompt, max_tokens=2, salt=salt).tokens]][-4:]
     assert num_hits >= 5
-    assert cache.tree.stats.bytes_evicted
+    assert cache.stats.bytes_evicted
 
 
 def test_a_prompt_that_was_evicted_is_remembered_and_a_shared_one_counts_for_less() -> None:

@@ -85,7 +85,7 @@ def test_a_consumer_that_raises_is_told_nothing_more_and_others_everything(
     assert tracebacks(caplog) == ["Sink failed and gets no more events"]
     assert client.loop.status()["metrics"]["watch_failures"] == 1
     recorder.remove(sound)
-    assert client.loop.scheduler.registry.observer is None
+    assert client.loop.scheduler.observer is None
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_a_feed_that_raises_anywhere_is_over_and_says_so(
     assert [message.kind for message in one.messages if message.kind == "lost"] == ["lost"]
     assert len(tracebacks(caplog)) == 1
     assert client.loop.scheduler.metrics.watch_failures == 1
-    assert client.loop.scheduler.registry.observer is None
+    assert client.loop.scheduler.observer is None
     assert client.loop.scheduler.cache is not None
-    assert not client.loop.scheduler.cache.tree.observers
+    assert not client.loop.scheduler.cache.observers
     one.messages.clear()
     one.feed.watch()  # somebody else comes, and learns it at once
     assert [message.kind for message in one.messages] == ["lost"]

@@ -35,18 +35,18 @@ def test_nothing_is_gathered_while_nobody_watches() -> None:
     one = Watched(make_client())
     scheduler = one.client.loop.scheduler
     assert scheduler.cache is not None
-    store = scheduler.cache.tree
+    store = scheduler.cache
     one.client.ask(make_prompt(70))
-    assert scheduler.registry.observer is None
+    assert scheduler.observer is None
     assert not store.observers
     assert one.flush() == 0
     assert one.feed.due_in == math.inf
     one.feed.watch()
-    assert scheduler.registry.observer is not None
+    assert scheduler.observer is not None
     assert store.observers
     one.feed.unwatch()
     one.client.ask(make_prompt(80))
-    assert scheduler.registry.observer is None
+    assert scheduler.observer is None
     assert not store.observers
     assert one.flush() == 1  # the snapshot for whoever has left
 

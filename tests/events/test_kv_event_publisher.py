@@ -167,10 +167,10 @@ def test_a_router_follows_an_engine(sockets: Sockets) -> None:
     client = Client(make_loop(components=(Component.ATTENTION, Component.STATE)))
     cache = client.loop.scheduler.cache
     assert cache is not None
-    thread = PublishingThread(EventForm("vllm", cache.tree.rules), publisher)
+    thread = PublishingThread(EventForm("vllm", cache.rules), publisher)
     announcer = Announcer()
     announcer.add(thread)
-    announcer.observe("memory", cache.tree)
+    announcer.observe("memory", cache)
     thread.start()
     prompt = make_prompt(500)
     client.ask(prompt)

@@ -50,7 +50,7 @@ class Announced:
     def __init__(self, client: Client, *forms: FormName) -> None:
         scheduler = client.loop.scheduler
         assert scheduler.cache is not None
-        tree = scheduler.cache.tree
+        tree = scheduler.cache
         self.announcer = Announcer()
         self.threads: list[PublishingThread] = []  # that are not started
         self.routers: list[Router] = []
@@ -61,7 +61,7 @@ class Announced:
             self.announcer.add(self.threads[-1])
         self.announcer.observe("memory", tree)
         for tier, _ in scheduler.tiers:
-            self.announcer.observe(tier.kind.name, tier.cache.tree, salted=False)
+            self.announcer.observe(tier.kind.name, tier.cache, salted=False)
 
     def turn(self) -> None:
         self.announcer.collect()
@@ -127,7 +127,7 @@ def test_predicted_is_cached(layout: str, deterministic: bool) -> None:
         num_rounded += predicted == cached - cached % GRID
     assert num_hits >= 10
     assert num_rounded >= 60
-    assert cache.tree.stats.bytes_evicted
+    assert cache.stats.bytes_evicted
 
 
 def test_arrays_name_the_blocks_of_the_maps() -> None:
@@ -156,7 +156,7 @@ def test_a_prefix_without_a_checkpoint_is_not_announced() -> None:
     assert router.predict(prompt) == 256
     path, _ = cache.radix.walk(as_tokens(prompt))
     for node in path:
-        cache.tree.drop(node, STATE)
+        cache.drop(node, STATE)
     assert cache.num_cached(prompt) == 300, "its attention KV is still there"
     announcer.turn()
     assert router.predict(prompt) == 0
@@ -176,7 +176,7 @@ def test_no_window_may_reach_back_to_one_that_was_evicted() -> None:
     assert router.predict(prompt) == 384
     path, _ = cache.radix.walk(as_tokens(prompt))
     (above,) = (node for node in path if node.end == 150)
-    cache.tree.drop(above, WINDOW)
+    cache.drop(above, WINDOW)
     announcer.turn()
     assert router.predict(prompt) == 384
     for length in (129, 200, 256, 257, 300):  # from 250 on none reaches back to it

@@ -16,6 +16,7 @@ from builders import (
 )
 from cases import cases
 from damage import damage
+from integrity import check_integrity
 from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
 from pippin.cache.prefix_cache import PrefixCache
@@ -71,15 +72,15 @@ def test_damage_costs_a_hit_and_no_token(
     for _ in range(2):
         reply = client.ask(prompt, max_tokens=30)
         assert (reply.tokens, reply.finish) == expected
-    assert cache_of(client).tree.stats.damaged > 0
-    assert cache_of(client).counters()["damaged"] == cache_of(client).tree.stats.damaged
+    assert cache_of(client).stats.damaged > 0
+    assert cache_of(client).counters()["damaged"] == cache_of(client).stats.damaged
     check_idle(client)
-    cache_of(client).check_integrity()
-    counted = cache_of(client).tree.stats.damaged
+    check_integrity(cache_of(client))
+    counted = cache_of(client).stats.damaged
     last = client.ask(prompt, max_tokens=30)
     assert last.tokens == expected[0]
     assert last.cached_tokens == len(prompt)
-    assert cache_of(client).tree.stats.damaged == counted, "it is counted once"
+    assert cache_of(client).stats.damaged == counted, "it is counted once"
 
 
 @both_modes
@@ -111,7 +112,7 @@ def test_others_that_run_on_what_is_damaged_later_go_on(overlap: bool, by_refere
     expected = oracle([*prompt, 7, 9], components=(A, S), max_tokens=10, grammar=ToyGrammar(3))
     assert third.tokens == expected[0]
     check_idle(client)
-    cache_of(client).check_integrity()
+    check_integrity(cache_of(client))
     assert not any(node.damaged for node in cache_of(client).radix.nodes())
 
 
@@ -127,7 +128,7 @@ def test_what_is_damaged_is_not_written_to_disk() -> None:
         workers.advance(10)
         client.step(1)
     assert reply.tokens == oracle(prompt, components=(A, S), max_tokens=40)[0]
-    assert cache_of(client).tree.stats.damaged > 0
+    assert cache_of(client).stats.damaged > 0
     again = make_client((A, S), store=store, workers=workers)
     late = again.submit(prompt, max_tokens=40)
     while late.finish is None:

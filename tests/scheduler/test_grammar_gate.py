@@ -245,8 +245,8 @@ def test_a_reply_that_waits_for_a_slow_mask_may_be_preempted(overlap: bool) -> N
     reply = client.submit(make_prompt(70), grammar=grammar, max_tokens=40)
     block(client, grammar)
     scheduler = client.loop.scheduler
-    (running,) = scheduler.registry.running
-    scheduler.registry.preempt(running)
+    (running,) = scheduler.running
+    scheduler.preempt(running)
     client.step(4)
     assert scheduler.num_waiting == 1
     assert not scheduler.admission.queue

@@ -44,11 +44,9 @@ def test_a_logging_canary_reports_what_it_finds_and_the_engine_goes_on(
     node = first_node(client, make_prompt(100))
     assert node.path_hash is not None
     node.path_hash ^= 1
-    cache_of(client).radix.num_tokens += 1
     stranger = client.ask(make_prompt(50, family=2))
     assert (stranger.tokens, stranger.finish) == oracle(make_prompt(50, family=2))
     assert "holds another sequence" in caplog.text
-    assert "the cache does not add up" in caplog.text
 
 
 def test_a_logging_canary_takes_a_small_share_of_the_time() -> None:
@@ -78,9 +76,3 @@ def test_a_raising_canary_finds_bytes_that_changed_while_nobody_used_them() -> N
     payload.content[0] += 1  # type: ignore[attr-defined]
     with pytest.raises(CacheCorruption, match="bytes that have changed"):
         client.ask(make_prompt(50, family=2))
-
-
-def test_without_a_canary_nothing_is_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = make_client()
-    monkeypatch.setattr(PrefixCache, "check_integrity", lambda cache: pytest.fail("counted"))
-    client.ask(make_prompt(100))

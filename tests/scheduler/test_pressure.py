@@ -122,7 +122,7 @@ def test_an_eviction_between_two_chunks_leaves_no_gap(overlap: bool, num_steps: 
     client.run()
     again = client.ask(make_prompt(222), max_tokens=4)
     assert again.cached_tokens == (0 if computed else 222)
-    assert cache.tree.stats.gaps == 0
+    assert cache.stats.gaps == 0
     check_idle(client)
 
 
@@ -158,12 +158,12 @@ def test_a_refused_claim_evicts_nothing(overlap: bool) -> None:
     client.step(2)
     cache = client.loop.scheduler.cache
     assert cache is not None
-    before = cache.tree.stats.bytes_evicted
+    before = cache.stats.bytes_evicted
     large = client.submit(make_prompt(5000, 2), max_tokens=200)
     client.step(2)
     assert not client.loop.scheduler.requests[large.id].running
     assert [cache.probe(prompt) for prompt in known] == [100] * 10
-    assert cache.tree.stats.bytes_evicted == before
+    assert cache.stats.bytes_evicted == before
 
 
 @both_modes
@@ -452,7 +452,7 @@ def test_what_a_failed_step_left_never_reaches_the_tree() -> None:
     assert cache is not None
     for node in list(cache.radix.nodes()):
         if node.children and node.end > 64:
-            cache.tree.drop(node, STATE)
+            cache.drop(node, STATE)
     prompt = make_prompt(250) + make_prompt(200, 7)
     backend.bad_step = client.loop.scheduler.next_step + 1
     assert client.ask(prompt).finish == "error"
@@ -576,7 +576,7 @@ def test_a_chunk_that_finds_no_room_in_the_tree_ends_its_captures() -> None:
     assert not captured[-1]
     cache = client.loop.scheduler.cache
     assert cache is not None
-    assert cache.tree.stats.gaps == 0
+    assert cache.stats.gaps == 0
     check_idle(client)
 
 

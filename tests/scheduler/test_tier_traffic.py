@@ -11,14 +11,14 @@ import pytest
 from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
 from counted_lines import num_lines
 from evicted_segments import EvictedSegments
+from integrity import check_tier
 from memory_store import MemoryStore
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.entries import Destination, Key, Loaded
+from pippin.cache.entries import Destination, Key
 from pippin.scheduler import spills
 from pippin.types import Component
 from simulator import Workers
-from tier_checks import check_tier
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S)]
@@ -168,9 +168,7 @@ class DamagedStore(MemoryStore):
 
     damaged: frozenset[Key] = frozenset()
 
-    def read(
-        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
-    ) -> list[Loaded | None]:
+    def read(self, keys: Sequence[Key], into: Sequence[Destination]) -> list[bool]:
         self.forget(self.damaged.intersection(keys))
         return super().read(keys, into)
 

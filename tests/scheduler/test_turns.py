@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from pippin.scheduler.prompts import Turn, beside_short, share
 
 
@@ -41,56 +39,3 @@ def test_the_highest_priority_takes_what_it_can_use() -> None:
     assert share([Turn(400, 9000), Turn(4000, 0, priority=1)], 300) == [0, 300]
     assert share([Turn(400, 9000), Turn(100, 0, priority=1)], 300) == [200, 100]
     assert share([Turn(100, 0), Turn(4000, 0, priority=1)], 300) == [0, 300], "nothing is kept"
-
-
-def naive_share(turns: list[Turn], budget: int, waiting: int | None) -> list[int]:
-    """Of one priority: what is kept is found anew for each."""
-
-    def ratio(i: int) -> float:
-        return (turns[i].num_waited + turns[i].num_left) / turns[i].num_left
-
-    shares, left = [0] * len(turns), budget
-    order = sorted(range(len(turns)), key=ratio)[::-1]
-    for place, index in enumerate(order):
-        others = [turns[i].num_left for i in order[place + 1 :]]
-        kept = 0
-        for num_left in sorted([*others, *([] if waiting is None else [waiting])]):
-            if kept + num_left > budget // 2:
-                break
-            kept += num_left
-        shares[index] = min(turns[index].num_left, max(0, left - kept))
-        left -= shares[index]
-    return shares
-
-
-def test_what_is_kept_for_short_ones_is_the_same_as_if_found_anew_for_each() -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        lengths = [
-            rng.choice((1, 5, 20, 100, 1000)) + rng.random() for _ in range(rng.randrange(9))
-        ]
-        turns = [Turn(int(10 * length), rng.randrange(5000)) for length in lengths]
-        budget, waiting = rng.randrange(2000), rng.choice((None, 30, 700))
-        assert share(turns, budget, shortest_waiting=waiting) == naive_share(turns, budget, waiting)
-
-
-class Counted(int):
-    """A length that counts how often it is compared."""
-
-    num_compared = 0
-
-    def __lt__(self, other: int) -> bool:
-        Counted.num_compared += 1
-        return int(self) < int(other)
-
-    def __add__(self, other: int) -> int:
-        Counted.num_compared += 1
-        return int(self) + int(other)
-
-    __radd__ = __add__
-
-
-def test_many_turns_are_passed_a_few_times_each() -> None:
-    Counted.num_compared = 0
-    share([Turn(Counted(1000 + i), i) for i in range(1000)], 8192, shortest_waiting=50)
-    assert Counted.num_compared < 30 * 1000

@@ -59,7 +59,7 @@ def test_the_same_prompt_again_computes_nothing(
     check_idle(client)
     cache = client.loop.scheduler.cache
     assert cache is not None
-    assert cache.tree.stats.whole_hits == len(SAMPLING)
+    assert cache.stats.whole_hits == len(SAMPLING)
 
 
 @both_modes
@@ -161,7 +161,7 @@ def test_without_room_for_its_state_a_prompts_end_is_no_checkpoint() -> None:
     client.ask(make_prompt(70))
     ends = [n for n in cache.radix.nodes() if n.end == 70]
     for node in ends:
-        cache.tree.drop(node, 2)
+        cache.drop(node, 2)
     assert client.ask(make_prompt(70)).cached_tokens == GRID
     assert client.ask(make_prompt(70)).cached_tokens == 70
     check_idle(client)

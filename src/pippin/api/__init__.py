@@ -1,8 +1,8 @@
 """What crosses to and from HTTP clients.
 
-    http/  ──▶  dialects/ with requests/  ──▶  jobs/ with grammars/  ──▶  an engine
-           ◀──  dialects/                 ◀──  jobs/                 ◀──
+    http/  ──▶  dialects/ with requests/  ──▶  job.py with grammar.py  ──▶  an engine
+           ◀──  dialects/                 ◀──  job.py                  ◀──
 
-`fields/` has the tables of fields. `routes.py` has all routes, which `endpoints/` and `batches/`
-answer; `app.py` makes a server of them.
+`requests/fields.py` has what tables of fields are made of. `routes.py` has all routes, which
+`endpoints/` and `batches/` answer; `app.py` makes a server of them.
 """

@@ -12,17 +12,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.batches.batch import ENDPOINTS
 from pippin.api.batches.routes import create_batches
-from pippin.api.dialects.response_store import ResponseStores
+from pippin.api.batches.store import ENDPOINTS
 from pippin.api.endpoints.app_state import AppState
-from pippin.api.endpoints.metrics_endpoint import ServerMetrics
+from pippin.api.endpoints.metrics_endpoint import MeteredEngine, ServerMetrics
 from pippin.api.endpoints.server_info import ANTHROPIC_HEADER
 from pippin.api.http.access_control import AccessControl, known_keys
-from pippin.api.http.http_errors import ERROR_HANDLERS, ErrorResponse
-from pippin.api.http.request_log import RequestLog
-from pippin.api.metered_engine import MeteredEngine
-from pippin.api.page.routes import page_paths, page_routes
+from pippin.api.http.answers import ERROR_HANDLERS, ErrorResponse, RequestLog
+from pippin.api.page import page_paths, page_routes
+from pippin.api.response_store import ResponseStores
 from pippin.api.routes import (
     OPEN_PATHS,
     VERSIONED,

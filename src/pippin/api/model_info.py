@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippin.api.requests.body import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES, Body, Leniency, shown
+from pippin.api.response_store import ResponseStore
 from pippin.config import LimitsConfig
 from pippin.errors import ModelNotFound
 from pippin.text.bundle import SamplingDefaults
@@ -128,9 +129,11 @@ class RequestRules:
     limits: LimitsConfig
     strict_fields: bool = False
     refuses_images: bool = False
-    normalises_prompts: bool = True  # see `requests/normalisation/prompt_normalisation.py`
+    normalises_prompts: bool = True  # see `requests/messages.py`
     snapshots: SnapshotHistory = field(default_factory=SnapshotHistory)
-    owner: bytes = b""  # of the request; see `http/keys.py`
+    # Of the request's owner:
+    owner: bytes = b""
+    stored: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
 
     def body(self, fields: Any) -> Body:
         """A request's JSON, to be read as leniently as this server reads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,18 +15,23 @@ from starlette.routing import Route, compile_path
 
 from pippin.api.batches import routes as batches
 from pippin.api.dialects import infill, messages, ollama
-from pippin.api.endpoints import embeddings, events, generation, scoring, tokenize
+from pippin.api.dialects.chat_completions import (
+    ChatDialect,
+    CompletionsDialect,
+    parse_chat,
+    parse_completion,
+)
+from pippin.api.dialects.responses import ResponsesDialect, parse_responses_request
+from pippin.api.endpoints import embeddings, generation
 from pippin.api.endpoints import ollama as ollamas
 from pippin.api.endpoints import server_info as server
-from pippin.api.endpoints import stored_responses as stored
 from pippin.api.endpoints.app_state import AppState, Handler
-from pippin.api.endpoints.generation import answered_whole, read_by
-from pippin.api.fields import openai
-from pippin.api.fields.table import FieldTable
-from pippin.api.http.http_errors import ErrorShape, JSONResponse
-from pippin.api.http.request_log import record_of
+from pippin.api.endpoints.generation import answered_whole, counts, generates, read_by
+from pippin.api.http.answers import ErrorShape, JSONResponse, record_of
 from pippin.api.http.sending import EVENTS, JSON_LINES
 from pippin.api.model_info import RequestRules
+from pippin.api.requests import openai_fields as openai
+from pippin.api.requests.fields import FieldTable
 
 OpenApi = dict[str, Any]
 
@@ -54,29 +60,42 @@ async def _openapi(state: AppState, request: Request) -> Response:
     return JSONResponse(openapi_document(state.rules, needs_key=bool(state.config.api_key)))
 
 
-_rerank = answered_whole(scoring.parse_rerank, scoring.whole_rerank)
-_score = answered_whole(scoring.parse_score, scoring.whole_score)
+_rerank = answered_whole(embeddings.parse_rerank, embeddings.whole_rerank)
+_score = answered_whole(embeddings.parse_score, embeddings.whole_score)
 _embed = answered_whole(embeddings.parse_embeddings, embeddings.whole_embeddings)
+_completions = generates(parse_completion, CompletionsDialect)
+_responses = generates(parse_responses_request, ResponsesDialect)
+_input_tokens = counts(
+    partial(parse_responses_request, table=openai.INPUT_TOKENS), object="response.input_tokens"
+)
+_count_tokens = counts(partial(messages.parse_message_request, table=messages.COUNT_TOKENS))
+_messages = generates(messages.parse_message_request, messages.MessagesDialect)
+_ollama_chat = ollamas.replies(
+    ollama.parse_ollama_chat,
+    ollama.OllamaChat,
+    {"message": {"role": "assistant", "content": ""}},
+)
+_ollama_generate = ollamas.replies(ollama.parse_generate, ollama.OllamaGenerate, {"response": ""})
 
 ENDPOINTS = (
-    *_local("POST", "/v1/chat/completions", generation.chat_completions, openai.CHAT),
-    *_local("POST", "/v1/completions", generation.completions, openai.COMPLETION),
-    *_local("POST", "/infill", generation.infill, infill.INFILL),
-    *_local("POST", "/v1/responses", generation.create_response, openai.RESPONSES),
-    *_local("POST", "/v1/responses/input_tokens", generation.input_tokens, openai.INPUT_TOKENS),
-    *_local("POST", "/v1/messages", generation.messages, messages.MESSAGES),
-    *_local("POST", "/v1/messages/count_tokens", generation.count_tokens, messages.COUNT_TOKENS),
+    *_local("POST", "/v1/chat/completions", generates(parse_chat, ChatDialect), openai.CHAT),
+    *_local("POST", "/v1/completions", _completions, openai.COMPLETION),
+    *_local("POST", "/infill", generates(infill.parse_infill, infill.InfillDialect), infill.INFILL),
+    *_local("POST", "/v1/responses", _responses, openai.RESPONSES),
+    *_local("POST", "/v1/responses/input_tokens", _input_tokens, openai.INPUT_TOKENS),
+    *_local("POST", "/v1/messages", _messages, messages.MESSAGES),
+    *_local("POST", "/v1/messages/count_tokens", _count_tokens, messages.COUNT_TOKENS),
     *_local("POST", "/v1/embeddings", _embed, openai.EMBEDDINGS),
     # Jina's, Cohere's, vLLM's
-    *_local("POST", "/v1/rerank /v2/rerank /rerank", _rerank, scoring.RERANK),
-    *_local("POST", "/v1/score /score", _score, scoring.SCORE),
-    *_local("POST", "/api/chat", ollamas.chat, ollama.CHAT),
-    *_local("POST", "/api/generate", ollamas.generate, ollama.GENERATE),
+    *_local("POST", "/v1/rerank /v2/rerank /rerank", _rerank, embeddings.RERANK),
+    *_local("POST", "/v1/score /score", _score, embeddings.SCORE),
+    *_local("POST", "/api/chat", _ollama_chat, ollama.CHAT),
+    *_local("POST", "/api/generate", _ollama_generate, ollama.GENERATE),
     *_local("POST", "/api/embed", ollamas.embed, ollama.EMBED),
     *_local("POST", "/api/embeddings", ollamas.embeddings, ollama.EMBEDDINGS),
-    *_local("POST", "/api/show", ollamas.show, ollama.SHOW),
-    *_local("POST", "/tokenize", read_by(tokenize.tokenize), tokenize.TOKENIZE),
-    *_local("POST", "/detokenize", read_by(tokenize.detokenize), tokenize.DETOKENIZE),
+    *_local("POST", "/api/show", read_by(ollamas.show), ollama.SHOW),
+    *_local("POST", "/tokenize", read_by(generation.tokenize), generation.TOKENIZE),
+    *_local("POST", "/detokenize", read_by(generation.detokenize), generation.DETOKENIZE),
     *_local("GET", "/api/tags", ollamas.tags, None),
     *_local("GET", "/api/ps", ollamas.ps, None),
     *_local("GET", "/api/version", ollamas.version, None),
@@ -86,12 +105,12 @@ ENDPOINTS = (
     Endpoint("GET", "/ready", server.ready, is_local=True, is_probe=True, is_open=True),
     Endpoint("POST", "/api/pull", ollamas.pull, ollama.PULL),
     Endpoint("DELETE", "/api/delete", ollamas.delete),
-    Endpoint("GET", "/v1/responses/{id}", stored.show_response, query=openai.STORED_RESPONSE),
-    Endpoint("DELETE", "/v1/responses/{id}", stored.delete_response, query=FieldTable({})),
+    Endpoint("GET", "/v1/responses/{id}", generation.show_response, query=openai.STORED_RESPONSE),
+    Endpoint("DELETE", "/v1/responses/{id}", generation.delete_response, query=FieldTable({})),
     Endpoint(
         "GET",
         "/v1/responses/{id}/input_items",
-        stored.list_input_items,
+        generation.list_input_items,
         query=openai.STORED_ITEMS,
     ),
     Endpoint("POST", "/v1/files", batches.create_file, form=batches.UPLOAD),
@@ -112,8 +131,8 @@ ENDPOINTS = (
     Endpoint("POST", "/flush_cache", server.flush_cache, is_admin=True),
     Endpoint("POST", "/restart_replicas", server.restart_replicas, is_admin=True),
     Endpoint("GET", "/metrics", lambda state, request: state.metrics.show(request), is_probe=True),
-    Endpoint("GET", "/events", events.events, is_admin=True, streams=True),
-    Endpoint("GET", "/events/node/{id:int}", events.node, is_admin=True),
+    Endpoint("GET", "/events", server.events, is_admin=True, streams=True),
+    Endpoint("GET", "/events/node/{id:int}", server.node, is_admin=True),
     Endpoint("GET", "/openapi.json", _openapi),
 )
 # Clients that were given an address without /v1 send paths like /chat/completions.
@@ -141,7 +160,7 @@ def _endpoint(row: Endpoint, state: AppState) -> Any:
         if row.is_admin:
             state.admins.check(request.scope)
         if row.query is not None:
-            request.state.query = stored.read_query(request, row.query, state.rules)
+            request.state.query = generation.read_query(request, row.query, state.rules)
         return await row.handler(state, request)
 
     return handle

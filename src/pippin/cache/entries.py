@@ -154,6 +154,11 @@ class Entry:
     def end(self) -> int:
         return self.start + len(self.tokens) // 4
 
+    @property
+    def num_parts(self) -> int:
+        """How many tokens its payload divides into."""
+        return self.key.num_tokens or 1
+
     @cached_property
     def nbytes(self) -> int:
         """Of the payload."""
@@ -162,14 +167,6 @@ class Entry:
     def new_buffers(self) -> list[Bytes]:
         """Memory to read its arrays to."""
         return [np.empty(array.nbytes, np.uint8) for array in self.arrays]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """An entry with its payload, as it was written: verified."""
-
-    entry: Entry
-    arrays: tuple[Bytes, ...]  # in the order of `entry.arrays`
 
 
 BLOCK_BYTES = 2 << 20  # of the format on disk: readers divide as the writer did
@@ -310,14 +307,11 @@ class EntryStore(ABC, Generic[SomePlace]):
         """
 
     @abstractmethod
-    def read(
-        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
-    ) -> list[Loaded | None]:
-        """Entries with their bytes, verified, in the order of the keys; None for each miss.
+    def read(self, keys: Sequence[Key], into: Sequence[Destination]) -> list[bool]:
+        """Read entries to the caller's memory; whether each is there, and verified.
 
-        With `into`, bytes are read to the caller's memory, whose content after a miss is undefined.
-        Several entries are read and verified in parallel, without Python's lock. A key may occur
-        twice: it is read once where `into` is not given.
+        What a miss leaves in that memory is undefined. Several entries are read and verified in
+        parallel, without Python's lock. A key may occur twice.
         """
 
     def flush(self) -> None:

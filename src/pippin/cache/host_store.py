@@ -23,7 +23,6 @@ from pippin.cache.entries import (
     Entry,
     EntryStore,
     Key,
-    Loaded,
     Place,
     Workers,
     check_sizes,
@@ -109,7 +108,7 @@ NUM_THREADS = 4
 class PinnedEntry(NamedTuple):
     """An entry that stays where it is until `unpin`, which is called once."""
 
-    loaded: Loaded
+    arrays: tuple[Bytes, ...]
     unpin: Callable[[], None]
 
 
@@ -188,27 +187,17 @@ class HostStore(EntryStore[Kept]):
 
     # ---- reading ---------------------------------------------------------------------------
 
-    def read(
-        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
-    ) -> list[Loaded | None]:
-        pinned_entries = [self.pin(key) for key in keys]
+    def read(self, keys: Sequence[Key], into: Sequence[Destination]) -> list[bool]:
+        entries = [self.pin(key) for key in keys]
         try:
-            copies: list[tuple[Bytes, Bytes]] = []
-            loaded: list[Loaded | None] = []
-            for number, pinned in enumerate(pinned_entries):
-                if pinned is None:
-                    loaded.append(None)
-                    continue
-                entry, sources = pinned.loaded.entry, pinned.loaded.arrays
-                to = entry.new_buffers() if into is None else into[number]
-                copies += zip(to, sources, strict=True)
-                loaded.append(Loaded(entry, tuple(to)))
+            there = [(one, to) for one, to in zip(entries, into, strict=True) if one is not None]
+            copies = [copy for one, to in there for copy in zip(to, one.arrays, strict=True)]
             self._workers.map(_copy, copies, sum(to.nbytes for to, _ in copies))
         finally:
-            for pinned in pinned_entries:
-                if pinned is not None:
-                    pinned.unpin()
-        return loaded
+            for one in entries:
+                if one is not None:
+                    one.unpin()
+        return [one is not None for one in entries]
 
     def pin(self, key: Key) -> PinnedEntry | None:
         """An entry, verified, where it lies."""
@@ -231,7 +220,7 @@ class HostStore(EntryStore[Kept]):
             self.count(misses=1)
             return None
         self.count(hits=1, read_bytes=kept.entry.nbytes)
-        return PinnedEntry(Loaded(kept.entry, area.arrays(kept)), unpin)
+        return PinnedEntry(area.arrays(kept), unpin)
 
     def close(self) -> None:
         self._workers.close()

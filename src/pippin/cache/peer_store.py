@@ -24,7 +24,6 @@ from pippin.cache.entries import (
     Entry,
     EntryStore,
     Key,
-    Loaded,
     Place,
     check_sizes,
     views,
@@ -122,10 +121,8 @@ class OutgoingStore(EntryStore[Place]):
         check_sizes(entry, data)
         return self._peer.send(self._id, entry, data, payload_digest(data))
 
-    def read(
-        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
-    ) -> list[Loaded | None]:
-        return [None for _ in keys]
+    def read(self, keys: Sequence[Key], into: Sequence[Destination]) -> list[bool]:
+        return [False for _ in keys]
 
 
 class Arrival(enum.Enum):

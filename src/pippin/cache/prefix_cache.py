@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 import numpy.typing as npt
 
 from pippin.cache.policy import CheckpointPolicy, Placement
-from pippin.cache.tree.canary import Canary, check_integrity
+from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.components import INDEX, STATE, Rules
 from pippin.cache.tree.payload_tree import Incoming, PayloadTree
 from pippin.cache.tree.radix import Node, TokenArray, as_tokens
@@ -66,10 +66,10 @@ NUM_SHOWN_TOKENS = 8
 logger = logging.getLogger(__name__)
 
 
-class PrefixCache:
+class PrefixCache(PayloadTree):
     """A radix tree whose nodes carry one payload per component, under one limit of bytes.
 
-    `tree` and `radix` are to be read, for reports and other tiers; changes go through these verbs.
+    Changes go through these verbs; what it inherits is to be read, for reports and other tiers.
     """
 
     def __init__(
@@ -84,20 +84,9 @@ class PrefixCache:
         """`capacity_bytes` None: no limit, and nothing is evicted."""
         self.capacity_bytes = capacity_bytes
         self.policy = policy or CheckpointPolicy()
-        self._canary = canary if canary is not None and canary.mode != "off" else None
-        self._rules = Rules(components, window)
-        self.tree = PayloadTree(self._rules, self._canary, evicts=capacity_bytes is not None)
-        self.radix = self.tree.radix
+        canary = canary if canary is not None and canary.mode != "off" else None
+        super().__init__(Rules(components, window), canary, evicts=capacity_bytes is not None)
         self._locks: set[Lock] = set()
-
-    @property
-    def nbytes(self) -> int:
-        return self.tree.nbytes
-
-    @property
-    def evictable_bytes(self) -> int:
-        """What `evict` could free at most: all that is not locked."""
-        return self.tree.evictable_bytes
 
     @property
     def locked_ends(self) -> set[Node]:
@@ -109,13 +98,13 @@ class PrefixCache:
     def probe(self, tokens: npt.ArrayLike, salt: bytes = b"", *, limit: int | None = None) -> int:
         """The length `match` would return. Touches nothing: for ordering a queue."""
         path, reach = self._walk_sound(as_tokens(tokens), salt)
-        return self._rules.deepest_valid(path, reach if limit is None else min(reach, limit))[1]
+        return self.rules.deepest_valid(path, reach if limit is None else min(reach, limit))[1]
 
     def probe_prompt(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
         """The length `match_prompt` would return. Touches nothing."""
         ids = as_tokens(tokens)
         path, reach = self._walk_sound(ids, salt)
-        return self._rules.deepest_for_prompt(path, reach, len(ids))[1]
+        return self.rules.deepest_for_prompt(path, reach, len(ids))[1]
 
     def num_cached(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
         """How many of these tokens are in the tree at all, restorable or not."""
@@ -134,7 +123,7 @@ class PrefixCache:
         ids = as_tokens(tokens)
         path, branch = self._walk_sound(ids, salt)
         reach = branch if limit is None else min(branch, limit)
-        return self._match_at(ids, branch, *self._rules.deepest_valid(path, reach))
+        return self._match_at(ids, branch, *self.rules.deepest_valid(path, reach))
 
     def match_prompt(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Match:
         """The longest restorable prefix of a prompt, after which a token is to be sampled.
@@ -143,18 +132,18 @@ class PrefixCache:
         """
         ids = as_tokens(tokens)
         path, branch = self._walk_sound(ids, salt)
-        return self._match_at(ids, branch, *self._rules.deepest_for_prompt(path, branch, len(ids)))
+        return self._match_at(ids, branch, *self.rules.deepest_for_prompt(path, branch, len(ids)))
 
     def payloads(self, lock: Lock) -> dict[Component, tuple[Payload, ...]]:
         """What restores a locked match, as the tree has it now: nodes may have been split since."""
-        return self._rules.gather(lock.node)
+        return self.rules.gather(lock.node)
 
     # --- lock ---------------------------------------------------------------------------------
 
     def lock_tokens(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Lock:
         """Lock the path of these tokens, restorable or not, so that more can be added below it."""
         path, reach = self.radix.walk(as_tokens(tokens), salt)
-        node = self.tree.end_node(path[-1], reach) if path else self.radix.root
+        node = self.end_node(path[-1], reach) if path else self.radix.root
         return self.lock(InsertResult(reach, 0, node))
 
     def lock(self, at: Match | InsertResult) -> Lock:
@@ -163,15 +152,15 @@ class PrefixCache:
         assert node.attached, f"stale: {at} was evicted before it was locked"
         if isinstance(at, Match):
             self._count_lookup(at)
-        lock = Lock(at.length, node, self.tree.locks.lock(node))
+        lock = Lock(at.length, node, self.locks.lock(node))
         self._locks.add(lock)
         return lock
 
     def unlock(self, lock: Lock) -> None:
         assert lock in self._locks, f"{lock} is not locked"
         self._locks.remove(lock)
-        self.tree.unlock(lock.node, lock.floor)
-        self.tree.drop_damaged(lock.node.ancestors())
+        self.unlock_node(lock.node, lock.floor)
+        self.drop_damaged(lock.node.ancestors())
 
     # --- grow ---------------------------------------------------------------------------------
 
@@ -196,19 +185,19 @@ class PrefixCache:
         """
         ids = as_tokens(tokens)
         incoming = Incoming(start, len(ids), kv, states, hidden, placements or {})
-        incoming.check(self._rules)
+        incoming.check(self.rules)
         path, reach = self.radix.walk(ids, salt)
-        if self._rules.has_attention and reach < start:
-            self.tree.stats.gaps += 1
-            self.tree.refuse(*incoming.payloads)
+        if self.rules.has_attention and reach < start:
+            self.stats.gaps += 1
+            self.refuse(*incoming.payloads)
             return InsertResult(0, start - reach, self.radix.root)
 
-        ids = ids[: incoming.path_end(self._rules, reach)]
-        tip = self.tree.grow(path, reach, ids, salt, cuts=states)
-        tick = self.tree.touch(tip)
-        filled = incoming.fill(self.tree, tip)
+        ids = ids[: incoming.path_end(self.rules, reach)]
+        tip = self.grow(path, reach, ids, salt, cuts=states)
+        tick = self.touch(tip)
+        filled = incoming.fill(self, tip)
         if self.capacity_bytes is not None:
-            self.tree.keep_within(self.capacity_bytes, tick, filled)
+            self.keep_within(self.capacity_bytes, tick, filled)
         if not tip.attached:
             path, _ = self.radix.walk(ids, salt)
             tip = path[-1] if path else self.radix.root
@@ -232,10 +221,6 @@ class PrefixCache:
 
     # --- shrink -------------------------------------------------------------------------------
 
-    def evict(self, nbytes: int) -> int:
-        """Free at least `nbytes`, or all `evictable_bytes` if that is less; returns the bytes."""
-        return self.tree.evict(nbytes)
-
     def condemn(
         self, tokens: npt.ArrayLike, component: Component, start: int, salt: bytes = b""
     ) -> None:
@@ -247,14 +232,14 @@ class PrefixCache:
         path, end = self.radix.walk(ids, salt)[0], len(ids)
         nodes = [node for node in path if (node.end > start if divides else node.end == end)]
         for node in nodes:
-            self.tree.mark_damaged(node, INDEX[component])
-        self.tree.drop_damaged(nodes)
+            self.mark_damaged(node, INDEX[component])
+        self.drop_damaged(nodes)
         where = f"over tokens [{start}, {end})" if divides else f"after token {end}"
         fault = f"cache entry {where} holds {component.value} bytes that have changed"
-        if self._canary is None:
+        if self.canary is None:
             logger.error(fault)
         else:
-            self._canary.report(fault)
+            self.canary.report(fault)
 
     def mark_copied(
         self,
@@ -270,43 +255,26 @@ class PrefixCache:
             for node in reversed(path[:last]):
                 if not (node.start >= start if component.divides else node.end == end):
                     break
-                self.tree.mark_copied(node, INDEX[component])
+                self.mark_node_copied(node, INDEX[component])
 
     def set_capacity(self, capacity_bytes: int) -> None:
         """Move the limit, and evict down to it as far as locks allow."""
         self.capacity_bytes = capacity_bytes
         self.evict(self.nbytes - capacity_bytes)
 
-    def flush(self) -> None:
-        """No match returns what is not locked now any more. Its bytes count until it is freed."""
-        self.tree.flush()
-
-    @property
-    def flushing(self) -> bool:
-        """Whether something that was flushed has not been freed yet."""
-        return self.tree.flushing
-
-    def free_flushed(self, num_nodes: int) -> int:
-        """Free at most so many nodes of what was flushed; returns how many."""
-        return self.tree.free_flushed(num_nodes)
-
     # --- check --------------------------------------------------------------------------------
 
     def sweep(self, num_nodes: int) -> int:
         """Have the canary check some more nodes; returns the faults found."""
-        return 0 if self._canary is None else self._canary.sweep(self.radix, num_nodes)
-
-    def check_integrity(self) -> None:
-        """Count everything again; raises AssertionError with what does not add up."""
-        check_integrity(self.tree, [(lock.node, lock.floor) for lock in self._locks])
+        return 0 if self.canary is None else self.canary.sweep(self.radix, num_nodes)
 
     def check_when_idle(self) -> None:
-        if self._canary is not None:
-            self._canary.check_when_idle(self.radix, self.check_integrity)
+        if self.canary is not None:
+            self.canary.check_when_idle(self.radix)
 
     def counters(self) -> dict[str, object]:
         """The numbers of a report; does not walk the tree."""
-        stats = asdict(self.tree.stats)
+        stats = asdict(self.stats)
         evictions, placements = stats.pop("evictions"), stats.pop("placements")
         return {
             "capacity_bytes": self.capacity_bytes,
@@ -315,16 +283,16 @@ class PrefixCache:
             "tokens": self.radix.num_tokens,
             "nbytes": self.nbytes,
             "evictable_bytes": self.evictable_bytes,
-            "component_bytes": {kind.value: n for kind, n in self.tree.component_bytes.items()},
+            "component_bytes": {kind.value: n for kind, n in self.component_bytes.items()},
             **stats,
-            "hit_rate": self.tree.stats.hit_rate,
+            "hit_rate": self.stats.hit_rate,
             "evictions": {kind.value: n for kind, n in evictions.items()},
             "checkpoints": {kind.value: made for kind, made in placements.items()},
         }
 
     def report(self) -> dict[str, object]:
         """What is cached and how it was used, as plain JSON values; the paths used last, too."""
-        paths = [_describe(end) for end in self.tree.recent if end.attached]
+        paths = [_describe(end) for end in self.recent if end.attached]
         return self.counters() | {"recent_paths": paths}
 
     # --- inside -------------------------------------------------------------------------------
@@ -332,28 +300,28 @@ class PrefixCache:
     def _walk_sound(self, ids: TokenArray, salt: bytes) -> tuple[list[Node], int]:
         """The nodes that share tokens with these, up to where damage begins."""
         path, reach = self.radix.walk(ids, salt)
-        if self.tree.num_damaged:
+        if self.num_damaged:
             reach = min([reach, *(node.start for node in path if node.damaged)])
         return path, reach
 
     def _match_at(self, ids: TokenArray, branch: int, node: Node | None, length: int) -> Match:
-        end = self.radix.root if node is None else self.tree.end_node(node, length)
-        if self._canary is not None and not self._canary.verify_restore(ids[:length], end):
+        end = self.radix.root if node is None else self.end_node(node, length)
+        if self.canary is not None and not self.canary.verify_restore(ids[:length], end):
             end = self.radix.root
-        self.tree.touch(end)
-        return Match(end.end, branch, len(ids), end, self._rules.gather(end))
+        self.touch(end)
+        return Match(end.end, branch, len(ids), end, self.rules.gather(end))
 
     def _count_lookup(self, match: Match) -> None:
-        self.tree.stats.count_lookup(match.length, match.prompt_len)
+        self.stats.count_lookup(match.length, match.prompt_len)
         if not match.length:
             return
         match.node.hits += 1
-        self.tree.notify_changed(match.node)
-        self._rules.count_use(match.node)
-        if self._rules.has_state:
-            placement = self.tree.stats.placements[match.node.placement]
+        self.notify_changed(match.node)
+        self.rules.count_use(match.node)
+        if self.rules.has_state:
+            placement = self.stats.placements[match.node.placement]
             placement.used += 1
-            placement.tokens_saved += self._rules.num_saved(match.node)
+            placement.tokens_saved += self.rules.num_saved(match.node)
 
 
 def _describe(end: Node) -> dict[str, object]:

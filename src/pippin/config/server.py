@@ -47,7 +47,7 @@ class ServerConfig:
 
     images: Literal["omit", "refuse"] = "omit"
     """What is done with images and files in a conversation, since models read text only. `omit`: a
-    text such as `[image: 640x480 PNG omitted]` takes their place. `refuse`: HTTP 400."""
+    text such as `[image: PNG omitted]` takes their place. `refuse`: HTTP 400."""
 
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """API key that requests must send as a bearer token; may be given several times. Other users of

@@ -78,7 +78,7 @@ def publish_events(
             "--no-prefix-cache"
         )
     publisher = EventPublisher(config.kv_events, config.kv_events_replay)
-    form = EventForm(config.kv_events_form, scheduler.cache.tree.rules, replica)
+    form = EventForm(config.kv_events_form, scheduler.cache.rules, replica)
     return PublishingThread(form, publisher)
 
 
@@ -89,10 +89,10 @@ def announce(scheduler: Scheduler, listeners: Sequence[Listener]) -> Announcer |
     announcer = Announcer()
     for listener in listeners:
         announcer.add(listener)
-    announcer.observe("memory", scheduler.cache.tree)
+    announcer.observe("memory", scheduler.cache)
     for tier, _ in scheduler.tiers:
         if tier.kind.name != "peer":  # what prefill engines sent is on its way into memory
-            announcer.observe(tier.kind.name, tier.cache.tree, salted=False)
+            announcer.observe(tier.kind.name, tier.cache, salted=False)
     return announcer
 
 
@@ -310,7 +310,7 @@ def main() -> int:
         events = publish_events(server, loop.scheduler, spec.replica or 0)
         listeners: list[Listener] = [] if events is None else [events]
         if spec.replica is not None and loop.scheduler.cache is not None:
-            rules = loop.scheduler.cache.tree.rules
+            rules = loop.scheduler.cache.rules
             listeners.append(prefix_reports(rules, channel.send))
         announcer = announce(loop.scheduler, listeners)
     except PippinError as error:

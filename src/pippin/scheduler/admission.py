@@ -263,7 +263,7 @@ class Admission:
                 else:
                     offers.append(request)
         examined = len(self._offers) if self._offered_in is inflight else 0
-        current = 0 if self._cache is None else self._cache.tree.version
+        current = 0 if self._cache is None else self._cache.version
         most = examined + MAX_EXAMINED - len(offers)
         while examined < min(most, len(self.eligible)) and len(offers) < LOOKAHEAD:
             request = self.eligible[examined]

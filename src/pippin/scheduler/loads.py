@@ -257,7 +257,8 @@ class Loads(Waits[LoadJob]):
             if not found.inserted or found.length < piece.end:
                 self._cancel(job)
                 continue
-            self._tiers.note_copy(*place, job.salt)
+            copy = piece.component, piece.start, piece.end
+            self._tiers.note_copies(place[0], [copy], job.salt)
             before, job.memory_lock = job.memory_lock, memory.lock(found)
             memory.unlock(before)  # may evict, so it comes last
             job.brought = max(job.brought, found.length)
@@ -397,7 +398,7 @@ class Handovers(Waits[Handover]):
         self, request: Request, tokens: np.ndarray, now: float, computing: float
     ) -> Handover | None:
         memory, salt = self._tiers.memory, request.salt
-        has_attention = memory.tree.rules.has_attention
+        has_attention = memory.rules.has_attention
         wanted = Wanted(
             next(self._ids),
             tokens.copy(),

@@ -189,8 +189,8 @@ class Loop:
             self._fail(plan, error)
             return None
         launched = Launched(plan, pending, planned_at, perf_counter(), self._paused)
-        if self.scheduler.registry.observer is not None:
-            self.scheduler.registry.observer.step_launched(plan, self.scheduler.running_slots)
+        if self.scheduler.observer is not None:
+            self.scheduler.observer.step_launched(plan, self.scheduler.running_slots)
         return launched
 
     def _sample(self, launched: Launched) -> None:
@@ -215,8 +215,8 @@ class Loop:
         timed = self._step_times.add(record)
         if timed is not None:
             self.scheduler.observe(timed)
-        if self.scheduler.registry.observer is not None:
-            self.scheduler.registry.observer.step_committed(plan, record)
+        if self.scheduler.observer is not None:
+            self.scheduler.observer.step_committed(plan, record)
 
     def _fail(self, plan: StepPlan, error: Exception, pending: PendingStep | None = None) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)
@@ -267,10 +267,10 @@ class Loop:
         self.scheduler.add(submit, grammar, perf_counter())
 
     def abort(self, request_id: str) -> None:
-        self.scheduler.registry.abort(request_id)
+        self.scheduler.abort(request_id)
 
     def finish(self, request_id: str) -> None:
-        self.scheduler.registry.finish(request_id)
+        self.scheduler.finish(request_id)
 
     # ---- the engine ------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Loop:
         scheduler = self.scheduler
         cache, tiers = scheduler.cache, scheduler.traffic.counters()
         return {
-            "running": scheduler.num_running,
+            "running": len(scheduler.running),
             "waiting": scheduler.num_waiting,
             "slots": scheduler.slots.num_slots,
             "slots_reason": scheduler.limits.max_running_reason,

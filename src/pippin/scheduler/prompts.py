@@ -48,15 +48,18 @@ def share(
     are not finished with this step.
     """
     shares = [0] * len(turns)
+    waiting = [] if shortest_waiting is None else [shortest_waiting]
     left = budget
     unfinished = budget if for_unfinished is None else for_unfinished
     order = sorted(range(len(turns)), key=lambda i: (turns[i].priority, _ratio(turns[i])))
     for _, alike in itertools.groupby(reversed(order), key=lambda i: turns[i].priority):
         level = list(alike)
-        others = _Others([turns[i].num_left for i in level], budget // 2, shortest_waiting)
-        for place, index in enumerate(level):
-            others.remove(place)
-            most = max(0, left - others.kept)
+        others = sorted([turns[i].num_left for i in level] + waiting)
+        for index in level:
+            if not left:
+                return shares
+            others.remove(turns[index].num_left)
+            most = max(0, left - _finishable(others, budget // 2))
             if turns[index].num_left > most:
                 most = min(most, unfinished)
                 unfinished -= most
@@ -65,34 +68,9 @@ def share(
     return shares
 
 
-class _Others:
-    """What those need that can be finished with at most `most` tokens together, the shortest first,
-    while one after the other is removed. So they are passed once."""
-
-    def __init__(self, lengths: Sequence[int], most: int, waiting: int | None) -> None:
-        self._lengths = [*lengths, *([] if waiting is None else [waiting])]
-        self._most = most
-        self._order = sorted(range(len(self._lengths)), key=self._lengths.__getitem__)
-        self._next = 0  # in `_order`: those before it are kept, or removed
-        self._state = ["" for _ in self._lengths]  # "kept", "removed" or neither
-        self.kept = 0
-        self._extend()
-
-    def remove(self, place: int) -> None:
-        if self._state[place] == "kept":
-            self.kept -= self._lengths[place]
-        self._state[place] = "removed"
-        self._extend()
-
-    def _extend(self) -> None:
-        while self._next < len(self._order):
-            place = self._order[self._next]
-            if self._state[place] != "removed":
-                if self.kept + self._lengths[place] > self._most:
-                    return
-                self.kept += self._lengths[place]
-                self._state[place] = "kept"
-            self._next += 1
+def _finishable(lengths: Sequence[int], most: int) -> int:
+    """What the shortest need together, of those that `most` tokens finish. They are sorted."""
+    return max(itertools.takewhile(most.__ge__, itertools.accumulate(lengths)), default=0)
 
 
 def beside_short(
@@ -103,7 +81,8 @@ def beside_short(
     As much as those need that are done with half of the step, or a `productive` chunk if that is
     more; all where none is.
     """
-    kept = _Others([turn.num_left for turn in turns], budget // 2, shortest_waiting).kept
+    waiting = [] if shortest_waiting is None else [shortest_waiting]
+    kept = _finishable(sorted([turn.num_left for turn in turns] + waiting), budget // 2)
     return min(max(kept, productive), budget) if kept else budget
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,15 +30,23 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import TierIO
 from pippin.decode.compile import Grammar, GrammarCompiler
-from pippin.errors import PippinError
+from pippin.errors import OutOfMemory, PippinError
 from pippin.messages import Submit, TokenDelta
-from pippin.metrics import EngineMetrics
+from pippin.metrics import EngineMetrics, StepRecord
 from pippin.scheduler.admission import Admission
 from pippin.scheduler.memory import Claims
 from pippin.scheduler.pace import CostModel, Pace, Timed
 from pippin.scheduler.prompts import PromptPlanner
-from pippin.scheduler.registry import Registry
-from pippin.scheduler.replies import Compiling, Following, ReplyPlanner, make_masks
+from pippin.scheduler.replies import (
+    Compiling,
+    Followed,
+    Following,
+    ReplyPlanner,
+    append_forced,
+    append_tokens,
+    client_error,
+    make_masks,
+)
 from pippin.scheduler.request import (
     ByteBudget,
     Limits,
@@ -50,6 +59,21 @@ from pippin.scheduler.request import (
 from pippin.scheduler.speculation import Speculation
 from pippin.scheduler.spills import Pushes
 from pippin.scheduler.traffic import Traffic
+from pippin.types import GRID, FinishReason, TokenLogprobs
+
+
+class Observer(Protocol):
+    """Called from the loop's thread, while the device works where that can be so. Never raises."""
+
+    def request_changed(self, request: Request) -> None:
+        """It arrived, or is in another phase."""
+        ...
+
+    def step_launched(self, plan: StepPlan, running_slots: Mapping[int, RunningSlot]) -> None:
+        """`running_slots`: by slot, as of now."""
+        ...
+
+    def step_committed(self, plan: StepPlan, record: StepRecord) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,19 +107,13 @@ class Scheduler:
         self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache, self.pushes)
         self.following = Following(self.spec.vocab_size)
         self._claims = Claims(self.costs, self.budget, self.cache)
-        self.registry = Registry(
-            self.metrics,
-            self.compiling,
-            self.following,
-            self.admission,
-            self.traffic,
-            self._claims,
-        )
+        self.requests: dict[str, Request] = {}  # that have not ended
+        self.running_slots: dict[int, RunningSlot] = {}  # by slot: in use, or not yet released
+        self.leaving: list[RunningSlot] = []  # their requests have ended or are being preempted
+        self._outbox: list[TokenDelta] = []
+        self.observer: Observer | None = None  # None: events are not watched
         if self.speculation is not None:
-            self.registry.on_end = self.speculation.forget
             self.metrics.drafters.update(self.speculation.no_counts)
-        self.requests = self.registry.requests
-        self.running_slots = self.registry.running_slots
         self.inflight_steps: dict[int, InflightStep] = {}  # in order
         self.next_step = 0
         self.committed = -1  # or failed: the last step that was
@@ -137,7 +155,7 @@ class Scheduler:
         try:
             self.check(submit)
         except PippinError as error:
-            self.registry.refuse(submit.id, error)
+            self._send_error(submit.id, error)
             if self.pushes is not None and submit.handover:
                 self.pushes.refuse(submit.handover, str(error))
             return
@@ -152,15 +170,26 @@ class Scheduler:
         request.submitted_s = now_s
         if self.pushes is not None and submit.handover:
             self.pushes.start(request)
-        self.registry.add(request, submit.params.grammar if grammar is None else None)
+        self.requests[request.id] = request
+        self.metrics.prompt_tokens += request.prompt_len
+        if grammar is None and submit.params.grammar is not None:
+            self.compiling.add(request, submit.params.grammar)
+        else:
+            self.admission.add(request)
+        self._notify(request)
 
     def check(self, submit: Submit) -> None:
         """Raise for a request that could never start, or that finds the queue full."""
+        num_coming = self.num_waiting - len(self.admission.queue)
         self.admission.check(
-            submit,
-            num_coming=self.num_waiting - len(self.admission.queue),
-            num_coming_tokens=self.registry.num_coming_tokens,
+            submit, num_coming=num_coming, num_coming_tokens=self.num_coming_tokens
         )
+
+    @property
+    def num_coming_tokens(self) -> int:
+        """Of requests that will be in the queue when something is compiled or loaded for them."""
+        compiling = self.compiling.num_tokens + self.following.num_coming_tokens
+        return compiling + self.traffic.num_loading_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -169,13 +198,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        if self.requests or self.running_slots or self.registry.outbox:
+        if self.requests or self.running_slots or self._outbox:
             return True
         return self.traffic.busy
 
     @property
-    def num_running(self) -> int:
-        return len(self.registry.running)
+    def running(self) -> list[RunningSlot]:
+        return [running for running in self.running_slots.values() if running.runs]
 
     # ---- plan ------------------------------------------------------------------------------
 
@@ -187,13 +216,13 @@ class Scheduler:
                 return sent
         step = self.next_step
         if self.compiling.pending:
-            self.registry.take_compiled()
+            self._take_compiled()
         if self.following._pending:
-            self.registry.take_followed()
+            self._take_followed()
         if self.traffic.tiers:
             for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
-                self.registry.notify(request)
-        retire, retired = self._plan_retires(step) if self.registry.leaving else ((), {})
+                self._notify(request)
+        retire, retired = self._plan_retires(step) if self.leaving else ((), {})
         prompts = [
             running
             for running in self.running_slots.values()
@@ -212,16 +241,16 @@ class Scheduler:
         if prompts or queued:
             admit, chunks = self._prompts.plan(step, prompts, replies, self.pace)
             prefill += chunks
-            self.registry.count_started(admit)
+            self._count_started(admit)
         if replies.starved:
-            self.registry.make_room(replies.starved, in_flight=bool(self.inflight_steps))
+            self._make_room(replies.starved)
         moves = self.traffic.plan(step) if self.traffic.moves else ((), ())
         plan = StepPlan(step, retire, admit, prefill, tuple(replies.decode), *moves)
         if plan.empty:
             waits = self.inflight_steps or self.running_slots or self.traffic.loads_under_way
             if not waits and (hopeless := self.admission.refused) is not None:
                 need = self.costs.row_bytes(hopeless.num_tokens + 1)
-                self.registry.fail_large(hopeless, hopeless.num_tokens, need)
+                self._fail_large(hopeless, hopeless.num_tokens, need)
             return None
         self._add(plan, retired, self._claims.take_transient())
         return plan
@@ -247,19 +276,19 @@ class Scheduler:
         becomes a ghost.
         """
         owners = self.inflight_steps[plan.step].owners
-        return make_masks(plan, owners, self.spec.vocab_size, self.registry.fail)
+        return make_masks(plan, owners, self.spec.vocab_size, self.fail)
 
     def _plan_retires(self, step: int) -> tuple[tuple[Retire, ...], dict[int, RunningSlot]]:
         retire: list[Retire] = []
         retired: dict[int, RunningSlot] = {}
-        for running in list(self.registry.leaving):
+        for running in list(self.leaving):
             if running.last_step > self.committed or self._replies.runs_last_token(running):
                 continue
-            self.registry.leaving.remove(running)
+            self.leaving.remove(running)
             retire.append(self._replies.retire(step, running))
             retired[running.slot] = running
             if running.runs:
-                self.registry.requeue(running)
+                self._requeue(running)
         return tuple(retire), retired
 
     # ---- commit ----------------------------------------------------------------------------
@@ -277,7 +306,7 @@ class Scheduler:
         for slot in result.overflowed:
             if (owner := inflight.owners[slot]).quality is not Quality.DAMAGED:
                 overflow = PippinError("the model's values overflowed", code="not_a_number")
-                self.registry.taint(owner, overflow)
+                self._taint(owner, overflow)
         if result.captures and self.cache is not None:
             owners, retired = inflight.owners, inflight.retired
             note = self.traffic.note
@@ -303,18 +332,19 @@ class Scheduler:
         inflight = self._end_step(step)
         self.traffic.fail_step(step)
         for row in inflight.plan.rows:
-            self.registry.taint(inflight.owners[row.slot], error)
+            self._taint(inflight.owners[row.slot], error)
         for running in inflight.retired.values():
             running.worsen(Quality.TAINTED)
-            self.registry.leaving.append(running)
+            self.leaving.append(running)
 
     def fail_all(self, error: Exception) -> None:
         """The engine is about to stop: every request ends with an error."""
         for request in list(self.requests.values()):
-            self.registry.fail(request, error)
+            self.fail(request, error)
 
     def take_outbox(self) -> list[TokenDelta]:
-        return self.registry.outbox.take()
+        deltas, self._outbox = self._outbox, []
+        return deltas
 
     def observe(self, timed: Timed) -> None:
         self.pace.observe(timed)
@@ -341,7 +371,7 @@ class Scheduler:
                 request.tokens(damage.end), damage.component, damage.start, request.salt
             )
         if running.runs and not running.preempting:
-            self.registry.preempt(running)
+            self.preempt(running)
 
     def _take_tokens(self, inflight: InflightStep, result: StepResult) -> int:
         ghosts = 0
@@ -356,5 +386,262 @@ class Scheduler:
                 if running.runs:
                     request.num_sampled = len(request.output)  # of no use
             elif not row.masked or row.end == request.num_tokens:  # else a grammar had forced it
-                self.registry.take_tokens(request, row.slot, result)
+                self._take_reply(request, row.slot, result)
         return ghosts
+
+    # ---- arrives, waits, runs --------------------------------------------------------------
+
+    def _take_compiled(self) -> None:
+        """Into the queue with those whose grammars are there now."""
+        for request in self.compiling.take_done(self.fail):
+            if request.grammar is not None and request.grammar.slow:
+                self.following.start(request)
+            self._enqueue(request)
+
+    def _take_followed(self) -> None:
+        """Those that run go on, those that wait for it get into the queue."""
+        for request, future in self.following.take_done():
+            try:
+                self._take_forced(request, future.result())
+            except Exception as error:  # whatever a grammar's library raises
+                self.fail(request, client_error(error))
+                continue
+            if request.phase == "compiling":
+                request.phase = "waiting"
+                self._enqueue(request)
+
+    def _take_forced(self, request: Request, followed: Followed) -> None:
+        tokens, reason = append_forced(request, followed.forced)
+        if reason is None and followed.finished:
+            reason = "stop"
+        request.mask = followed.mask
+        self.metrics.generated_tokens += len(tokens)
+        self.metrics.forced_tokens += len(tokens)
+        if tokens or reason is not None:
+            self._send(request, reason, tokens)
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _enqueue(self, request: Request) -> None:
+        if request.followed:
+            request.phase = "compiling"
+        else:
+            self.admission.add(request)
+        self._notify(request)
+
+    def _count_started(self, admit: Sequence[Admit]) -> None:
+        for request in (self.running_slots[started.slot].request for started in admit):
+            if not request.num_preemptions and not request.starts_again:
+                self.metrics.cached_tokens += request.cached_len
+                self.metrics.host_tokens += request.host_len
+                self.metrics.disk_tokens += request.disk_len
+                self.metrics.peer_tokens += request.peer_len
+
+    def preempt(self, running: RunningSlot) -> None:
+        """Its slot is retired, and then its request queued again: `requeue`."""
+        running.enter(Stage.PREEMPTING)
+        self.leaving.append(running)
+
+    def _requeue(self, running: RunningSlot) -> None:
+        request = running.request
+        num_before = request.num_preemptions
+        request.requeue(damaged=running.quality is Quality.DAMAGED)
+        self.metrics.preemptions += request.num_preemptions - num_before
+        self._enqueue(request)
+
+    def _take_reply(self, request: Request, slot: int, result: StepResult) -> None:
+        """What a step drew for it, and what its grammar forces after that; it may end with it."""
+        if request.embeds:
+            vector = result.hidden[slot]  # float32 [hidden]
+            self._send_first(request, embedding=vector.tobytes(), finish="stop")
+            self._finish(request, "stop")
+            return
+        request.mask = None
+        # Where a row of it is in flight, as when it has just become slow, its mask is awaited.
+        in_thread = request.grammar is not None and request.grammar.slow and not request.in_flight
+        try:
+            tokens, reason = append_tokens(request, result.tokens[slot], in_thread=in_thread)
+        except Exception as error:  # whatever a grammar's library raises
+            self.fail(request, client_error(error))
+            return
+        scored = result.logprobs.get(slot)
+        logprobs = None if scored is None else list(scored)
+        if len(request.output) > len(tokens):
+            self._send(request, reason, tokens, logprobs)
+        else:
+            scores = result.prompt_logprobs.get(slot)
+            prompt_logprobs = None if scores is None else list(scores)
+            both = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+            self._send_first(request, tokens=tokens, finish=reason, **both)
+        self.metrics.generated_tokens += len(tokens)
+        self.metrics.forced_tokens += len(tokens) - len(result.tokens[slot])
+        if reason is not None:
+            self._finish(request, reason)
+        elif in_thread:
+            self.following.start(request, result.tokens[slot])
+
+    def _send(
+        self,
+        request: Request,
+        finish: FinishReason | None,
+        tokens: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """Tokens of a reply, or its end; without `finish` more follow."""
+        self._outbox.append(
+            TokenDelta(
+                request.id,
+                tokens or [],
+                logprobs,
+                accepted_drafts=request.accepted_drafts,
+                rejected_drafts=request.rejected_drafts,
+                finish=finish,
+            )
+        )
+
+    def _send_first(self, request: Request, **fields: Any) -> None:
+        """Of a reply: it also says what the cache saved."""
+        self._outbox.append(
+            TokenDelta(
+                id=request.id,
+                cached_tokens=request.cached_len,
+                host_tokens=request.host_len,
+                disk_tokens=request.disk_len,
+                peer_tokens=request.peer_len,
+                queued_s=request.queued_s,
+                **fields,
+            )
+        )
+
+    def _send_error(self, request_id: str, error: Exception) -> None:
+        known = error if isinstance(error, PippinError) else PippinError("")
+        self._outbox.append(
+            TokenDelta(
+                id=request_id,
+                finish="error",
+                error=str(error) or repr(error),
+                error_code=known.code,
+                error_status=known.status,
+                error_param=known.param,
+            )
+        )
+        self.metrics.requests_failed += 1
+
+    def _notify(self, request: Request) -> None:
+        if self.observer is not None:
+            self.observer.request_changed(request)
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:  # else it ended by itself while the message was on its way
+            self._send(request, "abort")
+            self._end(request, "abort")
+            self.metrics.requests_aborted += 1
+
+    def finish(self, request_id: str) -> None:
+        """The server saw a stop string: what has been generated so far is the reply."""
+        request = self.requests.get(request_id)
+        if request is not None:  # likewise
+            self._send(request, "stop")
+            self._finish(request, "stop")
+
+    def _taint(self, running: RunningSlot, error: Exception) -> None:
+        """Nothing that its row holds, or will hold, is to be used: its request fails."""
+        running.worsen(Quality.TAINTED)
+        if running.runs:
+            self.fail(running.request, error)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        self._send_error(request.id, error)
+        self._end(request, "error")
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._end(request, reason)
+        self.metrics.requests_finished += 1
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        self.following.remove(request)
+        if request.phase == "compiling":
+            self.compiling.remove(request)
+        elif request.phase == "loading":
+            self.traffic.remove(request)
+        elif request.phase == "waiting":
+            self.admission.remove(request)
+        elif not (running := self.running_slots[request.slot]).preempting:
+            self.leaving.append(running)
+        request.end(reason)
+        if request.grammar is not None and self.compiler is not None:
+            self.compiler.trim()  # a grammar that has grown with the reply is forgotten
+        if self.pushes is not None and request.handover:
+            why = "" if request.completed else f"the request ended: {request.finish}"
+            self.pushes.end(request, why)
+        del self.requests[request.id]
+        if self.speculation is not None:
+            self.speculation.forget(request)
+        self._notify(request)
+
+    # ---- bytes are short -------------------------------------------------------------------
+
+    def _make_room(self, starved: Sequence[RunningSlot]) -> None:
+        """Give up checkpoints, loads and hand-overs, then preempt requests.
+
+        Those starved go on in a later plan. Where nothing can be given up and no step in flight
+        releases bytes, one request is larger than the budget.
+        """
+
+        def shortage() -> int:
+            return self._claims.shortage(starved, self.running_slots.values())
+
+        self.traffic.give_up(shortage)
+        if (nbytes := shortage()) <= 0:
+            return
+        for running in requests_to_preempt(self.running, nbytes):
+            self.preempt(running)
+        if len(self.running_slots) == 1 and not self.inflight_steps:
+            self._start_over(starved[0])
+
+    def _start_over(self, running: RunningSlot) -> None:
+        """Alone, and out of bytes. What it borrowed from the tree comes with a state and more that
+        a row of its own does without: then it is preempted; or else it is too large."""
+        length = running.row_len + 1
+        fits = self.costs.row_bytes(length) <= self.budget.capacity
+        if running.lock is None or not fits:
+            need = self._claims.row_bytes(running, length)
+            self._fail_large(running.request, length - 1, need)
+        elif not running.preempting:
+            self.preempt(running)
+
+    def _fail_large(self, request: Request, num_tokens: int, need: int) -> None:
+        """It has outgrown the whole budget."""
+        message = (
+            f"the request reached {num_tokens:,} tokens and needs {need:,} bytes, "
+            f"the budget holds {self.budget.capacity:,}"
+        )
+        self.fail(request, OutOfMemory(message))
+
+
+def requests_to_preempt(candidates: Sequence[RunningSlot], nbytes: int) -> list[RunningSlot]:
+    """The least that gives `nbytes` back, cheapest first; all but the senior one if that is less.
+
+    Those that are being preempted already count, and are not named again.
+    """
+    if not candidates:
+        return []
+    senior = min(candidates, key=lambda running: running.request.rank)
+    chosen: list[RunningSlot] = []
+    freed = sum(running.freed_bytes for running in candidates if running.preempting)
+    for running in sorted(candidates, key=_cost):
+        if freed >= nbytes:
+            break
+        if running is not senior and not running.preempting:
+            chosen.append(running)
+            freed += running.freed_bytes
+    return chosen
+
+
+def _cost(running: RunningSlot) -> tuple[int, int, int]:
+    """Low priority first; then the fewest blocks to run again; then the youngest."""
+    request = running.request
+    return running.priority, (running.row_len - running.in_tree) // GRID, -request.arrival

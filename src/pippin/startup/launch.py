@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pippin.api.app import Application, create_waiting_app
 from pippin.api.http.access_control import warn_if_open
 from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
-from pippin.api.http.workers import return_freed_memory
+from pippin.api.http.read_body import return_freed_memory
 from pippin.api.served_models import FixedModel, ServedModels
 from pippin.backends.nvidia import gpu_ids
 from pippin.config import Config, LimitsConfig, ServerConfig

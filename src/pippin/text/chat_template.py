@@ -21,7 +21,6 @@ from datetime import datetime
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from types import BuiltinMethodType
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -30,6 +29,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -48,24 +48,14 @@ _WIDE = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)")  # as a 
 _TURNS_A_LOOK = 256
 _TEXTS = (str, bytes)
 
-# On the wall's clock, which is read faster and never behind the other; and of CPU time.
-_deadline: contextvars.ContextVar[tuple[float, float]] = contextvars.ContextVar("_deadline")
-# Characters, in one item.
-_made: contextvars.ContextVar[list[int]] = contextvars.ContextVar("_made")
-# Lists and objects by identity, with their sizes: a chat is rendered several times.
-_sizes: contextvars.ContextVar[dict[int, tuple[Any, int]]] = contextvars.ContextVar("_sizes")
-
 # Filters that take items as they are. All others make text of their value.
-_OF_ITEMS = frozenset(
-    {
-        *("attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items"),
-        *("last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr"),
-        *("reverse", "select", "selectattr", "slice", "sort", "sum", "unique"),
-    }
-)
 _MAKE_LISTS = frozenset(
     {"batch", "dictsort", "groupby", "list", "reverse", "slice", "sort", "sum", "unique"}
 )
+_OF_ITEMS = _MAKE_LISTS | {
+    *("attr", "count", "d", "default", "first", "items", "last", "length", "map", "max", "min"),
+    *("random", "reject", "rejectattr", "select", "selectattr"),
+}
 _FILL = frozenset(
     {
         *("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson"),
@@ -79,27 +69,47 @@ class TemplateLimit(jinja2.TemplateError):
     """A template exceeded a limit of time or of size."""
 
 
+class _Allowance:
+    """What is left to the renders of one chat; characters are counted for each of them."""
+
+    def __init__(self) -> None:
+        # On the wall's clock, which is read faster and never behind the other; and of CPU time.
+        self.wall = time.perf_counter() + MAX_CPU_SECONDS
+        self.cpu = time.thread_time() + MAX_CPU_SECONDS
+        self.made = 0  # characters
+        # Lists and objects by identity, with their sizes: a chat is rendered several times.
+        self.sizes: dict[int, tuple[Any, int]] = {}
+
+
+_allowance: contextvars.ContextVar[_Allowance | None] = contextvars.ContextVar(
+    "_allowance", default=None
+)
+
+
 @contextmanager
-def time_limit() -> Iterator[None]:
+def time_limit() -> Iterator[_Allowance]:
     """All that is rendered inside shares one allowance, in CPU time of this thread."""
-    if _deadline.get(None) is not None:
-        yield
+    if (outer := _allowance.get()) is not None:
+        yield outer
         return
-    wall, cpu = time.perf_counter(), time.thread_time()
-    token = _deadline.set((wall + MAX_CPU_SECONDS, cpu + MAX_CPU_SECONDS))
-    _sizes.set({})
+    token = _allowance.set(allowance := _Allowance())
     try:
-        yield
+        yield allowance
     finally:
-        _deadline.reset(token)
-        _sizes.set({})
+        _allowance.reset(token)
+
+
+def _left() -> _Allowance:
+    allowance = _allowance.get()
+    assert allowance is not None
+    return allowance
 
 
 def _render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     pieces: list[str] = []
     num_chars = 0
-    _made.set([0])
-    with time_limit():
+    with time_limit() as allowance:
+        allowance.made = 0
         for piece in template.generate(variables):
             num_chars += len(piece)
             if num_chars > MAX_CHARS:
@@ -110,33 +120,42 @@ def _render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> 
 
 def _compile_bounded(source: str) -> jinja2.Template:
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        finalize=_shown,
     )
     environment.filters["tojson"] = _tojson
-    for name, work in environment.filters.items():
-        environment.filters[name] = _bounded(name, work)
-    environment.filters |= {_Environment.TURNS: _turns, _Environment.JOINED: _joined}
+    for name in environment.filters.keys() - (_OF_ITEMS - _MAKE_LISTS):
+        environment.filters[name] = _bounded(name, environment.filters[name])
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     del environment.globals["lipsum"]
     try:
-        tree = environment.parse(source)
-        _replace_concatenations(tree)
-        for loop in tree.find_all(jinja2.nodes.For):
-            loop.iter = _as_filter(_Environment.TURNS, loop.iter)
-        code = environment.compile(tree)
+        return environment.from_string(source)
     except (jinja2.TemplateError, RecursionError) as error:
         raise LoadError(f"the chat template does not compile: {error}") from error
-    return environment.template_class.from_code(environment, code, environment.make_globals(None))
+
+
+class _Code(CodeGenerator):
+    """Loops and `a ~ b` call the environment, which bounds them."""
+
+    def visit_For(self, node: jinja2.nodes.For, frame: Frame) -> None:  # noqa: N802
+        node.iter = self._called("turns", [node.iter])
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.visit(self._called("joined", node.nodes), frame)
+
+    def _called(self, name: str, args: list[jinja2.nodes.Expr]) -> jinja2.nodes.Call:
+        method = jinja2.nodes.EnvironmentAttribute(name)
+        called = jinja2.nodes.Call(method, args, [], None, None, lineno=args[0].lineno)
+        called.set_environment(self.environment)
+        return called
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    # Filters whose names no template can write:
-    TURNS = "turns of a loop"
-    JOINED = "texts, joined"
+    code_generator_class = _Code
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(finalize=_shown, **options)
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
@@ -145,67 +164,42 @@ class _Environment(ImmutableSandboxedEnvironment):
         _make(sum([len(piece) for piece in pieces]))
         return "".join(pieces)
 
+    @staticmethod
+    def joined(*values: Any) -> str:
+        _make(_sum_chars(values))
+        return "".join(map(str, values))
+
+    @staticmethod
+    def turns(iterable: Iterable[Any]) -> Iterator[Any]:
+        for number, item in enumerate(iterable):
+            if number % _TURNS_A_LOOK == 0:
+                _check_time()
+            yield item
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         _check_time()
-        called = args[1]
-        if type(called) is jinja2.runtime.Macro:
-            return _call(self, *args, **kwargs)
-        if type(called) is not BuiltinMethodType:
-            called = getattr(called, "__wrapped__", called)  # the sandbox wraps `format`
+        called = getattr(args[1], "__wrapped__", args[1])  # the sandbox wraps `format`
         owner = getattr(called, "__self__", None)
         if not isinstance(owner, _TEXTS):
-            return _call(self, *args, **kwargs)
-        if (name := called.__name__) in _BOUNDED:
-            _check_growth(name, [owner, *args[2:]], kwargs)
-        return _counted(_call(self, *args, **kwargs))
+            return super().call(*args, **kwargs)
+        _check_growth(called.__name__, [owner, *args[2:]], kwargs)
+        return _counted(super().call(*args, **kwargs))
 
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        if operator == "+":
-            if type(left) is str and type(right) is str:
-                _make(len(left) + len(right))
-                return left + right
-            if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-                _check_items(len(left) + len(right))
-        elif operator == "*":
-            _check_repetition(left, right)
-            _check_repetition(right, left)
+        if operator == "*":
+            for repeated, times in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(repeated, _TEXTS):
+                    _check_chars(len(repeated) * times)
+                elif isinstance(times, int) and isinstance(repeated, list | tuple):
+                    _check_items(len(repeated) * times)
             _check_bits(_bits(left) + _bits(right))
         elif operator == "**":
             _check_bits(_bits(left) * abs(right))
         elif operator == "%" and isinstance(left, str):
             _check_growth("format", [left, right], {})
         return _counted(super().call_binop(context, operator, left, right))
-
-
-_call = ImmutableSandboxedEnvironment.call
-
-
-def _replace_concatenations(tree: jinja2.nodes.Node) -> None:
-    """`a ~ b` becomes a filter, which can be bounded."""
-
-    def replaced(value: Any) -> Any:
-        is_concat = isinstance(value, jinja2.nodes.Concat)
-        return _as_filter(_Environment.JOINED, *value.nodes) if is_concat else value
-
-    for node in tree.find_all(jinja2.nodes.Node):
-        for name, value in node.iter_fields():
-            if isinstance(value, list):
-                value[:] = map(replaced, value)
-            else:
-                setattr(node, name, replaced(value))
-
-
-def _as_filter(
-    name: str, value: jinja2.nodes.Node, *others: jinja2.nodes.Node
-) -> jinja2.nodes.Filter:
-    return jinja2.nodes.Filter(value, name, list(others), [], None, None, lineno=value.lineno)
-
-
-def _joined(*values: Any) -> str:
-    _make(_sum_chars(values))
-    return "".join(map(str, values))
 
 
 def _shown(value: Any) -> Any:
@@ -217,15 +211,10 @@ def _shown(value: Any) -> Any:
 
 def _bounded(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose result is bounded before it is made."""
-    if name in _OF_ITEMS - _MAKE_LISTS:
-        return work
-    grows = name in _FILL or name in _ADDED or name in _MAKE_LISTS
     at = 1 if hasattr(work, "jinja_pass_arg") else 0  # its value; before that a context
 
     @functools.wraps(work)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        if not grows and type(args[at]) is str:
-            return _counted(work(*args, **kwargs))
         given = list(args)
         if name in _MAKE_LISTS or (name == "join" and not isinstance(given[at], str)):
             given[at] = _listed(given[at])
@@ -241,7 +230,7 @@ def _listed(items: Any) -> Any:
         return items
     if not hasattr(items, "__len__"):
         try:
-            items = list(islice(_turns(items), MAX_ITEMS + 1))
+            items = list(islice(_Environment.turns(items), MAX_ITEMS + 1))
         except TypeError:
             return items  # not iterable: the filter says so
     _check_items(len(items))
@@ -293,7 +282,6 @@ _ADDED: dict[str, Callable[[Any, list[Any]], int]] = {
     "wordwrap": _added_each,
     "xmlattr": _added_each,
 }
-_BOUNDED = _FILL | _SPLIT | _ADDED.keys()
 
 
 def _check_growth(name: str, args: list[Any], kwargs: Mapping[str, Any]) -> None:
@@ -324,10 +312,10 @@ def _counted(made: Any) -> Any:
 
 def _make(num_chars: int) -> None:
     """Count what is made of one value; raise if that is too much, or in all."""
-    made = _made.get()
-    made[0] += num_chars
-    if num_chars > MAX_CHARS or made[0] > MAX_MADE * MAX_CHARS:
-        _check_chars(num_chars)
+    _check_chars(num_chars)
+    allowance = _left()
+    allowance.made += num_chars
+    if allowance.made > MAX_MADE * MAX_CHARS:
         raise TemplateLimit(
             f"it makes values of more than {MAX_MADE * MAX_CHARS:,} characters in all"
         )
@@ -336,23 +324,17 @@ def _make(num_chars: int) -> None:
 def _num_chars(value: Any) -> int:
     """About as many as `str` or `tojson` makes of it. Lists can hold each other many times, so
     this stops where it is too many."""
-    if isinstance(value, str | bytes):
+    if isinstance(value, _TEXTS):
         return len(value)
     if value is None or isinstance(value, int | float):
         return len(str(value))
-    sizes = _sizes.get()
+    sizes = _left().sizes
     if (known := sizes.get(id(value))) is not None:
         return known[1]
     total, waiting = 0, [value]
     for seen, each in enumerate(waiting):  # which grows
-        kind = type(each)
-        if kind is str:
+        if isinstance(each, _TEXTS):
             total += len(each)
-        elif kind is dict:
-            total += sum([len(key) if type(key) is str else 1 for key in each])
-            waiting += each.values()
-        elif kind is list or kind is tuple:
-            waiting += each
         elif isinstance(each, Mapping):
             waiting += [*each.keys(), *each.values()]
         elif isinstance(each, Collection):
@@ -371,16 +353,9 @@ def _num_chars(value: Any) -> int:
 
 
 def _check_time() -> None:
-    wall, cpu = _deadline.get()
-    if time.perf_counter() > wall and time.thread_time() > cpu:
+    allowance = _left()
+    if time.perf_counter() > allowance.wall and time.thread_time() > allowance.cpu:
         raise TemplateLimit(f"it ran for more than {MAX_CPU_SECONDS:g} s")
-
-
-def _turns(iterable: Iterable[Any]) -> Iterator[Any]:
-    for number, item in enumerate(iterable):
-        if number % _TURNS_A_LOOK == 0:
-            _check_time()
-        yield item
 
 
 def _check_chars(num_chars: int) -> None:
@@ -400,13 +375,6 @@ def _bits(value: Any) -> int:
 def _check_bits(num_bits: int) -> None:
     if num_bits > MAX_BITS:
         raise TemplateLimit(f"it makes a number of more than {MAX_BITS:,} bits")
-
-
-def _check_repetition(repeated: Any, times: Any) -> None:
-    if isinstance(times, int) and isinstance(repeated, str | bytes):
-        _check_chars(len(repeated) * times)
-    elif isinstance(times, int) and isinstance(repeated, list | tuple):
-        _check_items(len(repeated) * times)
 
 
 class _GenerationTag(jinja2.ext.Extension):

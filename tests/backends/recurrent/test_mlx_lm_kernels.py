@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from families import build
 from pippin.backends.mlx import load
-from pippin.backends.mlx.cpu.operations.bindings import without_operations
+from pippin.backends.mlx.cpu.operations import without_operations
 from pippin.backends.mlx.recurrent import mlx_lm_kernels
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
 from pippin.backends.mlx.recurrent.ssm import ssm_update

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pippin.backends.mlx.cpu.operations.bindings import operations, without_operations
+from pippin.backends.mlx.cpu.operations import operations, without_operations
 
 
 @pytest.fixture

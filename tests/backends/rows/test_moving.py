@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from kv_layouts import kv_layout
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
@@ -224,8 +222,7 @@ def test_rows_that_begin_alike_name_the_same_columns(
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 3)
     monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 8)
     rng = np.random.default_rng(seed)
-    ours = cast(Operations, object())  # which nothing here calls
-    held = Mains(LAYOUT, SpareLimit(Footprint(LAYOUT)), AttentionPaths(), ours)
+    held = Mains(LAYOUT, SpareLimit(Footprint(LAYOUT)), AttentionPaths(), has_table=True)
     beginnings = rng.integers(0, 99, (2, 30))
     rows: dict[int, Row] = {}
     num_together = 0

@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[3] / "tools"))
 from torch_gpu import host as host_section
 
 from builders import AMPLE_BYTES
+from integrity import check_tier
 from memory_store import MemoryStore
 from near_ties import assert_same
 from pippin.backends.base import Backend, StepPlan
@@ -41,7 +42,6 @@ from serving import (
     make_client,
     make_prompt,
 )
-from tier_checks import check_tier
 from torch_serving import make_torch_backend
 
 LENS = (100, 129, 330)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from pippin.cache.disk.directory import Files
-from pippin.cache.entries import ArraySpec, Bytes, Chain, Entry, Key, Loaded
+from pippin.cache.entries import ArraySpec, Bytes, Chain, Entry, EntryStore, Key
 from pippin.types import Component
 
 FINGERPRINT = b"a model"
@@ -55,11 +56,14 @@ def payload(entry: Entry) -> list[Bytes]:
     return [generator.integers(0, 256, spec.nbytes, dtype=np.uint8) for spec in entry.arrays]
 
 
-def same_bytes(found: Sequence[Loaded | None], entries: Sequence[Entry]) -> bool:
-    """Whether each entry was found, and is what `payload` says, to the bit."""
-    return len(found) == len(entries) and all(
-        each is not None
-        and each.entry == entry
-        and all(map(np.array_equal, each.arrays, payload(entry)))
-        for each, entry in zip(found, entries, strict=True)
-    )
+def finds(store: EntryStore[Any], entries: Sequence[Entry]) -> list[bool]:
+    """Which of these are there; those must be what `payload` says, to the bit."""
+    into = [entry.new_buffers() for entry in entries]
+    found = store.read([entry.key for entry in entries], into)
+    for entry, arrays, is_there in zip(entries, into, found, strict=True):
+        assert not is_there or all(map(np.array_equal, arrays, payload(entry))), entry
+    return found
+
+
+def finds_all(store: EntryStore[Any], entries: Sequence[Entry]) -> bool:
+    return all(finds(store, entries))

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from disk_builders import FINGERPRINT, ROOT, payload, same_bytes, state_entry
+from disk_builders import FINGERPRINT, ROOT, finds_all, payload, state_entry
 
 from pippin.cache.disk.disk_store import open_store
 from pippin.cache.entries import Entry
@@ -68,7 +68,7 @@ def main(times: int) -> None:
             said = kill_one(Path(folder), number, rng)
             store = open_store(Path(folder), FINGERPRINT, CEILING)
             for entry in store.entries():
-                assert same_bytes(store.read([entry.key]), [entry])
+                assert finds_all(store, [entry])
             if said:
                 assert entry_of(said[-1]).key in store
                 number = said[-1] + 1

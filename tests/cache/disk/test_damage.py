@@ -9,7 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_bytes, state_entry
+from disk_builders import (
+    FINGERPRINT,
+    ROOT,
+    Unsynced,
+    finds,
+    finds_all,
+    kv_entry,
+    payload,
+    state_entry,
+)
 
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.segment import HEADER, payload_digest
@@ -52,20 +61,18 @@ def use(directory: Path) -> tuple[int, int]:
     """Read everything, write something; returns how many entries were lost, and damage counted."""
     store = opened(directory)
     entries = list(store.entries())
-    found = store.read([entry.key for entry in entries])
-    there = [entry for entry, each in zip(entries, found, strict=True) if each is not None]
-    assert same_bytes([each for each in found if each is not None], there)
+    num_there = sum(finds(store, entries))
     damaged = store.counters().damaged
     again, _ = state_entry(ROOT, [1234])
     assert store.write(again, payload(again))
     store.close()
     store = opened(directory)
-    assert same_bytes(store.read([again.key]), [again])
+    assert finds_all(store, [again])
     entries = list(store.entries())
-    assert same_bytes(store.read([entry.key for entry in entries]), entries)
+    assert finds_all(store, entries)
     assert store.counters().damaged == 0, "the same damage was met again"
     store.close()
-    return len(ENTRIES) - len(there), damaged
+    return len(ENTRIES) - num_there, damaged
 
 
 def flip_bits(sound: Path, tmp_path: Path, times: int) -> None:
@@ -245,14 +252,12 @@ def test_damage_that_is_met_while_serving_is_not_met_again(sound: Path, tmp_path
     content = bytearray(path.read_bytes())
     content[HEADER.size] ^= 1
     path.write_bytes(content)
-    keys = [ENTRIES[0].key, ENTRIES[1].key, ENTRIES[0].key]
     for _ in range(2):
-        found = store.read(keys)
-        assert [each is not None for each in found] == [False, True, False]
+        assert finds(store, [ENTRIES[0], ENTRIES[1], ENTRIES[0]]) == [False, True, False]
     assert store.take_lost() == [ENTRIES[0].key]
     assert store.counters().damaged == 1
     assert store.write(ENTRIES[0], payload(ENTRIES[0]))
-    assert same_bytes(store.read([ENTRIES[0].key]), [ENTRIES[0]])
+    assert finds_all(store, [ENTRIES[0]])
     store.close()
     assert use(directory) == (0, 0)
 

@@ -16,9 +16,10 @@ from disk_builders import (
     FINGERPRINT,
     ROOT,
     Unsynced,
+    finds,
+    finds_all,
     kv_entry,
     payload,
-    same_bytes,
     state_entry,
 )
 
@@ -62,11 +63,11 @@ def test_what_was_written_is_found_after_a_restart(tmp_path: Path) -> None:
     entries = [kv, state_entry(end)[0], kv_entry(end, range(9))[0]]
     store = open_store(tmp_path, FINGERPRINT, MB)
     write_all(store, entries)
-    assert same_bytes(store.read([entry.key for entry in entries]), entries)
+    assert finds_all(store, entries)
     store.close()
     store = open_store(tmp_path, FINGERPRINT, MB)
     assert list(store.entries()) == entries
-    assert same_bytes(store.read([entry.key for entry in entries]), entries)
+    assert finds_all(store, entries)
     store.close()
 
 
@@ -83,15 +84,7 @@ def test_bytes_are_read_to_where_the_caller_says(tmp_path: Path) -> None:
     store = open_store(tmp_path, FINGERPRINT, 64 * MB)
     entries = states(5, size=200_000)  # enough for several threads
     write_all(store, entries)
-    into = [[np.zeros(spec.nbytes, np.uint8) for spec in entry.arrays] for entry in entries]
-    keys = [entry.key for entry in entries]
-    assert same_bytes(store.read(keys, into), entries)
-    for entry, to in zip(entries, into, strict=True):
-        np.testing.assert_array_equal(to[0], payload(entry)[0])
-    twice = store.read([keys[0], keys[0]])
-    assert twice[0] is not None
-    assert twice[1] is not None
-    assert twice[0].arrays[0] is twice[1].arrays[0]
+    assert finds_all(store, [*entries, entries[0]])
     store.close()
 
 
@@ -149,7 +142,7 @@ def test_what_is_used_stays_and_that_is_known_after_a_restart(tmp_path: Path) ->
         if number % 10 == 9:
             store.close()
             store = open_store(tmp_path, FINGERPRINT, 100_000, files=Unsynced())
-    assert same_bytes(store.read([favourite.key]), [favourite])
+    assert finds_all(store, [favourite])
     assert store.counters().entries < 25
     store.close()
 
@@ -176,7 +169,7 @@ def test_what_was_forgotten_is_gone_and_leaves_no_bytes(tmp_path: Path) -> None:
     entries = states(30)
     write_all(store, entries)
     store.forget(entry.key for entry in entries[:29])
-    assert store.read([entries[0].key]) == [None]
+    assert finds(store, [entries[0]]) == [False]
     store.flush()
     assert bytes_in(tmp_path) < 30_000
     assert store.take_lost() == []
@@ -247,7 +240,7 @@ def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
     second = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert "in use by process" in second.stderr
     reader = open_store(tmp_path, FINGERPRINT, MB, read_only=True)
-    assert same_bytes(reader.read([entry.key]), [entry])
+    assert finds_all(reader, [entry])
     assert not reader.write(*_another())
     reader.close()
     store.close()
@@ -270,9 +263,10 @@ def test_reads_writes_and_forgetting_beside_each_other(tmp_path: Path) -> None:
         rng = np.random.default_rng(3)
         while not ends.wait(0.001):  # without a pause the writer waits for Python's lock alone
             some = [entries[i] for i in rng.integers(0, len(entries), 8)]
-            for entry, found in zip(some, store.read([e.key for e in some]), strict=True):
-                if found is not None and not same_bytes([found], [entry]):
-                    wrong.append(entry)
+            try:
+                finds(store, some)
+            except AssertionError:
+                wrong.extend(some)
             store.touch(entry.key for entry in some)
             store.forget([some[0].key])
 
@@ -326,7 +320,7 @@ def test_a_full_disk_gives_up_old_segments_and_goes_on(tmp_path: Path) -> None:
     entries = states(200)
     write_all(store, entries)
     assert store.counters().evicted > 100
-    assert same_bytes(store.read([entries[-1].key]), [entries[-1]])
+    assert finds_all(store, [entries[-1]])
     store.close()
 
 
@@ -347,7 +341,7 @@ def test_a_write_that_fails_costs_that_entry_alone(tmp_path: Path, code: int) ->
     store.close()
     store = open_store(tmp_path, FINGERPRINT, MB)
     assert set(store.entries()) == set(written)
-    assert same_bytes(store.read([entry.key for entry in written]), written)
+    assert finds_all(store, written)
     assert store.counters().damaged == 0
     store.close()
 
@@ -362,10 +356,10 @@ def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise OSError(errno.EIO, "Input/output error")
 
         patch.setattr("pippin.cache.disk.segment.read_into", fail)
-        assert store.read([first.key]) == [None]
+        assert finds(store, [first]) == [False]
     assert store.take_lost() == [first.key]
     assert store.counters().read_errors == 1
-    assert same_bytes(store.read([second.key]), [second])
+    assert finds_all(store, [second])
     store.close()
 
 
@@ -376,7 +370,7 @@ def test_without_preadv_the_same_bytes_are_read(
     store = open_store(tmp_path, FINGERPRINT, MB)
     kv, _ = kv_entry(ROOT, range(50))
     write_all(store, [kv])
-    assert same_bytes(store.read([kv.key]), [kv])
+    assert finds_all(store, [kv])
     store.close()
 
 
@@ -402,7 +396,7 @@ def test_a_disk_without_room_for_the_process_id_is_written_when_it_has_room_agai
         open_store(tmp_path, FINGERPRINT, MB)
     (entry,) = states(1)
     write_all(store, [entry])
-    assert same_bytes(store.read([entry.key]), [entry])
+    assert finds_all(store, [entry])
     store.close()
 
 
@@ -421,7 +415,7 @@ def test_where_no_lock_can_be_had_what_is_there_is_served(
     monkeypatch.setattr("pippin.cache.disk.disk_store.DirectoryLock", refuse)
     store = open_store(tmp_path, FINGERPRINT, MB)
     assert store.read_only
-    assert same_bytes(store.read([entry.key]), [entry])
+    assert finds_all(store, [entry])
     assert not store.write(*_another())
     store.forget([entry.key])
     store.close()
@@ -456,7 +450,7 @@ def test_what_is_no_regular_file_is_neither_read_nor_written(
             open_store(directory, FINGERPRINT, MB)
     else:
         store = open_store(directory, FINGERPRINT, MB)
-        assert (store.read([entry.key]) == [None]) is (name != "recency")
+        assert (finds(store, [entry]) == [False]) is (name != "recency")
         assert store.counters().read_errors == 1
         store.close()
     assert victim.read_bytes() == before
@@ -466,7 +460,7 @@ def test_files_larger_than_any_of_ours_are_not_read(tmp_path: Path) -> None:
     segment, entry = kept(tmp_path)
     os.truncate(segment.with_suffix(".index"), 1 << 40)
     store = open_store(tmp_path, FINGERPRINT, 1 << 41)
-    assert store.read([entry.key]) == [None]
+    assert finds(store, [entry]) == [False]
     store.close()
     store = open_store(tmp_path, FINGERPRINT, MB)
     store.close()
@@ -486,7 +480,7 @@ def test_a_directory_that_others_can_write_is_refused(
         open_store(tmp_path, FINGERPRINT, MB)
     shared.chmod(0o755)
     store = open_store(tmp_path, FINGERPRINT, MB)
-    assert same_bytes(store.read([entry.key]), [entry])
+    assert finds_all(store, [entry])
     store.close()
 
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_bytes, state_entry
+from disk_builders import FINGERPRINT, ROOT, Unsynced, finds, kv_entry, payload, state_entry
 
 from memory_store import MemoryStore
 from pippin.cache.disk.disk_store import open_store
@@ -44,10 +44,7 @@ def use_at_random(store: EntryStore, naive: NaiveStore, rng: random.Random, time
             case 1 | 2:
                 store.touch(entry.key for entry in some)
             case 3 | 4:
-                found = store.read([entry.key for entry in some])
-                there = [entry for entry in some if entry.key in naive.kept]
-                assert [each is not None for each in found] == [each in there for each in some]
-                assert same_bytes([each for each in found if each is not None], there)
+                assert finds(store, some) == [entry.key in naive.kept for entry in some]
             case 5:
                 store.flush()
             case 6:

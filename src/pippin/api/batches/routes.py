@@ -15,19 +15,17 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pippin.api.batches.batch import ENDPOINTS, WINDOWS_S, Batch
-from pippin.api.batches.lines import LineClient
-from pippin.api.batches.runner import Batches, BatchOwner
-from pippin.api.batches.store import FileRecord, new_id
-from pippin.api.dialects.response_store import ResponseStores
+from pippin.api.batches.runner import Batches, LineClient
+from pippin.api.batches.store import ENDPOINTS, WINDOWS_S, Batch, FileRecord, OwnerStore, new_id
 from pippin.api.endpoints.app_state import AppState
-from pippin.api.endpoints.stored_responses import page_of
-from pippin.api.fields import table
-from pippin.api.fields.table import MAX_PRIORITY, FieldTable, Members
+from pippin.api.endpoints.generation import page_of
 from pippin.api.http.access_control import client_of, owner_of
-from pippin.api.http.http_errors import ERROR_HANDLERS, JSONResponse
+from pippin.api.http.answers import ERROR_HANDLERS, JSONResponse
 from pippin.api.http.read_body import FILE_FIELD, Form, read_form
+from pippin.api.requests import fields as table
 from pippin.api.requests.body import Body
+from pippin.api.requests.fields import MAX_PRIORITY, FieldTable, Members
+from pippin.api.response_store import ResponseStores
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import RequestError
 from pippin.messages import Submit, TokenDelta
@@ -66,8 +64,8 @@ BATCH_LIST = FieldTable({"limit": table.integer_from(1, MAX_LISTED_BATCHES), "af
 
 
 async def create_file(state: AppState, request: Request) -> Response:
-    files = _owner(state, request).files
-    upload = await asyncio.to_thread(files.upload)
+    owner = _owner(state, request)
+    upload = await asyncio.to_thread(owner.upload)
 
     def store(form: Form) -> FileRecord:
         body = Body(_nested(form.fields))
@@ -80,7 +78,7 @@ async def create_file(state: AppState, request: Request) -> Response:
 
     try:
         with state.bodies.claim(client_of(request.scope)) as claim:
-            most = files.max_file_bytes
+            most = owner.max_file_bytes
             form = await read_form(request, state.limits, most, claim, upload)
         record = await asyncio.to_thread(store, form)
     finally:
@@ -106,8 +104,8 @@ def _nested(given: dict[str, str]) -> dict[str, Any]:
 
 async def list_files(state: AppState, request: Request) -> Response:
     query = request.state.query
-    purpose, files = query.get("purpose"), _owner(state, request).files
-    records = await asyncio.to_thread(files.records)
+    purpose = query.get("purpose")
+    records = await asyncio.to_thread(_owner(state, request).files)
     found = [file.wire() for file in records if purpose in (None, file.purpose)]
     if query.get("order", "desc") == "desc":
         found.reverse()
@@ -115,24 +113,23 @@ async def list_files(state: AppState, request: Request) -> Response:
 
 
 async def show_file(state: AppState, request: Request) -> Response:
-    files = _owner(state, request).files
-    record = await asyncio.to_thread(files.get, request.path_params["id"])
+    record = await asyncio.to_thread(_owner(state, request).file, request.path_params["id"])
     return JSONResponse(record.wire())
 
 
 async def file_content(state: AppState, request: Request) -> Response:
-    files = _owner(state, request).files
-    file = await asyncio.to_thread(files.get, request.path_params["id"])
+    owner = _owner(state, request)
+    file = await asyncio.to_thread(owner.file, request.path_params["id"])
     media_type = "application/octet-stream"
     if file.purpose == "batch":
-        return FileResponse(files.path(file.id), media_type=media_type)
+        return FileResponse(owner.path(file.id), media_type=media_type)
     headers = {"content-length": str(file.nbytes)}
-    return StreamingResponse(map(b"".join, files.results(file.id)), 200, headers, media_type)
+    return StreamingResponse(map(b"".join, owner.results(file.id)), 200, headers, media_type)
 
 
 async def delete_file(state: AppState, request: Request) -> Response:
     id = request.path_params["id"]
-    await asyncio.to_thread(_owner(state, request).files.delete, id)
+    await asyncio.to_thread(_owner(state, request).delete_file, id)
     return JSONResponse({"id": id, "object": "file", "deleted": True})
 
 
@@ -142,7 +139,7 @@ async def create_batch(state: AppState, request: Request) -> Response:
     def read(given: Any) -> Batch:
         body = state.rules.body(given)
         BATCH.check(body, state.rules)
-        input = owner.files.get(body.get("input_file_id"))
+        input = owner.file(body.get("input_file_id"))
         if input.purpose != "batch":
             raise body.error("input_file_id", 'names results; it must name a file for "batch"')
         expiry = body.object("output_expires_after")
@@ -163,21 +160,21 @@ async def create_batch(state: AppState, request: Request) -> Response:
 
 
 async def list_batches(state: AppState, request: Request) -> Response:
-    found = [batch.wire() for batch in reversed(_owner(state, request).batches.batches())]
+    found = [batch.wire() for batch in reversed(list(_owner(state, request).batches.values()))]
     return page_of(found, request.state.query, limit=20, what="a batch")
 
 
 async def show_batch(state: AppState, request: Request) -> Response:
-    return JSONResponse(_owner(state, request).batches.get(request.path_params["id"]).wire())
+    return JSONResponse(_owner(state, request).batch(request.path_params["id"]).wire())
 
 
 async def cancel_batch(state: AppState, request: Request) -> Response:
     owner = _owner(state, request)
-    batch = owner.batches.get(request.path_params["id"])
+    batch = owner.batch(request.path_params["id"])
     return JSONResponse(await state.batches.cancel(owner, batch))
 
 
-def _owner(state: AppState, request: Request) -> BatchOwner:
+def _owner(state: AppState, request: Request) -> OwnerStore:
     return state.batches.of(owner_of(request.scope))
 
 

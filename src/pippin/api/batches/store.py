@@ -6,20 +6,131 @@ killed at any time: what is not in the database was not stored.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, get_args
 
 import msgspec
 
-from pippin.api.batches.batch import Batch
 from pippin.errors import NotFound, NotReady, PippinError, RequestError, cut
+
+
+class BatchUsage(msgspec.Struct):
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def add(self, usage: dict[str, Any]) -> None:
+        """`usage` of one reply of any endpoint."""
+        for name in ("prompt_tokens", "input_tokens"):
+            self.input_tokens += usage.get(name, 0)
+            self.cached_tokens += usage.get(f"{name}_details", {}).get("cached_tokens", 0)
+        for name in ("completion_tokens", "output_tokens"):
+            self.output_tokens += usage.get(name, 0)
+            self.reasoning_tokens += usage.get(f"{name}_details", {}).get("reasoning_tokens", 0)
+
+    def wire(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.input_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.input_tokens + self.output_tokens,
+        }
+
+
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+FINISHED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
+WINDOWS_S = {"24h": 24 * 3600}
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_TIMED = [status for status in get_args(Status) if status != "validating"]
+
+
+class LineError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Batch(msgspec.Struct):
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    model: str  # empty: its lines name several
+    created_at: int
+    metadata: dict[str, str | None] | None = None
+    output_expires_s: int | None = None
+    status: Status = "validating"
+    times: dict[str, int] = msgspec.field(default_factory=dict)  # when each status began
+    errors: list[LineError] = msgspec.field(default_factory=list)
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    usage: BatchUsage | None = None  # before the first line is run
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status in FINISHED
+
+    @property
+    def expires_at(self) -> int:
+        return self.created_at + WINDOWS_S[self.completion_window]
+
+    def results_id(self, kind: str) -> str:
+        """Of the file of its results: the same after a restart."""
+        return f"file-{hashlib.sha256(f'{self.id} {kind}'.encode()).hexdigest()[:32]}"
+
+    def enter(self, status: Status, now: float) -> None:
+        self.status = status
+        self.times[status] = int(now)
+
+    def wire(self) -> dict[str, Any]:
+        errors = [msgspec.structs.asdict(error) for error in self.errors]
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model or None,
+            "errors": {"object": "list", "data": errors} if errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{status}_at": self.times.get(status) for status in _TIMED},
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
+            "usage": self.usage and self.usage.wire(),
+            "metadata": self.metadata,
+        }
+
 
 MAX_FILES = 1_000  # of one owner
 MAX_BATCHES = 1_000  # of one owner; the oldest finished one is forgotten first
@@ -133,27 +244,39 @@ class FileRecord(msgspec.Struct, frozen=True):
 _SELECT = "SELECT id, filename, purpose, created_at, nbytes, expires_at FROM files WHERE owner = ?"
 
 
-class FileStore:
-    """Of one owner. Threads may share it."""
+class OwnerStore:
+    """The files and batches of one owner: of an API key, or of every client of a server without
+    keys. Threads may share it."""
 
     def __init__(
-        self, database: Database, owner: str, *, max_bytes: int, max_file_bytes: int
+        self,
+        database: Database,
+        name: str,
+        state: Mapping[str, Any] | None = None,
+        *,
+        max_bytes: int,
+        max_file_bytes: int,
     ) -> None:
         self._database = database
-        self._owner = owner
+        self._owner = name
+        self.state = state or {}  # of its requests
+        self.turn = asyncio.Lock()  # one of its batches runs at a time
         self._max_bytes = max_bytes
         self.max_file_bytes = min(max_bytes, max_file_bytes)
         self._lock = threading.RLock()
         uploaded = "SELECT SUM(nbytes) FROM files WHERE purpose = 'batch' AND owner = ?"
         results = "SELECT SUM(LENGTH(line)) FROM results WHERE owner = ?"
         # of all content, results of running batches and uploads included
-        self.nbytes: int = sum(database.rows(sql, owner)[0][0] or 0 for sql in (uploaded, results))
+        self.nbytes: int = sum(database.rows(sql, name)[0][0] or 0 for sql in (uploaded, results))
+        found = database.rows("SELECT batch FROM batches WHERE owner = ? ORDER BY id", name)
+        batches = [msgspec.json.decode(record, type=Batch) for (record,) in found]
+        self.batches = {batch.id: batch for batch in batches}  # in order of creation
 
     def path(self, id: str) -> Path:
         """Of the content of an uploaded file."""
         return self._database.directory / f"{id}.jsonl"
 
-    def get(self, id: str) -> FileRecord:
+    def file(self, id: str) -> FileRecord:
         with self._lock:
             self._delete_expired()
             found = self._database.rows(f"{_SELECT} AND id = ?", self._owner, id)
@@ -161,19 +284,19 @@ class FileStore:
             raise NotFound(f"No such File object: {cut(id)}", param="id", code="file_not_found")
         return FileRecord(*found[0])
 
-    def records(self) -> list[FileRecord]:
+    def files(self) -> list[FileRecord]:
         """The oldest first."""
         with self._lock:
             self._delete_expired()
             found = self._database.rows(f"{_SELECT} ORDER BY rowid", self._owner)
         return [FileRecord(*row) for row in found]
 
-    def delete(self, id: str) -> None:
+    def delete_file(self, id: str) -> None:
         with self._lock:
-            self._remove(self.get(id))
+            self._remove(self.file(id))
 
     def upload(self) -> Upload:
-        num_files = len(self.records())
+        num_files = len(self.files())
         if num_files >= MAX_FILES:
             raise RequestError(
                 f"{num_files:,} files are stored, and at most {MAX_FILES:,} are "
@@ -183,8 +306,9 @@ class FileStore:
         return Upload(self, new_id("file-"))
 
     def claim(self, nbytes: int) -> None:
+        """Negative: it is free."""
         with self._lock:
-            if self.nbytes + nbytes > self._max_bytes:
+            if nbytes > 0 and self.nbytes + nbytes > self._max_bytes:
                 raise RequestError(
                     f"the stored files would have more than {self._max_bytes:,} bytes, which is "
                     "the limit for one API key (--batch-bytes): delete some with "
@@ -193,11 +317,7 @@ class FileStore:
                 )
             self.nbytes += nbytes
 
-    def release(self, nbytes: int) -> None:
-        with self._lock:
-            self.nbytes -= nbytes
-
-    def add(
+    def add_file(
         self, id: str, filename: str, purpose: str, expires_s: int | None, nbytes: int
     ) -> FileRecord:
         """List a file whose content is stored."""
@@ -213,7 +333,7 @@ class FileStore:
         """The same of rows."""
         sql = "SELECT SUM(LENGTH(line)) FROM results WHERE file = ?"
         nbytes = self._database.rows(sql, id)[0][0]
-        self.add(id, filename, "batch_output", expires_s, nbytes)
+        self.add_file(id, filename, "batch_output", expires_s, nbytes)
 
     def append(self, id: str, line: bytes) -> None:
         """A result. Computing it again costs less than waiting for the disk at each of them."""
@@ -222,7 +342,7 @@ class FileStore:
             insert = "INSERT INTO results VALUES (?, ?, ?)"
             self._database.write((insert, self._owner, id, line), durable=False)
         except PippinError:
-            self.release(len(line))
+            self.claim(-len(line))
             raise
 
     def results(self, id: str) -> Iterator[list[bytes]]:
@@ -247,6 +367,35 @@ class FileStore:
         for row in found:
             self._remove(FileRecord(*row))
 
+    def batch(self, id: str) -> Batch:
+        if id not in self.batches:
+            raise NotFound(
+                f"No batch found with id '{cut(id)}'.", param="id", code="batch_not_found"
+            )
+        return self.batches[id]
+
+    def add_batch(self, batch: Batch) -> None:
+        if len(self.batches) >= MAX_BATCHES:
+            self._forget_oldest()
+        self.save(batch)
+        self.batches[batch.id] = batch
+
+    def save(self, batch: Batch) -> None:
+        with self._lock:  # of threads that save one batch, each writes its latest state
+            insert = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?)"
+            self._database.write((insert, batch.id, self._owner, msgspec.json.encode(batch)))
+
+    def _forget_oldest(self) -> None:
+        oldest = next((batch for batch in self.batches.values() if batch.is_finished), None)
+        if oldest is None:
+            raise RequestError(
+                f"{len(self.batches):,} batches have not finished, and at most {MAX_BATCHES:,} "
+                "are allowed: wait for one, or cancel one",
+                code="storage_limit_exceeded",
+            )
+        self._database.write(("DELETE FROM batches WHERE id = ?", oldest.id))
+        del self.batches[oldest.id]
+
 
 class Upload:
     """A file that arrives. Until `finish` it is not listed; `discard` deletes what there is.
@@ -254,7 +403,7 @@ class Upload:
     A thread may still write when the request has ended: that has no effect.
     """
 
-    def __init__(self, store: FileStore, id: str) -> None:
+    def __init__(self, store: OwnerStore, id: str) -> None:
         self._store = store
         self._id = id
         self._path = store.path(id)
@@ -293,7 +442,7 @@ class Upload:
             folder = os.open(self._path.parent, os.O_RDONLY)
             os.fsync(folder)
             os.close(folder)
-        record = self._store.add(self._id, filename, purpose, expires_s, self.nbytes)
+        record = self._store.add_file(self._id, filename, purpose, expires_s, self.nbytes)
         self._ended = True
         self._file.close()
         return record
@@ -306,46 +455,4 @@ class Upload:
                 if self._file is not None:
                     self._file.close()
                 self._path.unlink(missing_ok=True)
-                self._store.release(self.nbytes)
-
-
-class BatchStore:
-    def __init__(self, database: Database, owner: str) -> None:
-        self._database = database
-        self._owner = owner
-        self._lock = threading.Lock()
-        found = database.rows("SELECT batch FROM batches WHERE owner = ? ORDER BY id", owner)
-        batches = [msgspec.json.decode(record, type=Batch) for (record,) in found]
-        self._batches = {batch.id: batch for batch in batches}  # in order of creation
-
-    def batches(self) -> list[Batch]:
-        return list(self._batches.values())
-
-    def get(self, id: str) -> Batch:
-        if id not in self._batches:
-            raise NotFound(
-                f"No batch found with id '{cut(id)}'.", param="id", code="batch_not_found"
-            )
-        return self._batches[id]
-
-    def add(self, batch: Batch) -> None:
-        if len(self._batches) >= MAX_BATCHES:
-            self._forget_oldest()
-        self.save(batch)
-        self._batches[batch.id] = batch
-
-    def save(self, batch: Batch) -> None:
-        with self._lock:  # of threads that save one batch, each writes its latest state
-            insert = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?)"
-            self._database.write((insert, batch.id, self._owner, msgspec.json.encode(batch)))
-
-    def _forget_oldest(self) -> None:
-        oldest = next((batch for batch in self._batches.values() if batch.is_finished), None)
-        if oldest is None:
-            raise RequestError(
-                f"{len(self._batches):,} batches have not finished, and at most {MAX_BATCHES:,} "
-                "are allowed: wait for one, or cancel one",
-                code="storage_limit_exceeded",
-            )
-        self._database.write(("DELETE FROM batches WHERE id = ?", oldest.id))
-        del self._batches[oldest.id]
+                self._store.claim(-self.nbytes)

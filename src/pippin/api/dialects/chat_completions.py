@@ -1,16 +1,28 @@
-"""OpenAI's chat completions, with the reasoning as DeepSeek and others add it."""
+"""OpenAI's chat completions, with the reasoning as DeepSeek and others add it; and its text
+completions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from pippin.api.dialects.dialect import HOLE, CompletionStream, EventTemplate, logprobs_entry
-from pippin.api.fields.openai import CHAT
-from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.dialects.dialect import (
+    DONE,
+    HOLE,
+    LEAST_LOGPROB,
+    Dialect,
+    EventTemplate,
+    cached_details,
+    data_event,
+    logprobs_entry,
+    num_reasoning_tokens,
+)
+from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
+from pippin.api.requests.fields import rows_of
 from pippin.api.requests.messages import normalise, parse_messages, read_prediction
-from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap
+from pippin.api.requests.openai_fields import CHAT, COMPLETION
 from pippin.api.requests.sampling_fields import (
     check_choices,
     continues_final_message,
@@ -20,9 +32,62 @@ from pippin.api.requests.sampling_fields import (
     template_variables,
 )
 from pippin.api.requests.tools import InputReader, input_of, read_chat_tools
+from pippin.api.served_models import ModelLease
+from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
-from pippin.text.tokenizer import Tokenizer
+from pippin.types import TokenLogprobs
+
+
+class CompletionStream(Dialect):
+    """The part that OpenAI's chat and text completions have in common."""
+
+    object = ""  # what one object is called
+    chunk_object = ""  # and one event
+
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
+        self._templates: dict[Hashable, EventTemplate] = {}  # of chunks with nothing but text
+
+    def close(self) -> bytes:
+        if not self._job.include_usage:
+            return DONE
+        last = self._envelope(self.chunk_object, [])
+        return data_event(last | {"usage": openai_usage(self._job)}) + DONE
+
+    def error(self, error: PippinError) -> bytes:
+        return super().error(error) + DONE
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        usage = {"usage": None} if self._job.include_usage else {}
+        return data_event(self._envelope(self.chunk_object, [choice]) | usage)
+
+    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._envelope(self.object, choices) | {"usage": openai_usage(self._job)}
+
+    def _envelope(self, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._job.id,
+            "object": object,
+            "created": self._job.created_s,
+            "model": self._job.model,
+            "choices": choices,
+            **self._job.omitted,
+        }
+
+
+def openai_usage(job: Job) -> dict[str, Any]:
+    return {
+        "prompt_tokens": job.num_prompt_tokens,
+        "completion_tokens": job.num_tokens,
+        "total_tokens": job.num_prompt_tokens + job.num_tokens,
+        "prompt_tokens_details": cached_details(job),
+        "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning_tokens(job),
+            "accepted_prediction_tokens": job.num_drafts("accepted"),
+            "rejected_prediction_tokens": job.num_drafts("rejected"),  # not among the completion's
+        },
+    }
 
 
 def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
@@ -45,11 +110,10 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
 
 
 class ChatDialect(CompletionStream):
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        super().__init__(job)
-        self._tokenizer = tokenizer
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
         self._num_calls: dict[int, int] = {}  # complete ones, by choice
         self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice and call
 
@@ -149,3 +213,81 @@ class ChatDialect(CompletionStream):
 
 def _input_delta(index: int, text: str) -> dict[str, Any] | None:
     return {"tool_calls": [{"index": index, "custom": {"input": text}}]} if text else None
+
+
+def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
+    body = COMPLETION.read(fields, rules)
+    prompts, echo = rows_of(body.get("prompt")), body.get("echo", False)
+    if body.get("max_tokens") == 0 and not echo:
+        raise body.wrong("max_tokens", "an integer of at least 1, or 0 with echo")
+    num_logprobs = body.get("logprobs")
+    prompt_logprobs = num_logprobs if echo else None
+    options = read_options(body, rules, num_logprobs, prompt_logprobs=prompt_logprobs)
+    check_choices(len(prompts), options, rules.limits)
+    n = options.params.n
+    if body.get("best_of", n) != n:
+        raise body.unsupported("best_of", f"n is {n}, and only as many replies are computed")
+    suffix = body.get("suffix", "")
+    if suffix and echo:
+        raise body.error("suffix", "and echo cannot be sent together")
+    if (suffix or echo) and options.kept_tokens is not None:
+        other = "suffix" if suffix else "echo"
+        raise body.error(other, "and truncate_prompt_tokens cannot be sent together")
+    gap = Gap(suffix) if suffix else None
+    return CompletionRequest(options, prompts, echo, body.leniency, gap)
+
+
+class CompletionsDialect(CompletionStream):
+    object = chunk_object = "text_completion"
+
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
+        self._with_logprobs = job.with_logprobs
+
+    def events(self, piece: SequencePiece) -> bytes:
+        text = piece.text
+        if not (text or piece.shown or piece.finish):
+            return b""
+        if self._with_logprobs or piece.finish:
+            return self._event(self._choice(piece.index, text, piece.shown, piece.finish))
+        template = self._templates.get(piece.index)
+        if template is None:
+            event = self._event(self._choice(piece.index, HOLE, [], None))
+            template = self._templates[piece.index] = EventTemplate(event)
+        return template.fill(text)
+
+    def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
+        return self._whole(
+            [self._choice(c.index, c.text.content, c.shown, c.finish) for c in choices]
+        )
+
+    def _choice(
+        self, index: int, text: str, tokens: list[ShownToken], finish: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(tokens) if self._with_logprobs else None,
+            "finish_reason": finish,
+        }
+
+    def _logprobs(self, tokens: list[ShownToken]) -> dict[str, Any]:
+        return {
+            "tokens": [self._tokenizer.token_text(token.id) for token in tokens],
+            "token_logprobs": [
+                None if t.logprobs is None else max(t.logprobs.logprob, LEAST_LOGPROB)
+                for t in tokens
+            ],
+            "top_logprobs": [
+                None if t.logprobs is None else self._top(t.id, t.logprobs) for t in tokens
+            ],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def _top(self, id: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens by their text, and the chosen one even if it is none of them."""
+        top = dict(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
+        by_text: dict[str, float] = {}
+        for token, logprob in (top | {id: logprobs.logprob}).items():
+            by_text.setdefault(self._tokenizer.token_text(token), max(logprob, LEAST_LOGPROB))
+        return by_text

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from pippin.api.http.http_errors import error_body
-from pippin.api.jobs.run_job import TIERS, FoldedChoice, Job, run_sequences
+from pippin.api.http.answers import error_body
+from pippin.api.http.sending import EVENTS, HEARTBEAT
+from pippin.api.job import TIERS, FoldedChoice, Job, run_sequences
+from pippin.api.served_models import ModelLease
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
@@ -38,58 +40,39 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
 DONE = b"data: [DONE]\n\n"
 
 
-class Dialect(Protocol):
+class Dialect:
     """One job's reply, as bytes of server-sent events or as one object."""
 
-    def open(self) -> bytes: ...  # before the first piece
+    prefix = "cmpl-"  # of its id
+    media_type = EVENTS  # of a stream
 
-    def events(self, piece: SequencePiece) -> bytes: ...  # empty, if there is nothing to send yet
-
-    def close(self) -> bytes: ...  # the reply is complete: its usage is known
-
-    def whole(self, choices: Sequence[FoldedChoice]) -> Any: ...  # a JSON value
-
-    def error(self, error: PippinError) -> bytes: ...  # the end of a stream that failed
-
-
-class CompletionStream:
-    """The part that OpenAI's chat and text completions have in common."""
-
-    object = ""  # what one object is called
-    chunk_object = ""  # and one event
-
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, lease: ModelLease) -> None:
         self._job = job
-        self._templates: dict[Hashable, EventTemplate] = {}  # of chunks with nothing but text
+        self._tokenizer = lease.served.text.tokenizer
 
     def open(self) -> bytes:
+        """Before the first piece."""
         return b""
 
+    def events(self, piece: SequencePiece) -> bytes:
+        """Empty, if there is nothing to send yet."""
+        raise NotImplementedError
+
+    def ping(self) -> bytes:
+        """While there is nothing else to send."""
+        return HEARTBEAT
+
     def close(self) -> bytes:
-        if not self._job.include_usage:
-            return DONE
-        last = self._envelope(self.chunk_object, [])
-        return data_event(last | {"usage": openai_usage(self._job)}) + DONE
+        """The reply is complete: its usage is known."""
+        return b""
+
+    def whole(self, choices: Sequence[FoldedChoice]) -> Any:
+        """A JSON value."""
+        raise NotImplementedError
 
     def error(self, error: PippinError) -> bytes:
-        return data_event(error_body(error)) + DONE
-
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        usage = {"usage": None} if self._job.include_usage else {}
-        return data_event(self._envelope(self.chunk_object, [choice]) | usage)
-
-    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._envelope(self.object, choices) | {"usage": openai_usage(self._job)}
-
-    def _envelope(self, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._job.id,
-            "object": object,
-            "created": self._job.created_s,
-            "model": self._job.model,
-            "choices": choices,
-            **self._job.omitted,
-        }
+        """The end of a stream that failed."""
+        return data_event(error_body(error))
 
 
 def data_event(data: dict[str, Any]) -> bytes:
@@ -108,20 +91,6 @@ def cached_details(job: Job) -> dict[str, int]:
 
 def num_reasoning_tokens(job: Job) -> int:
     return sum(sequence.num_reasoning_tokens for sequence in job.sequences)
-
-
-def openai_usage(job: Job) -> dict[str, Any]:
-    return {
-        "prompt_tokens": job.num_prompt_tokens,
-        "completion_tokens": job.num_tokens,
-        "total_tokens": job.num_prompt_tokens + job.num_tokens,
-        "prompt_tokens_details": cached_details(job),
-        "completion_tokens_details": {
-            "reasoning_tokens": num_reasoning_tokens(job),
-            "accepted_prediction_tokens": job.num_drafts("accepted"),
-            "rejected_prediction_tokens": job.num_drafts("rejected"),  # not among the completion's
-        },
-    }
 
 
 def logprobs_entry(token: ShownToken, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -164,7 +133,7 @@ async def reply_events(
     yield dialect.close()
 
 
-class BlockStream:
+class BlockStream(Dialect):
     """A dialect names its kinds of blocks, and writes their events: begin, delta, end."""
 
     TEXT, REASONING = "", ""

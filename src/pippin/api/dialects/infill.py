@@ -13,16 +13,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pippin.api.dialects.dialect import data_event
-from pippin.api.fields import openai, table
-from pippin.api.fields.table import FieldTable, ValueKind, ignored_field, refused_field
-from pippin.api.http.http_errors import error_body
-from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.dialects.dialect import Dialect, data_event
+from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
+from pippin.api.requests import fields as table
+from pippin.api.requests import openai_fields as openai
 from pippin.api.requests.body import MAX_LABEL_CHARS, MAX_LABELS, MAX_MESSAGES
+from pippin.api.requests.fields import FieldTable, ValueKind, ignored_field, refused_field
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
 from pippin.api.requests.sampling_fields import check_choices, read_options
-from pippin.errors import PippinError
+from pippin.api.served_models import ModelLease
 from pippin.sequences import SequencePiece
 
 MAX_INDENT = 1_024
@@ -102,17 +102,14 @@ def parse_infill(fields: Any, rules: RequestRules) -> InfillRequest:
     )
 
 
-class InfillDialect:
-    def __init__(self, job: Job, max_len: int) -> None:
+class InfillDialect(Dialect):
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
         asked = job.request
         assert isinstance(asked, InfillRequest)
-        self._job = job
         self._asked = asked
-        self._max_len = max_len
+        self._max_len = lease.served.model.max_len
         self._indents = [IndentLimit(asked.least_indent) for _ in job.sequences]
-
-    def open(self) -> bytes:
-        return b""
 
     def events(self, piece: SequencePiece) -> bytes:
         indent = self._indents[piece.index]
@@ -134,9 +131,6 @@ class InfillDialect:
             }
         )
 
-    def close(self) -> bytes:
-        return b""
-
     def whole(self, choices: Sequence[FoldedChoice]) -> Any:
         """One object, or a list of those of several choices."""
         ends = []
@@ -146,9 +140,6 @@ class InfillDialect:
             tokens = choice.tokens if self._asked.returns_tokens else []
             ends.append(self._end(choice.index, content, choice.finish, tokens))
         return ends[0] if len(ends) == 1 else ends
-
-    def error(self, error: PippinError) -> bytes:
-        return data_event(error_body(error))
 
     def _end(
         self, index: int, content: str, finish: str | None, tokens: list[int]

@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 
 from pippin.api.dialects.dialect import HOLE, BlockStream, EventTemplate, named_event
-from pippin.api.fields import table
-from pippin.api.fields.openai import HINTS, NO_SERVICE, SAMPLERS
-from pippin.api.fields.table import (
+from pippin.api.job import FoldedChoice, Job
+from pippin.api.model_info import RequestRules
+from pippin.api.requests import fields as table
+from pippin.api.requests.body import Body
+from pippin.api.requests.fields import (
     MODEL,
     SAMPLING,
     SERVING,
@@ -27,9 +29,6 @@ from pippin.api.fields.table import (
     pick,
     refused_field,
 )
-from pippin.api.jobs.run_job import FoldedChoice, Job
-from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import Body
 from pippin.api.requests.messages import (
     Message,
     function_call,
@@ -39,6 +38,7 @@ from pippin.api.requests.messages import (
     texts_of,
 )
 from pippin.api.requests.neutral_request import ChatRequest, ToolUse
+from pippin.api.requests.openai_fields import HINTS, NO_SERVICE, SAMPLERS
 from pippin.api.requests.sampling_fields import read_options, template_variables
 from pippin.api.requests.tools import (
     DeclaredTool,
@@ -49,6 +49,7 @@ from pippin.api.requests.tools import (
     tool_bodies,
     tool_use,
 )
+from pippin.api.served_models import ModelLease
 from pippin.errors import PippinError
 from pippin.text.pieces import members_of
 
@@ -230,10 +231,9 @@ _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 def parse_message_request(
-    fields: Any, rules: RequestRules, *, counts_only: bool = False
+    fields: Any, rules: RequestRules, table: FieldTable = MESSAGES
 ) -> ChatRequest:
-    """A request for a reply; or, if it is only to be counted, for the length of its prompt."""
-    body = (COUNT_TOKENS if counts_only else MESSAGES).read(fields, rules)
+    body = table.read(fields, rules)
     management = body.object("context_management") or Body({})
     if management.get("edits") not in (None, [], [_KEEP_ALL_THINKING]):
         management.ignore("edits", "contexts are not edited")  # a conversation is kept whole
@@ -327,10 +327,10 @@ def messages_error(error: PippinError) -> dict[str, Any]:
 
 
 class MessagesDialect(BlockStream):
-    TEXT, REASONING = "text", "thinking"
+    prefix, TEXT, REASONING = "msg_", "text", "thinking"
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
         self._num_blocks = 0
         self._delta_event: EventTemplate | None = None  # of the open block
         self._called = False

@@ -10,10 +10,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from pippin.api.dialects.dialect import HOLE, EventTemplate, logprobs_entry
-from pippin.api.fields import table as kinds
-from pippin.api.fields.openai import ROLES
-from pippin.api.fields.table import (
+from pippin.api.dialects.dialect import HOLE, Dialect, EventTemplate, logprobs_entry
+from pippin.api.http.sending import JSON_LINES
+from pippin.api.job import FoldedChoice, Job
+from pippin.api.model_info import RequestRules
+from pippin.api.requests import fields as kinds
+from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency
+from pippin.api.requests.fields import (
     MAX_LOGPROBS,
     SAMPLING,
     SERVING,
@@ -27,13 +30,12 @@ from pippin.api.fields.table import (
     ignored_field,
     refused_field,
 )
-from pippin.api.jobs.run_job import FoldedChoice, Job
-from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import MAX_MESSAGES, Body, Leniency
 from pippin.api.requests.messages import Message, function_call, message_bodies, text_in_place_of
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
+from pippin.api.requests.openai_fields import ROLES
 from pippin.api.requests.sampling_fields import num_logprobs, read_options
 from pippin.api.requests.tools import read_chat_tools
+from pippin.api.served_models import ModelLease
 from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import ModelNotFound, PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
@@ -78,11 +80,12 @@ class KeepAlive(ValueKind):
         return {"type": ["string", "number"], "description": IN_WORDS}
 
     def check(self, body: Body, field: str, rules: RequestRules) -> Any:
+        seconds = parse_duration(body.get(field))
         if not rules.model.on_demand:
             body.ignore(field, "the model stays loaded")
-        elif parse_duration(body.get(field)) is None:
+        elif seconds is None:
             raise body.wrong(field, IN_WORDS)
-        return body.get(field)
+        return seconds
 
 
 _KEEP_ALIVE: Fields = {"keep_alive": KeepAlive(IN_WORDS)}
@@ -198,9 +201,13 @@ _MESSAGE_FIELDS = frozenset(
 class LoadRequest:
     """For no reply, but for a model in memory, or out of it."""
 
-    done_reason: str
     leniency: Leniency
+    keep_alive_s: float | None  # 0: out of it
     timeout_s: float | None = None
+
+    @property
+    def done_reason(self) -> str:
+        return "unload" if self.keep_alive_s == 0 else "load"
 
     def keep_apart(self, owner_salt: bytes) -> None:
         """It has no prefixes."""
@@ -213,7 +220,7 @@ def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadReq
     body = CHAT.read(fields, rules)
     options, tool_use = _options(body, rules), read_chat_tools(body)
     if not body.get("messages"):
-        return _load(body)
+        return LoadRequest(body.leniency, options.keep_alive_s)
     messages = [_message(message) for message in message_bodies(body)]
     final = messages[-1]
     is_prefill = final["role"] == "assistant" and not final.get("tool_calls")
@@ -235,7 +242,7 @@ def parse_generate(
     options = _options(body, rules)
     suffix = body.get("suffix")
     if not body.get("prompt") and not suffix:
-        return _load(body)
+        return LoadRequest(body.leniency, options.keep_alive_s)
     prompt = _with_images(body, "prompt")
     if suffix or body.get("raw"):
         for field in ("system", "context"):
@@ -258,18 +265,14 @@ def parse_generate(
     )
 
 
-def _load(body: Body) -> LoadRequest:
-    is_unload = parse_duration(body.get("keep_alive")) == 0
-    return LoadRequest("unload" if is_unload else "load", body.leniency)
-
-
 def _options(body: Body, rules: RequestRules) -> Options:
     options = read_options(body, rules, num_logprobs(body))
     # 0 and less mean "as many as fit", and more than fits is cut down to it, as in Ollama.
     given = (body.get("num_predict"), options.most_tokens)
     most = min((n for n in given if n is not None and n > 0), default=None)
     stream = body.get("stream", True)
-    return replace(options, stream=stream, most_tokens=most, max_tokens_field="num_predict")
+    changed = replace(options, stream=stream, most_tokens=most, max_tokens_field="num_predict")
+    return replace(changed, keep_alive_s=body.get("keep_alive"))
 
 
 def _effort(body: Body) -> str | None:
@@ -339,21 +342,22 @@ def nanoseconds(seconds: float) -> int:
     return max(1, round(seconds * NANOSECONDS))
 
 
-class OllamaStream:
+class OllamaStream(Dialect):
     """The part that chats and generated texts have in common."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, load_s: float = 0.0) -> None:
-        self._job = job
-        self._tokenizer = tokenizer
-        self._load_s = load_s  # that it waited for its model
+    media_type = JSON_LINES
+
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
+        self._load_s = lease.waited_s
         self._reply = FoldedChoice(0)  # what has not been sent of it, and all of its tokens
         self._text_line: EventTemplate | None = None  # with nothing but text
 
     def _said(self, text: str, thinking: str, calls: Iterable[FoldedCall]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def open(self) -> bytes:
-        return b""
+    def ping(self) -> bytes:
+        return HEARTBEAT
 
     def events(self, piece: SequencePiece) -> bytes:
         self._reply.add(piece)

@@ -20,14 +20,13 @@ from pippin.api.dialects.dialect import (
     named_event,
     num_reasoning_tokens,
 )
-from pippin.api.dialects.response_store import ResponseStore, StoredTurn
-from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
-from pippin.api.fields.table import FieldTable
-from pippin.api.jobs.run_job import FoldedChoice, Job
+from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
+from pippin.api.requests.fields import FieldTable
 from pippin.api.requests.messages import Message, function_call, read_arguments, texts_of
 from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.requests.openai_fields import RESPONSES
 from pippin.api.requests.sampling_fields import (
     effort_of,
     read_options,
@@ -45,6 +44,8 @@ from pippin.api.requests.tools import (
     output_text,
     read_responses_tools,
 )
+from pippin.api.response_store import StoredTurn
+from pippin.api.served_models import ModelLease
 from pippin.errors import PippinError, RequestError, cut
 
 Item = dict[str, Any]
@@ -336,9 +337,9 @@ class ResponsesRequest(ChatRequest):
 
 
 def parse_responses_request(
-    fields: Any, rules: RequestRules, stored: ResponseStore, table: FieldTable = RESPONSES
+    fields: Any, rules: RequestRules, table: FieldTable = RESPONSES
 ) -> ResponsesRequest:
-    body = table.read(fields, rules)
+    body, stored = table.read(fields, rules), rules.stored
     effort, effort_field = effort_of(body)
     store = body.get("store", stored.enabled)
     if store and not stored.enabled:
@@ -387,27 +388,21 @@ def parse_responses_request(
     )
 
 
-def parse_counted_request(
-    fields: Any, rules: RequestRules, stored: ResponseStore
-) -> ResponsesRequest:
-    """A request whose prompt is only to be counted."""
-    return parse_responses_request(fields, rules, stored, INPUT_TOKENS)
-
-
 def _summary(body: Body) -> str | None:
     reasoning = body.object("reasoning") or Body({})
     return reasoning.string("summary", None) or reasoning.string("generate_summary", None)
 
 
 class ResponsesDialect(BlockStream):
+    prefix = "resp_"
     TEXT, REASONING, CALL, SHELL_CALL = "text", "reasoning", "call", "shell call"
 
-    def __init__(self, job: Job, stored: ResponseStore) -> None:
+    def __init__(self, job: Job, lease: ModelLease) -> None:
+        super().__init__(job, lease)
         asked = job.request
         assert isinstance(asked, ResponsesRequest)
-        self._job = job
         self._asked = asked
-        self._stored = stored
+        self._stored = lease.served.rules.stored
         self._reasoning = asked.reasoning
         self._num_events = 0
         self._done: list[Item] = []

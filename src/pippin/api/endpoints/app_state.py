@@ -11,15 +11,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pippin.api.batches.runner import Batches
-from pippin.api.dialects.response_store import ResponseStores
 from pippin.api.endpoints.metrics_endpoint import ServerMetrics
-from pippin.api.http.access_control import Admins, client_of, owner_salt_of
-from pippin.api.http.read_body import BodyBudget, decode_body, read_body
-from pippin.api.http.request_log import record_of
+from pippin.api.http.access_control import Admins, client_of, owner_of, owner_salt_of
+from pippin.api.http.answers import record_of
+from pippin.api.http.read_body import SMALL_BYTES, BodyBudget, Workers, decode_body, read_body
 from pippin.api.http.sending import in_time, unless_disconnected
-from pippin.api.http.workers import SMALL_BYTES, Workers
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Leniency
+from pippin.api.response_store import ResponseStores
 from pippin.api.served_models import ModelLease, ServedModel, ServedModels, ServedText
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.engine_client import Engine, RequestEngine
@@ -86,7 +85,7 @@ class AppState:
         """The result of `work` on a request's JSON, in a thread. The model need not be loaded."""
         with self.bodies.claim(client_of(request.scope)) as claim:
             body = await read_body(request, self.limits, claim)
-            _, _, found = await self._work(body, work)
+            _, _, found = await self._work(request, body, work)
         return found
 
     async def read_json(self, request: Request, work: Callable[[Any], T]) -> T:
@@ -103,7 +102,7 @@ class AppState:
         self.models.check_ready()
         with self.bodies.claim(client_of(request.scope)) as claim:
             body = await read_body(request, self.limits, claim)
-            entry, served, job = await self._work(body, work)
+            entry, served, job = await self._work(request, body, work)
             lease = await self._lease(request, entry, job.timeout_s)
             if lease.served.model != served.model:  # it is known exactly since it was loaded
                 loaded = lease.served
@@ -116,14 +115,14 @@ class AppState:
         return job, lease
 
     async def _work(
-        self, body: bytearray, work: Callable[[Any, ServedText], T]
+        self, request: Request, body: bytearray, work: Callable[[Any, ServedText], T]
     ) -> tuple[ServedModel, ServedText, T]:
         """By the model that a body names; what it is decoded to is not kept."""
         is_small = len(body) <= SMALL_BYTES
         async with nullcontext() if is_small else self.workers.decoded(body):
             fields = decode_body(body) if is_small else await self.workers.run(decode_body, body)
             entry = self.models.of(fields)
-            served = self._within_limits(await entry.served_text())
+            served = self._for_owner(request, await entry.served_text())
             return entry, served, await self.workers.run(lambda _: work(fields, served), body)
 
     async def _lease(
@@ -141,12 +140,13 @@ class AppState:
         if lease.place:
             record.headers[PLACE_HEADER] = str(lease.place)
         engine = self.use(entry.info.name, lease.engine)
-        return replace(lease, engine=engine, served=self._within_limits(lease.served))
+        return replace(lease, engine=engine, served=self._for_owner(request, lease.served))
 
-    def _within_limits(self, served: ServedText) -> ServedText:
-        if served.rules.limits is self.limits:
-            return served
-        return replace(served, rules=replace(served.rules, limits=self.limits))
+    def _for_owner(self, request: Request, served: ServedText) -> ServedText:
+        owner = owner_of(request.scope)
+        stored = self.stored.of(owner)
+        rules = replace(served.rules, limits=self.limits, owner=owner, stored=stored)
+        return replace(served, rules=rules)
 
 
 Handler = Callable[[AppState, Request], Awaitable[Response]]

@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from time import perf_counter, time
 from typing import Any, TypeVar
 
@@ -24,34 +25,27 @@ from pippin.api.dialects.ollama import (
     PULL,
     SHOW,
     LoadRequest,
-    OllamaChat,
-    OllamaGenerate,
     OllamaStream,
     line,
     nanoseconds,
     ollama_error,
-    parse_generate,
-    parse_ollama_chat,
     rfc3339,
 )
-from pippin.api.endpoints.app_state import AppState, Runnable
-from pippin.api.endpoints.embeddings import EmbeddingJob, embed_all, read_embeddings
-from pippin.api.endpoints.generation import answer
-from pippin.api.fields.table import FieldTable
+from pippin.api.endpoints.app_state import AppState, Handler
+from pippin.api.endpoints.embeddings import EmbeddingJob, embed_all, parse_embeddings
+from pippin.api.endpoints.generation import TextAnswer, answer
 from pippin.api.http.access_control import check_downloads
-from pippin.api.http.http_errors import JSONResponse
-from pippin.api.http.request_log import record_of
+from pippin.api.http.answers import JSONResponse, record_of
 from pippin.api.http.sending import JSON_LINES, StreamResponse, WholeResponse
-from pippin.api.jobs.prepare import prepare_chat, prepare_completion
-from pippin.api.jobs.run_job import Job
-from pippin.api.model_info import ModelInfo, RequestRules, spread
+from pippin.api.job import Job, prepare
+from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Body
+from pippin.api.requests.fields import FieldTable
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
 from pippin.api.served_models import ModelLease, ServedModel, ServedText
-from pippin.durations import FOR_EVER, parse_duration
+from pippin.durations import FOR_EVER
 from pippin.errors import LoadError, Overloaded, RequestError, cut
 from pippin.hub import HUB_ID, delete_cached_model, find_cached_model, pull_progress
-from pippin.text.tokenizer import Tokenizer
 
 Progress = dict[str, Any]
 SUCCESS: Progress = {"status": "success"}
@@ -188,18 +182,8 @@ async def ps(state: AppState, request: Request) -> Response:
     return JSONResponse({"models": models})
 
 
-async def show(state: AppState, request: Request) -> Response:
-    def read(fields: Any, served: ServedText) -> dict[str, Any]:
-        body = served.rules.body(fields)
-        SHOW.check(body, served.rules)
-        record_of(request.scope).ignored = body.leniency.header()
-        return _shown(served)
-
-    return JSONResponse(await state.read(request, read))
-
-
-def _shown(served: ServedText) -> dict[str, Any]:
-    text, model = served.text, served.model
+def show(fields: Any, served: ServedText) -> TextAnswer:
+    body, text, model = SHOW.read(fields, served.rules), served.text, served.model
     family = model.checkpoint.family
     capabilities = {
         "completion": True,
@@ -207,7 +191,7 @@ def _shown(served: ServedText) -> dict[str, Any]:
         "insert": text.fill_in_middle is not None,
         "thinking": text.formats.reasoning is not None,
     }
-    return {
+    shown = {
         "modelfile": f"FROM {model.name}\n",
         "parameters": "",
         "template": "" if text.chat is None else text.chat.source,
@@ -221,6 +205,7 @@ def _shown(served: ServedText) -> dict[str, Any]:
         "capabilities": [name for name, has_it in capabilities.items() if has_it],
         "modified_at": rfc3339(model.created_s),
     }
+    return shown, body.leniency
 
 
 def _listed(model: ModelInfo) -> list[dict[str, Any]]:
@@ -257,8 +242,8 @@ def _details(model: ModelInfo) -> dict[str, Any]:
     }
 
 
-Asked = ChatRequest | CompletionRequest | LoadRequest
-R = TypeVar("R", bound=Runnable)
+OllamaJob = Job | EmbeddingJob | LoadRequest
+J = TypeVar("J", bound=OllamaJob)
 
 
 class _Unload(Exception):
@@ -268,54 +253,46 @@ class _Unload(Exception):
         self.load, self.name = load, name
 
 
-async def chat(state: AppState, request: Request) -> Response:
-    empty = {"message": {"role": "assistant", "content": ""}}
-    return await _reply(state, request, parse_ollama_chat, OllamaChat, empty)
-
-
-async def generate(state: AppState, request: Request) -> Response:
-    return await _reply(state, request, parse_generate, OllamaGenerate, {"response": ""})
-
-
-async def _reply(
-    state: AppState,
-    request: Request,
-    parse: Callable[[Any, RequestRules], Asked],
-    dialect: Callable[[Job, Tokenizer, float], OllamaStream],
+def replies(
+    parse: Callable[[Any, RequestRules], ChatRequest | CompletionRequest | LoadRequest],
+    dialect: type[OllamaStream],
     empty: dict[str, Any],
-) -> Response:
-    def prepare(fields: Any, served: ServedText) -> Job | LoadRequest:
-        match parse(fields, served.rules):
-            case ChatRequest() as chat:
-                return prepare_chat(chat, served.text, served.model)
-            case CompletionRequest() as completion:
-                return prepare_completion(completion, served.text, served.model)
-            case LoadRequest(done_reason="unload") as load if served.model.on_demand:
-                raise _Unload(load, served.model.name)
-            case LoadRequest() as load:
-                return load
+) -> Handler:
+    """`empty`: a reply without text."""
 
-    try:
-        job, lease = await _prepare(state, request, prepare)
-    except _Unload as unload:
-        state.admins.check(request.scope)
-        state.models.get(unload.name).keep_alive(0.0)
-        record_of(request.scope).ignored = unload.load.leniency.header()
-        return _without_text(unload.name, unload.load, empty)
-    if isinstance(job, LoadRequest):
-        return _without_text(lease.served.model.name, job, empty)
-    stream = dialect(job, lease.served.text.tokenizer, lease.waited_s)
-    return answer(job, lease, stream, media_type=JSON_LINES, heartbeat=lambda: HEARTBEAT)
+    def read(fields: Any, served: ServedText) -> Job | LoadRequest:
+        asked = parse(fields, served.rules)
+        if not isinstance(asked, LoadRequest):
+            is_chat = isinstance(asked, ChatRequest)
+            return prepare(asked, served, "chatcmpl-" if is_chat else "cmpl-")
+        if asked.keep_alive_s == 0 and served.model.on_demand:
+            raise _Unload(asked, served.model.name)
+        return asked
 
+    def without_text(name: str, load: LoadRequest) -> Response:
+        head = {"model": name, "created_at": rfc3339()}
+        return JSONResponse({**head, **empty, "done": True, "done_reason": load.done_reason})
 
-def _without_text(name: str, load: LoadRequest, empty: dict[str, Any]) -> Response:
-    head = {"model": name, "created_at": rfc3339()}
-    return JSONResponse({**head, **empty, "done": True, "done_reason": load.done_reason})
+    async def handle(state: AppState, request: Request) -> Response:
+        try:
+            job, lease = await _prepare(state, request, read)
+        except _Unload as unload:
+            state.admins.check(request.scope)
+            state.models.get(unload.name).keep_alive(0.0)
+            record_of(request.scope).ignored = unload.load.leniency.header()
+            return without_text(unload.name, unload.load)
+        if isinstance(job, LoadRequest):
+            return without_text(lease.served.model.name, job)
+        return answer(job, lease, dialect(job, lease))
+
+    return handle
 
 
 async def embed(state: AppState, request: Request) -> Response:
     started = perf_counter()
-    job, lease = await _prepare_embeddings(state, request, EMBED)
+    job, lease = await _prepare(
+        state, request, partial(parse_embeddings, table=EMBED, truncate=True)
+    )
 
     async def reply() -> dict[str, Any]:
         vectors = await embed_all(job, lease.engine)
@@ -331,7 +308,8 @@ async def embed(state: AppState, request: Request) -> Response:
 
 
 async def embeddings(state: AppState, request: Request) -> Response:
-    job, lease = await _prepare_embeddings(state, request, EMBEDDINGS)
+    read = partial(parse_embeddings, table=EMBEDDINGS, truncate=True)
+    job, lease = await _prepare(state, request, read)
 
     async def reply() -> dict[str, Any]:
         (vector,) = await embed_all(job, lease.engine)
@@ -340,36 +318,21 @@ async def embeddings(state: AppState, request: Request) -> Response:
     return WholeResponse(reply, job.timeout_s)
 
 
-async def _prepare_embeddings(
-    state: AppState, request: Request, table: FieldTable
-) -> tuple[EmbeddingJob, ModelLease]:
-    def prepare(fields: Any, served: ServedText) -> EmbeddingJob:
-        body = table.read(fields, served.rules)
-        truncate = body.get("truncate", True)
-        return read_embeddings(body, served.text, served.rules, truncate=truncate)
-
-    return await _prepare(state, request, prepare)
-
-
 async def _prepare(
-    state: AppState, request: Request, work: Callable[[Any, ServedText], R]
-) -> tuple[R, ModelLease]:
+    state: AppState, request: Request, read: Callable[[Any, ServedText], J]
+) -> tuple[J, ModelLease]:
     """`keep_alive` counts from the end of this request. It is every client's model, so where
     keys are set an admin's `keep_alive` alone has an effect."""
-    given: list[Any] = [None]
     is_admin = state.admins.admit(request.scope)
 
-    def noting(fields: Any, served: ServedText) -> R:
-        job = work(fields, served)
-        keep_alive = spread(fields).get("keep_alive")
-        if is_admin:
-            given[:] = [keep_alive]
-        elif keep_alive is not None and served.model.on_demand:
+    def checked(fields: Any, served: ServedText) -> J:
+        job = read(fields, served)
+        if job.keep_alive_s is not None and served.model.on_demand and not is_admin:
             job.leniency.ignore("keep_alive", "it needs an admin key (--admin-key)")
         return job
 
-    job, lease = await state.prepare(request, noting)
-    if (seconds := parse_duration(given[0])) is not None:
+    job, lease = await state.prepare(request, checked)
+    if is_admin and job.keep_alive_s is not None:
         model = state.models.get(lease.served.model.name)
-        model.keep_alive(None if seconds == FOR_EVER else seconds)
+        model.keep_alive(None if job.keep_alive_s == FOR_EVER else job.keep_alive_s)
     return job, lease

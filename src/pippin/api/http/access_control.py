@@ -24,8 +24,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.http.http_errors import ErrorResponse
-from pippin.api.http.request_log import HEADER, IGNORED_HEADER
+from pippin.api.http.answers import HEADER, IGNORED_HEADER, ErrorResponse
 from pippin.api.requests.body import salt_of_owner
 from pippin.config import ServerConfig
 from pippin.errors import LoadError, PippinError

@@ -30,8 +30,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pippin.api.http.access_control import network_of
-from pippin.api.http.http_errors import ErrorResponse, error_body
-from pippin.api.http.request_log import RequestLog
+from pippin.api.http.answers import ErrorResponse, RequestLog, error_body
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError
 

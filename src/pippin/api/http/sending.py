@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pippin.api.http.http_errors import (
+from pippin.api.http.answers import (
     CLIENT_CLOSED_REQUEST,
     ErrorResponse,
     JSONResponse,
     internal_error,
+    record_of,
 )
 from pippin.api.http.limited_connection import ChunkWriter
-from pippin.api.http.request_log import record_of
 from pippin.errors import PippinError
 
 HEARTBEAT_SECONDS = 10.0

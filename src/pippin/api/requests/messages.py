@@ -7,68 +7,16 @@ import binascii
 import hashlib
 import json
 import re
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from pippin.api.fields.openai import ROLES
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count, check_json_size
+from pippin.api.requests.openai_fields import ROLES
 from pippin.api.requests.tools import arguments_of
 from pippin.errors import cut
-
-# The size follows what cameras write before it, which may be a preview of the picture.
-MAX_CHARS = 87_384  # 64 KiB and a little
-MAX_SEGMENTS = 32  # of a JPEG
-_JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of segments with the size
-
-
-def describe_image(data: str) -> str:
-    """Such as "640x480 PNG"; empty, if it is none that is known."""
-    try:
-        head = base64.b64decode(data[:MAX_CHARS].partition("=")[0].encode() + b"===")
-        format, size = _describe(head)
-    except (binascii.Error, UnicodeEncodeError, struct.error):
-        return ""
-    return f"{size[0]}x{size[1]} {format}" if size else format
-
-
-def _describe(head: bytes) -> tuple[str, tuple[int, ...]]:
-    if head.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "PNG", struct.unpack_from(">II", head, 16)
-    if head[:6] in (b"GIF87a", b"GIF89a"):
-        return "GIF", struct.unpack_from("<HH", head, 6)
-    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return "WebP", _webp_size(head)
-    return ("JPEG", _jpeg_size(head)) if head.startswith(b"\xff\xd8") else ("", ())
-
-
-def _webp_size(head: bytes) -> tuple[int, ...]:
-    match head[12:16]:
-        case b"VP8 ":
-            return struct.unpack_from("<HH", head, 26)
-        case b"VP8L":
-            (bits,) = struct.unpack_from("<I", head, 21)
-            return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-        case b"VP8X":
-            low, high, height_low, height_high = struct.unpack_from("<HBHB", head, 24)
-            return (high << 16 | low) + 1, (height_high << 16 | height_low) + 1
-    return ()
-
-
-def _jpeg_size(head: bytes) -> tuple[int, ...]:
-    at = 2
-    for _ in range(MAX_SEGMENTS):
-        if at + 9 > len(head) or head[at] != 0xFF:
-            break
-        if head[at + 1] in _JPEG_SIZES:
-            height, width = struct.unpack_from(">HH", head, at + 5)
-            return width, height
-        at += 2 + int.from_bytes(head[at + 2 : at + 4], "big")
-    return ()
-
 
 MAX_NAME_CHARS = 200  # of a file's name or address, as the model sees it
 _INDEX = re.compile(r"\[\d+\]")
@@ -107,9 +55,9 @@ def text_in_place_of(part: Body) -> str:
 def _placeholder(part: Body, kind: str, other: str | None = None) -> str:
     part.leniency.omit(_INDEX.sub("[]", part.path), kind)
     shown = _KINDS.get(kind, other or kind)
-    data, media_type, where = _source(part)
-    if shown == "image" and (described := describe_image(data) or _format_of(media_type)):
-        return f"[image: {described} omitted]"
+    _, media_type, where = _source(part)
+    if shown == "image" and (format := _format_of(media_type)):
+        return f"[image: {format} omitted]"
     name = " ".join((_name(part) or where)[: MAX_NAME_CHARS * 2].split())
     return f"[{shown} omitted: {cut(name, MAX_NAME_CHARS)}]" if name else f"[{shown} omitted]"
 

@@ -26,6 +26,7 @@ class Options:
     max_schema_bytes: int  # of a grammar
     kept_tokens: int | None = None  # the last ones of a prompt; -1: as many as fit
     add_special_tokens: bool | None = None  # the tokenizer's own; None: as the dialect does
+    keep_alive_s: float | None = None  # for which its model stays loaded
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-from pippin.api.fields.table import (
+from pippin.api.model_info import ModelInfo, RequestRules
+from pippin.api.requests.body import Body
+from pippin.api.requests.fields import (
     CHOICES,
     MAX_LOGPROBS,
     SAMPLING,
@@ -22,8 +24,6 @@ from pippin.api.fields.table import (
     ValueKind,
     integer_from,
 )
-from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import Options
 from pippin.config import LimitsConfig
 from pippin.decode.json_schema import expressed

@@ -24,8 +24,8 @@ from pippin.backends.base import (
     captured_bytes,
 )
 from pippin.backends.fallbacks import Fallbacks, noted_in
-from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
+from pippin.backends.mlx.cpu.operations import compile_without_fusing
 from pippin.backends.mlx.cpu.run_ahead import running_ahead
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
 from pippin.backends.mlx.device import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pippin.backends.mlx.attention.table_kv import table_operations
+from pippin.backends.mlx.attention.table_kv import reads_table
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
@@ -13,7 +13,7 @@ from pippin.backends.mlx.load import LoadedModel
 def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     """The name of each thing chosen, and a line about it."""
     with loaded.operating():
-        by_table = table_operations(loaded.layout) is not None
+        by_table = reads_table(loaded.layout)
     gathers = loaded.attention.kernel is None and not by_table
     yield "attention", attention(loaded.layout, gathers=gathers)
     if loaded.layout.state_indices:

@@ -14,7 +14,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
-from pippin.backends.mlx.cpu.operations.linear import EMBEDDINGS
+from pippin.backends.mlx.cpu.layers import EMBEDDINGS
 
 _NAMES = ("lm_head", *EMBEDDINGS)
 

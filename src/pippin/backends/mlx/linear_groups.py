@@ -1,7 +1,7 @@
 """Linear layers that read the same input: seen, not listed. Knows no models.
 
 They are called with the very same array. What is made of them differs: gpu/stacked_linear.py,
-cpu/operations/linear.py.
+cpu/layers.py.
 """
 
 from __future__ import annotations

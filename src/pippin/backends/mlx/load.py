@@ -21,11 +21,14 @@ from pippin.backends.fallbacks import note_fallback
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.attention.head_ropes import head_norms
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
+from pippin.backends.mlx.cpu.layers import pack_linear_layers
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
-from pippin.backends.mlx.cpu.operations.bindings import operations, without_operations
-from pippin.backends.mlx.cpu.operations.library import OperationsReport, find_library
-from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
+from pippin.backends.mlx.cpu.operations import (
+    compile_without_fusing,
+    find_operations,
+    operations,
+    without_operations,
+)
 from pippin.backends.mlx.device import on_cpu, on_metal
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, load_mtp_head
 from pippin.backends.mlx.families import refusals
@@ -110,13 +113,13 @@ def load(
 ) -> LoadedModel:
     """`safe`: plain operations of mlx alone. `mtp`: with the checkpoint's head for drafts, where it
     has one."""
-    compile_without_fusing()
     if on_cpu():
         keep_large_buffers()
         if not safe:
             progress("preparing CPU operations, which are compiled once on a machine")
-            operations()
-            _note_left_out(find_library())
+            reason = find_operations().reason
+            if reason is not None and platform.system() == "Linux":
+                note_fallback("mlx's own operations are used", reason)
     progress("reading the checkpoint")
     try:
         config = json.loads((path / "config.json").read_bytes())
@@ -136,6 +139,7 @@ def load(
         logger.info("no drafts by MTP: %s", mtp_head)
         mtp_head = None
     with without_operations() if safe else nullcontext():
+        compile_without_fusing()
         return prepare(
             model,
             config,
@@ -145,13 +149,6 @@ def load(
             mtp_head=mtp_head,
             progress=progress,
         )
-
-
-def _note_left_out(report: OperationsReport) -> None:
-    if report.path is None and platform.system() == "Linux":
-        note_fallback("mlx's own operations are used", report.reason)
-    for name, why in report.left_out.items():
-        note_fallback(f"operation {name} is left to mlx on this CPU", why)
 
 
 def prepare(
@@ -182,7 +179,7 @@ def prepare(
         except Exception as error:  # whatever the model's own code raises
             reason = f"mlx-lm's own code for them fails here: {error}"
             raise UnsupportedLayout(reason) from error
-        if not safe and (not on_cpu() or operations("linear") is not None):
+        if not safe and (not on_cpu() or operations() is not None):
             _merge_linear_layers(model, lambda: one_token(make_prompt_cache(model)))
             if mtp_head is not None:
                 _merge_linear_layers(mtp_head, mtp_head.run_once)

@@ -45,9 +45,8 @@ from pippin.backends.mlx.attention import head_ropes
 from pippin.backends.mlx.attention.decode_step import NOT_ITS_KEYS, WITHOUT_ITS_MASK, RowMask
 from pippin.backends.mlx.attention.lent_kv import array_of
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.cpu.operations import drop_ins
-from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
-from pippin.backends.mlx.cpu.operations.linear import pack_head
+from pippin.backends.mlx.cpu import operations as drop_ins
+from pippin.backends.mlx.cpu.layers import pack_head, use_one_operation
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.families.rows_code import use_rows_code
 from pippin.backends.mlx.gpu import added_norms

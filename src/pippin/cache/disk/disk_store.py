@@ -55,7 +55,6 @@ from pippin.cache.entries import (
     Entry,
     EntryStore,
     Key,
-    Loaded,
     Workers,
     check_sizes,
     divided,
@@ -164,41 +163,33 @@ class DiskStore(EntryStore[Slot]):
 
     # ---- reading ---------------------------------------------------------------------------
 
-    def read(
-        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
-    ) -> list[Loaded | None]:
+    def read(self, keys: Sequence[Key], into: Sequence[Destination]) -> list[bool]:
         with self._lock:
             slots = [self._places.get(key) for key in keys]
             for slot in slots:
                 if slot is not None:
                     slot.segment.pin()
-        there = [(index, slot) for index, slot in enumerate(slots) if slot is not None]
-        if into is None:
-            own = {slot: slot.entry.new_buffers() for _, slot in there}
-            into = [() if slot is None else own[slot] for slot in slots]
-        # One job for each buffer; a key that occurs twice may have the same buffer twice.
-        jobs = {id(into[index]): (slot, divided(into[index])) for index, slot in there}
+        there = [(n, slot, divided(into[n])) for n, slot in enumerate(slots) if slot is not None]
         try:
-            blocks = [(slot, block) for slot, each in jobs.values() for block in each]
-            nbytes = sum(slot.entry.nbytes for slot, _ in jobs.values())
+            blocks = [(slot, block) for _, slot, each in there for block in each]
+            nbytes = sum(slot.entry.nbytes for _, slot, _ in there)
             digests = iter(self._readers.map(_read_block, blocks, nbytes))
-            read = {place: list(islice(digests, len(each))) for place, (_, each) in jobs.items()}
+            read = [list(islice(digests, len(each))) for *_, each in there]
         finally:
-            for _, slot in there:
+            for _, slot, _ in there:
                 slot.segment.unpin()
-        found: list[Loaded | None] = [None] * len(keys)
-        for index, slot in there:
-            parts = [digest for digest in read[id(into[index])] if digest is not None]
-            if len(parts) < len(read[id(into[index])]):
+        found = [False] * len(keys)
+        for (index, slot, _), parts in zip(there, read, strict=True):
+            known = [digest for digest in parts if digest is not None]
+            if len(known) < len(parts):
                 self.lose(slot, "read_errors")
-            elif slot.segment.verifies(slot, parts):
-                found[index] = Loaded(slot.entry, tuple(into[index]))
+            elif slot.segment.verifies(slot, known):
+                found[index] = True
+                self.count(hits=1, read_bytes=slot.entry.nbytes)
             elif self.lose(slot, "damaged"):
                 with self._lock:  # the index notes it too, or it would be found again
                     self._unnoted.append(slot)
-        hits = [each.entry.nbytes for each in found if each is not None]
-        misses = len(found) - len(hits)
-        self.count(hits=len(hits), read_bytes=sum(hits), misses=misses)
+        self.count(misses=found.count(False))
         return found
 
     def forget(self, keys: Iterable[Key]) -> None:
@@ -534,7 +525,7 @@ def _add_entries(
             report.entries[entry.key.component.value] += 1
             report.payload_bytes[entry.key.component.value] += entry.nbytes
             if verify:
-                store.read([entry.key])  # counts what it finds
+                store.read([entry.key], [entry.new_buffers()])  # counts what it finds
         counts = store.counters()
     finally:
         store.close()

@@ -20,7 +20,7 @@ damage        An entry that does not read back as it was written is dropped with
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, zip_longest
 from typing import Any
@@ -36,9 +36,8 @@ from pippin.cache.tiers.tier_io import (
     Owned,
     Piece,
     num_bytes,
-    num_parts,
-    piece_of,
     pieces,
+    spans,
 )
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.components import HIDDEN, INDEX, STATE, WINDOW, Rules
@@ -96,9 +95,6 @@ class TierKind:
     max_bytes_written: float  # a second; 0: this engine writes nothing to it
     outlives: bool  # the process: worth writing to when an engine is about to stop
 
-    def rates(self) -> LoadRates:
-        return LoadRates(self.first_bytes_per_second, self.first_latency)
-
 
 # Until it was measured: as fast as files in the page cache. A slow disk is noticed by one late
 # load; a fast one that was taken for slow would never be tried. Written slowly: others use it too.
@@ -120,8 +116,6 @@ Format = Callable[[Component, int], tuple[ArraySpec, ...]]
 
 STATE_STRIDE = 1024  # tokens between states on disk where no request is expected to continue
 
-Sizes = Callable[[Component, int], int]  # bytes of a payload of so many tokens, as bytes
-
 
 @dataclass(frozen=True)
 class Run:
@@ -131,6 +125,12 @@ class Run:
     start: int  # of the latter, how far the path lies on disk by then
     end: int
     payloads: tuple[Payload, ...]  # borrowed from the tree above
+
+    @property
+    def piece(self) -> Piece:
+        """Of a tier's tree."""
+        start = self.start if self.component.divides else self.end
+        return Piece(self.component, start, self.end, tuple(spans(self.payloads)))
 
 
 def is_worth_writing(node: Node) -> bool:
@@ -146,7 +146,7 @@ class Diff:
     rules: Rules
     above: PrefixCache
     disk: PrefixCache
-    sizes: Sizes
+    format: Format
     left: int
     wants_state: Callable[[Node], bool] = is_worth_writing
     runs: list[Run] = field(default_factory=list)
@@ -162,16 +162,21 @@ class Diff:
         if self.rules.has_attention:
             top = self._add_attention(held[-1], disk_reach)
         kept = list(held[-1].ancestors())[::-1]  # once more: nodes may have been cut
-        ends = self._add_ends(kept, on_disk, top)
+        known = {node.end: node.payloads for node in on_disk}
+        ends = self._add_ends(kept, known, top)
         self._add_windows(ends, on_disk)
-        self._add_hidden(ends, on_disk)
+        for node in ends if self.rules.has_hidden else ():
+            there = known.get(node.end)
+            missing = there is None or there[HIDDEN] is None
+            if node.payloads[HIDDEN] is not None and missing and self._fits(Component.HIDDEN, 1):
+                self._add(Component.HIDDEN, node.end, [node])
         return self.runs
 
     def _add_attention(self, last: Node, disk_reach: int) -> int:
         """All below what the disk has; returns how far the disk will have it."""
         if disk_reach >= last.end:
             return disk_reach
-        most = self.left // self.sizes(Component.ATTENTION, 1)
+        most = self.left // num_bytes(self.format(Component.ATTENTION, 1))
         end = min(last.end, disk_reach + most)
         if end < last.end:
             end -= end % GRID
@@ -179,14 +184,16 @@ class Diff:
             return disk_reach
         for position in (end, disk_reach):
             if position:
-                self.above.tree.end_node(last, position)
+                self.above.end_node(last, position)
         nodes = [node for node in last.ancestors() if disk_reach < node.end <= end][::-1]
         self._add(Component.ATTENTION, disk_reach, nodes)
+        self.left -= num_bytes(self.format(Component.ATTENTION, end - disk_reach))
         return end
 
-    def _add_ends(self, held: Sequence[Node], on_disk: Sequence[Node], top: int) -> list[Node]:
+    def _add_ends(
+        self, held: Sequence[Node], known: Mapping[int, Sequence[Payload | None]], top: int
+    ) -> list[Node]:
         """Where matches are to end on disk: at states, as far as there is room for them."""
-        known = _by_end(on_disk)
         connected = held if not self.rules.has_attention else [n for n in held if n.end <= top]
         if not self.rules.has_state:  # ends of prompts, and the path's end
             return [n for n in connected if n.payloads[HIDDEN] is not None or n is connected[-1]]
@@ -195,7 +202,7 @@ class Diff:
         reach = top
         for node, below in zip_longest(stops, stops[1:]):
             there = known.get(node.end)
-            if there is not None and there.payloads[STATE] is not None:
+            if there is not None and there[STATE] is not None:
                 ends.append(node)
             elif self._is_wanted(node, below) and self._fits(Component.STATE, 1):
                 self._add(Component.STATE, min(reach, node.end), [node])
@@ -216,7 +223,7 @@ class Diff:
         floors = [end.end - self.rules.window for end in ends]
         for end, floor in zip(ends, floors, strict=True):  # all of them first: a node is cut once
             if floor > 0:
-                self.above.tree.end_node(end, floor)
+                self.above.end_node(end, floor)
         needed: dict[int, Node] = {}  # by start
         for end, floor in zip(ends, floors, strict=True):
             needed |= {node.start: node for node in end.back_to(floor)}
@@ -233,19 +240,9 @@ class Diff:
         if run:
             self._add(Component.WINDOW, run[0].start, run)
 
-    def _add_hidden(self, ends: Sequence[Node], on_disk: Sequence[Node]) -> None:
-        if not self.rules.has_hidden:
-            return
-        known = _by_end(on_disk)
-        for node in ends:
-            there = known.get(node.end)
-            missing = there is None or there.payloads[HIDDEN] is None
-            if node.payloads[HIDDEN] is not None and missing and self._fits(Component.HIDDEN, 1):
-                self._add(Component.HIDDEN, node.end, [node])
-
     def _fits(self, component: Component, num_tokens: int) -> bool:
         """Whether there is room for so much; if so it is taken."""
-        nbytes = self.sizes(component, num_tokens)
+        nbytes = num_bytes(self.format(component, num_tokens))
         if nbytes > self.left:
             return False
         self.left -= nbytes
@@ -255,13 +252,7 @@ class Diff:
         payloads = [node.payloads[INDEX[component]] for node in nodes]
         held = tuple(payload for payload in payloads if payload is not None)
         assert len(held) == len(nodes)
-        if component is Component.ATTENTION:
-            self.left -= self.sizes(component, nodes[-1].end - start)
         self.runs.append(Run(component, start, nodes[-1].end, held))
-
-
-def _by_end(nodes: Sequence[Node]) -> dict[int, Node]:
-    return {node.end: node for node in nodes}
 
 
 def _lacks_window(on_disk: Sequence[Node], starts: Sequence[int], node: Node) -> bool:
@@ -334,7 +325,7 @@ class CacheTier:
         self.format = format
         self.batch_bytes = batch_bytes
         self.stats = TierStats()
-        self.rates = kind.rates()
+        self.rates = LoadRates(kind.first_bytes_per_second, kind.first_latency)
         self.num_unreadable = 0  # entries that did not read back as they were written
         # What it has: the rules of the tree in memory, over parts of entries. It evicts nothing.
         self.cache = PrefixCache(
@@ -350,7 +341,7 @@ class CacheTier:
         self._unused: list[Key] = []  # nothing of these is in the tree any more
         # Of the salt and the tokens that were hashed last.
         self._last_chain = b"", b"", Chain(store.fingerprint)
-        self.cache.tree.observers += (_Places(),)
+        self.cache.observers += (_Places(),)
         self._fill()
 
     # ---- down ------------------------------------------------------------------------------
@@ -362,14 +353,15 @@ class CacheTier:
         payloads are borrowed until a change."""
         source, root, wants_state = self.memory, salt, self._wants_state
         if above is not None:
-            source, root, wants_state = above.cache, above.root(salt), _any_state
-        sizes = (self._num_bytes, self.batch_bytes)
-        diff = Diff(self.memory.tree.rules, source, self.cache, *sizes, wants_state)
+            source, root = above.cache, above.root(salt)
+            wants_state = lambda node: True  # noqa: E731  # it has those alone that were worth it
+        rules, left = self.memory.rules, self.batch_bytes
+        diff = Diff(rules, source, self.cache, self.format, left, wants_state)
         return diff.find(as_tokens(tokens), root, self.root(salt))
 
     def pieces(self, runs: Sequence[Run]) -> list[Piece]:
         """Of runs that the tier below lacks; none if the store has not all of them any more."""
-        found = [piece_of(run.component, run.start, run.end, run.payloads) for run in runs]
+        found = [run.piece for run in runs]
         return [] if self._lose_pieces(found) else found
 
     def wrote(
@@ -390,8 +382,8 @@ class CacheTier:
             for entry, was_kept in zip(entries, kept, strict=True)
             if was_kept and entry.key in self._store
         ]
-        self.add_all(ids, there, root)
-        self._note_copies(ids, [(e.key.component, e.start, e.end) for e in there], salt)
+        self.add(ids, there, root)
+        self.note_copies(ids, [(e.key.component, e.start, e.end) for e in there], salt)
         for entry, was_kept in zip(entries, kept, strict=True):
             if was_kept:
                 self.stats.spilled_entries += 1
@@ -399,16 +391,11 @@ class CacheTier:
             else:
                 self.stats.failed_spills += 1
 
-    def note_copy(
-        self, ids: TokenArray, component: Component, start: int, salt: bytes = b""
+    def note_copies(
+        self, ids: TokenArray, copies: Sequence[tuple[Component, int, int]], salt: bytes = b""
     ) -> None:
-        """Memory and this tier have a component of this path: memory evicts first what the next
-        tier has."""
-        self._note_copies(ids, [(component, start, len(ids))], salt)
-
-    def _note_copies(
-        self, ids: TokenArray, copies: Sequence[tuple[Component, int, int]], salt: bytes
-    ) -> None:
+        """Memory and this tier have components of [start, end) of this path: memory evicts first
+        what the next tier has."""
         if not self.level and self.kind.max_bytes_written and copies:
             self.memory.mark_copied(ids, copies, salt)
 
@@ -419,19 +406,18 @@ class CacheTier:
 
         The tree names an entry for it that no store has; nothing of it can be loaded.
         """
-        if not num_held or not self.memory.tree.rules.has_attention:
+        if not num_held or not self.memory.rules.has_attention:
             return []
         ids = as_tokens(tokens)[:num_held]
-        entry = self.entry(ids, Component.ATTENTION, 0, salt)
-        self.add(ids, entry, self.root(salt))
+        (entry,) = self.entries(ids, [Run(Component.ATTENTION, 0, num_held, ())], salt)
+        self.add(ids, [entry], self.root(salt))
         return [entry.key]
 
     def arrived(self, tokens: npt.ArrayLike, entry: Entry, salt: bytes = b"") -> None:
         """Another engine has sent an entry of this sequence: it can be found from now on, if the
         store has not evicted it since."""
-        if entry.key not in self._store:
-            return
-        self.add(as_tokens(tokens)[: entry.end], entry, self.root(salt))
+        if entry.key in self._store:
+            self.add(as_tokens(tokens), [entry], self.root(salt))
 
     def keys_along(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Key]:
         """Of the entries along a path, the deepest first: those above them are evicted later."""
@@ -489,30 +475,18 @@ class CacheTier:
         self._unused += found.orphans
         plain = Chain(self._store.fingerprint).key
         for placed in sorted(found.placed, key=lambda one: ORDER.index(one.entry.key.component)):
-            entry = placed.entry
-            if self._is_readable(entry):
+            entry, component = placed.entry, placed.entry.key.component
+            is_kept = component in self._components
+            if is_kept and entry.arrays == self.format(component, entry.num_parts):
                 ids = np.frombuffer(placed.path_tokens(), dtype=np.int32)
-                self.add(ids, entry, b"" if placed.root == plain else placed.root)
+                self.add(ids, [entry], b"" if placed.root == plain else placed.root)
             else:
                 self._unused.append(entry.key)  # of a backend with another layout
         self._num_added = 0
 
-    def _is_readable(self, entry: Entry) -> bool:
-        component = entry.key.component
-        is_kept = component in self._components
-        return is_kept and entry.arrays == self.format(component, num_parts(entry))
-
     def root(self, salt: bytes) -> bytes:
         """What this tree has in place of a salt: an earlier process left a chain's root alone."""
         return Chain(self._store.fingerprint, salt).key if salt else b""
-
-    def entry(self, ids: TokenArray, component: Component, start: int, salt: bytes = b"") -> Entry:
-        """The entry for a component of the path `ids`: KV of [start, end), or what is at its end.
-
-        For the latter, `start` is how much of the path this tree has already.
-        """
-        (entry,) = self.entries(ids, [Run(component, start, len(ids), ())], salt)
-        return entry
 
     def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run], salt: bytes = b"") -> list[Entry]:
         """The entries for runs of the path `tokens`."""
@@ -541,12 +515,9 @@ class CacheTier:
         self._last_chain = salt, ids[: chain.length].tobytes(), chain
         return chains
 
-    def add(self, ids: TokenArray, entry: Entry, root: bytes = b"") -> None:
-        """An entry has been written; it is not wanted where it does not connect."""
-        self.add_all(ids[: entry.end], [entry], root)
-
-    def add_all(self, ids: TokenArray, entries: Iterable[Entry], root: bytes = b"") -> None:
-        """Entries of one path. All its states are inserted in one walk along it."""
+    def add(self, ids: TokenArray, entries: Iterable[Entry], root: bytes = b"") -> None:
+        """Entries of one path; they are not wanted where they do not connect. All its states are
+        inserted in one walk along it."""
         states: dict[int, Payload] = {}
         for entry in entries:
             part = self._part(entry)
@@ -610,7 +581,7 @@ class CacheTier:
 
     def _remove(self, owner: Owned, limit: int) -> int:
         """Up to `limit` parts of an entry, or nodes below them; returns how many were looked at."""
-        tree, removed = self.cache.tree, 0
+        tree, removed = self.cache, 0
         for part in list(islice(owner.parts, limit)):
             node = part.node
             assert node is not None
@@ -634,8 +605,6 @@ class CacheTier:
         self._lost.pop(owner.key, None)
         self._unused.append(owner.key)
 
-    # ---- both ------------------------------------------------------------------------------
-
     def counters(self) -> dict[str, object]:
         cache = self.cache
         return {
@@ -643,19 +612,11 @@ class CacheTier:
             "nodes": cache.radix.num_nodes,
             "tokens": cache.radix.num_tokens,
             "nbytes": cache.nbytes,
-            "component_bytes": {c.value: n for c, n in cache.tree.component_bytes.items()},
+            "component_bytes": {c.value: n for c, n in cache.component_bytes.items()},
             "unreadable_entries": self.num_unreadable,
             "load_bytes_per_second": round(self.rates.bytes_per_second),
             **asdict(self.stats),
         }
-
-    def _num_bytes(self, component: Component, num_tokens: int) -> int:
-        return num_bytes(self.format(component, num_tokens))
-
-
-def _any_state(node: Node) -> bool:
-    """The tier above has those alone that were worth writing."""
-    return True
 
 
 class _Places(TreeObserver):

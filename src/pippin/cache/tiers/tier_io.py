@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pippin.cache.entries import ArraySpec, Bytes, Entry, EntryStore, Key, Loaded
+from pippin.cache.entries import ArraySpec, Bytes, Entry, EntryStore, Key
 from pippin.cache.host_store import HostStore, PinnedEntry
 from pippin.cache.prefix_cache import Match
 from pippin.cache.tree.radix import Node
@@ -37,12 +37,12 @@ class Span(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        return self.num_tokens == num_parts(self.entry)
+        return self.num_tokens == self.entry.num_parts
 
-
-def num_parts(entry: Entry) -> int:
-    """How many tokens its payload divides into."""
-    return entry.key.num_tokens or 1
+    def views(self, arrays: Sequence[Bytes]) -> tuple[Bytes, ...]:
+        """Of the whole entry's arrays its part."""
+        both = zip(self.entry.arrays, arrays, strict=True)
+        return tuple(spec.tokens(data, self.start, self.stop) for spec, data in both)
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class Owned:
 
     def part(self) -> EntryPart:
         """All of it, for an insert."""
-        return EntryPart(self, 0, num_parts(self.entry))
+        return EntryPart(self, 0, self.entry.num_parts)
 
 
 class EntryPart:
@@ -86,7 +86,7 @@ class EntryPart:
     @property
     def nbytes(self) -> int:
         """Such that those of all parts add up."""
-        nbytes, total = self.owner.entry.nbytes, num_parts(self.owner.entry)
+        nbytes, total = self.owner.entry.nbytes, self.owner.entry.num_parts
         return nbytes * self.stop // total - nbytes * self.start // total
 
     def split(self, at: int) -> tuple[Payload, Payload]:
@@ -137,23 +137,18 @@ def pieces(match: Match, held: int, max_bytes: int) -> list[Piece]:
     """
     found: list[Piece] = []
     for component in Component:
-        spans = _spans(match.payloads.get(component, ()))
-        if not spans or (component is Component.HIDDEN and match.length < match.prompt_len):
+        parts = spans(match.payloads.get(component, ()))
+        if not parts or (component is Component.HIDDEN and match.length < match.prompt_len):
             continue
         if component.divides:
             first = held if component is Component.ATTENTION else 0
-            found += _grouped(component, _from(first, match.length, spans), max_bytes)
+            found += _grouped(component, first, match.length, parts, max_bytes)
         else:
-            found.append(Piece(component, match.length, match.length, tuple(spans)))
+            found.append(Piece(component, match.length, match.length, tuple(parts)))
     return found
 
 
-def piece_of(component: Component, start: int, end: int, parts: Sequence[Payload]) -> Piece:
-    """Of parts that follow each other along a path: KV of [start, end), or what is kept there."""
-    return Piece(component, start if component.divides else end, end, tuple(_spans(parts)))
-
-
-def _spans(parts: Sequence[Payload]) -> list[Span]:
+def spans(parts: Sequence[Payload]) -> list[Span]:
     """Parts of one entry that follow each other as one: an entry is read whole, and once."""
     found: list[Span] = []
     for part in parts:
@@ -165,74 +160,55 @@ def _spans(parts: Sequence[Payload]) -> list[Span]:
     return found
 
 
-def _from(first: int, end: int, spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Spans that end at `end`, with their positions, less what lies before `first`."""
-    start = end - sum(span.num_tokens for span in spans)
-    for span in spans:
-        stop = start + span.num_tokens
-        if stop > first:
-            skipped = max(0, first - start)
-            yield start + skipped, Span(span.entry, span.start + skipped, span.stop)
-        start = stop
-
-
 def _grouped(
-    component: Component, placed: Iterator[tuple[int, Span]], max_bytes: int
+    component: Component, first: int, end: int, parts: Sequence[Span], max_bytes: int
 ) -> Iterator[Piece]:
-    """As many spans together as make a piece of `max_bytes`."""
-    groups: list[tuple[int, list[Span]]] = []
-    nbytes = 0
-    for start, span in placed:
-        if not groups or nbytes + span.entry.nbytes > max_bytes:
-            groups.append((start, []))
-            nbytes = 0
-        groups[-1][1].append(span)
-        nbytes += span.entry.nbytes
-    for start, spans in groups:
-        end = start + sum(span.num_tokens for span in spans)
-        yield Piece(component, start, end, tuple(spans))
+    """Spans that end at `end`, less what lies before `first`: as many together as make a piece of
+    `max_bytes`."""
+    group: list[Span] = []
+    nbytes = 0  # of the group
+    start = stop = end - sum(span.num_tokens for span in parts)
+    for span in parts:
+        skipped = min(max(0, first - stop), span.num_tokens)
+        if group and nbytes + span.entry.nbytes > max_bytes:
+            yield Piece(component, start, stop, tuple(group))
+            group, nbytes = [], 0
+        if not group:
+            start = stop + skipped
+        stop += span.num_tokens
+        if skipped < span.num_tokens:
+            nbytes += span.entry.nbytes
+            group.append(Span(span.entry, span.start + skipped, span.stop))
+    if group:
+        yield Piece(component, start, stop, tuple(group))
 
 
 def read(
     store: EntryStore[Any], piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes
-) -> tuple[Bytes, ...] | list[Key]:
-    """The piece's arrays, in `buffer`; or the keys that could not be read. From any thread.
+) -> tuple[tuple[Bytes, ...], list[Key]]:
+    """The piece's arrays, in `buffer`, and the keys that could not be read. From any thread.
 
     An entry of which only a part is wanted is read to memory of its own first.
     """
-    arrays = _divided(buffer, specs)
+    ends = accumulate((spec.nbytes for spec in specs), initial=0)
+    arrays, at = tuple(buffer[start:end] for start, end in pairwise(ends)), 0
     targets: list[list[Bytes]] = []
-    at = 0
     for span in piece.spans:
         end = at + span.num_tokens
         targets.append([s.tokens(a, at, end) for a, s in zip(arrays, specs, strict=True)])
         at = end
-    spans = list(zip(piece.spans, targets, strict=True))
-    into = [to if span.is_whole else span.entry.new_buffers() for span, to in spans]
-    loaded = store.read(piece.keys, into)
-    lost = [key for key, found in zip(piece.keys, loaded, strict=True) if found is None]
-    if lost:
-        return lost
-    for (span, to), found in zip(spans, loaded, strict=True):
-        if found is not None and not span.is_whole:
-            for target, part in zip(to, views_of(found, span), strict=True):
+    parts = list(zip(piece.spans, targets, strict=True))
+    into = [to if span.is_whole else span.entry.new_buffers() for span, to in parts]
+    found = store.read(piece.keys, into)
+    for (span, to), content, is_there in zip(parts, into, found, strict=True):
+        if is_there and not span.is_whole:
+            for target, part in zip(to, span.views(content), strict=True):
                 target[:] = part
-    return arrays
-
-
-def views_of(loaded: Loaded, span: Span) -> tuple[Bytes, ...]:
-    """The arrays of a part of an entry."""
-    arrays = zip(loaded.entry.arrays, loaded.arrays, strict=True)
-    return tuple(spec.tokens(data, span.start, span.stop) for spec, data in arrays)
+    return arrays, [key for key, is_there in zip(piece.keys, found, strict=True) if not is_there]
 
 
 def num_bytes(specs: Sequence[ArraySpec]) -> int:
     return sum(spec.nbytes for spec in specs)
-
-
-def _divided(buffer: Bytes, specs: Sequence[ArraySpec]) -> tuple[Bytes, ...]:
-    ends = accumulate((spec.nbytes for spec in specs), initial=0)
-    return tuple(buffer[at:end] for at, end in pairwise(ends))
 
 
 PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
@@ -388,8 +364,7 @@ class TierIO:
         """As `read`, in the caller's thread."""
         began = perf_counter()
         if buffer is not None:
-            found = read(self.store, piece, specs, buffer)
-            lost, arrays = (found, ()) if isinstance(found, list) else ([], found)
+            arrays, lost = read(self.store, piece, specs, buffer)
             return ReadPiece(arrays, lost, perf_counter() - began)
         assert isinstance(self.store, HostStore)
         (span,) = piece.spans
@@ -397,7 +372,7 @@ class TierIO:
         seconds = perf_counter() - began
         if pinned is None:
             return ReadPiece((), piece.keys, seconds)
-        return ReadPiece(views_of(pinned.loaded, span), [], seconds, pinned)
+        return ReadPiece(span.views(pinned.arrays), [], seconds, pinned)
 
 
 def _call(verb: Callable[..., None], arguments: tuple[Any, ...]) -> None:

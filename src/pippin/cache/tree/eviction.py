@@ -19,6 +19,7 @@ import enum
 import heapq
 import math
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -28,51 +29,6 @@ from pippin.cache.tree.radix import Node
 
 Rank = tuple[float, int]  # level and worth, tick
 LAST: Rank = (math.inf, 0)
-
-
-class NodeHeap:
-    """Nodes by their ranks. What was moved or removed leaves an entry behind, which is skipped."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[Rank, int, Node]] = []
-        self._ranks: dict[Node, Rank] = {}
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    def rank_of(self, node: Node) -> Rank | None:
-        """The rank under which a node was put; None if it is not there."""
-        return self._ranks.get(node)
-
-    @property
-    def least(self) -> Rank:
-        """The rank of the first node; LAST without one."""
-        entries, ranks = self._entries, self._ranks
-        while entries and ranks.get(entries[0][2]) != entries[0][0]:
-            heapq.heappop(entries)
-        return entries[0][0] if entries else LAST
-
-    @property
-    def first(self) -> Node:
-        assert self.least != LAST
-        return self._entries[0][2]
-
-    def put(self, node: Node, rank: Rank) -> None:
-        """Add a node, or move one that is there."""
-        if self._ranks.get(node) != rank:
-            self._ranks[node] = rank
-            heapq.heappush(self._entries, (rank, node.id, node))
-            self._clear_out()
-
-    def discard(self, node: Node) -> None:
-        """Remove a node, if it is there."""
-        if self._ranks.pop(node, None) is not None:
-            self._clear_out()
-
-    def _clear_out(self) -> None:
-        if len(self._entries) > 2 * len(self._ranks) + MAX_LEFT_BEHIND:
-            self._entries = [(rank, node.id, node) for node, rank in self._ranks.items()]
-            heapq.heapify(self._entries)
 
 
 MAX_LEFT_BEHIND = 16
@@ -127,26 +83,51 @@ def state_rank(rules: Rules, node: Node) -> Rank | None:
     return level + (value * COPIED if node.copied >> STATE & 1 else value), tick
 
 
-class UnitHeap(NodeHeap):
-    """The nodes of which one unit may be evicted, least rank first."""
+class UnitHeap:
+    """The nodes of which one unit may be evicted, by their ranks. What was moved or removed leaves
+    an entry behind, which is skipped."""
 
-    def __init__(
-        self, rules: Rules, unit: Unit, rank: Callable[[Rules, Node], Rank | None]
-    ) -> None:
-        super().__init__()
+    def __init__(self, unit: Unit, rank: Callable[[Node], Rank | None]) -> None:
         self.unit = unit
-        self._rules = rules
-        self._rank = rank
+        self.rank = rank
+        self._entries: list[tuple[Rank, int, Node]] = []
+        self._ranks: dict[Node, Rank] = {}
 
-    def rank(self, node: Node) -> Rank | None:
-        return self._rank(self._rules, node)
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def rank_of(self, node: Node) -> Rank | None:
+        """The rank under which a node was put; None if it is not there."""
+        return self._ranks.get(node)
+
+    @property
+    def least(self) -> Rank:
+        """The rank of the first node; LAST without one."""
+        entries, ranks = self._entries, self._ranks
+        while entries and ranks.get(entries[0][2]) != entries[0][0]:
+            heapq.heappop(entries)
+        return entries[0][0] if entries else LAST
+
+    @property
+    def first(self) -> Node:
+        assert self.least != LAST
+        return self._entries[0][2]
 
     def update(self, node: Node) -> None:
-        rank = self._rank(self._rules, node)
+        self.put(node, self.rank(node))
+
+    def put(self, node: Node, rank: Rank | None) -> None:
+        """Add, move or, without a rank, remove a node."""
+        if self._ranks.get(node) == rank:
+            return
         if rank is None:
-            self.discard(node)
+            del self._ranks[node]
         else:
-            self.put(node, rank)
+            self._ranks[node] = rank
+            heapq.heappush(self._entries, (rank, node.id, node))
+        if len(self._entries) > 2 * len(self._ranks) + MAX_LEFT_BEHIND:
+            self._entries = [(rank, node.id, node) for node, rank in self._ranks.items()]
+            heapq.heapify(self._entries)
 
 
 class Candidate(NamedTuple):
@@ -166,7 +147,9 @@ class EvictionQueue:
             (Unit.LEAF, leaf_rank, True),
         )
         self._heaps = tuple(
-            UnitHeap(rules, unit, rank) for unit, rank, has_unit in units if evicts and has_unit
+            UnitHeap(unit, partial(rank, rules))
+            for unit, rank, has_unit in units
+            if evicts and has_unit
         )
 
     def update(self, node: Node) -> None:
@@ -190,7 +173,7 @@ class EvictionQueue:
             del found[MAX_CANDIDATES:]
             least = found[0]
             self.level = max(self.level, least.rank[0])
-            least.heap.discard(least.node)
+            least.heap.put(least.node, None)
             freed += take(least.node, least.heap.unit)
         for node in spared:
             self.update(node)
@@ -206,7 +189,7 @@ class EvictionQueue:
             node = heap.first
             rank = heap.rank(node)
             if rank is None or node.stamp[1] >= spare_since:
-                heap.discard(node)
+                heap.put(node, None)
                 if rank is not None:  # or else locked since; `unlock` updates it
                     spared.append(node)
                 continue

@@ -97,7 +97,7 @@ class PayloadTree:
                 observer.used(node)
         return self.tick
 
-    def unlock(self, node: Node, floor: int) -> None:
+    def unlock_node(self, node: Node, floor: int) -> None:
         """Undo `locks.lock`, which returned `floor`; what is empty now leaves the tree."""
         for free in self.locks.unlock(node, floor):
             if free.attached:  # or else pruned with the one before it
@@ -168,7 +168,7 @@ class PayloadTree:
             self.canary.seal(node, index)
         self.notify_changed(node)
 
-    def mark_copied(self, node: Node, index: int) -> None:
+    def mark_node_copied(self, node: Node, index: int) -> None:
         """The tier below has this payload too: it costs less to evict."""
         if node.payloads[index] is not None:
             node.copied |= 1 << index

@@ -198,7 +198,7 @@ class EventSender:
             device=loop.backend.device.name,
             slots=loop.scheduler.slots.num_slots,
             overlap=loop.overlap,
-            components=[] if cache is None else [kind.value for kind in cache.tree.component_bytes],
+            components=[] if cache is None else [kind.value for kind in cache.component_bytes],
             steps=_newest(self._past_steps),
             requests=[*self._past_requests, *self._recorder.requests()[:MAX_REQUESTS]],
             tree=None if self._mirror is None else self._mirror.snapshot(),
@@ -218,7 +218,7 @@ class EventSender:
         rows = sum(running.nbytes for running in scheduler.running_slots.values())
         checkpoints = sum(running.checkpoint_bytes for running in scheduler.running_slots.values())
         loads = scheduler.traffic.claimed_bytes
-        tree = {} if cache is None else cache.tree.component_bytes
+        tree = {} if cache is None else cache.component_bytes
         return MemoryUse(
             device=self._loop.backend.memory_used(),
             capacity=budget.capacity,
@@ -239,7 +239,7 @@ class EventSender:
         began = self._steps[0].planned if self._steps else now
         seconds = now - max(began, self._last_at)
         return EngineLoad(
-            running=scheduler.num_running,
+            running=len(scheduler.running),
             waiting=len(scheduler.admission.queue),
             compiling=len(scheduler.compiling),
             loading=scheduler.traffic.num_loading,

@@ -112,13 +112,13 @@ class Recorder:
         if not self._sinks:
             for request in self._scheduler.requests.values():
                 self._lives[request.id] = self._life(request)
-            self._scheduler.registry.observer = self
+            self._scheduler.observer = self
         self._sinks.append(sink)
 
     def remove(self, sink: EventSink) -> None:
         self._sinks.remove(sink)
         if not self._sinks:
-            self._scheduler.registry.observer = None
+            self._scheduler.observer = None
             self._lives.clear()
             self._launched.clear()
             self._preempted.clear()
@@ -307,10 +307,10 @@ class TreeMirror(TreeObserver):
         self._evicted: list[int] = []
         self._used: dict[int, None] = {}  # in order
         self._locked: list[int] = []
-        cache.tree.observers += (self,)
+        cache.observers += (self,)
 
     def close(self) -> None:
-        tree = self._cache.tree
+        tree = self._cache
         tree.observers = tuple(one for one in tree.observers if one is not self)
 
     def snapshot(self) -> TreeEvent:
@@ -399,7 +399,7 @@ class TreeMirror(TreeObserver):
             hidden=hidden,
             used=used,
             locked=sorted(node.id for node in cache.locked_ends if node.id in self.shown),
-            tick=cache.tree.tick,
+            tick=cache.tick,
             num_nodes=cache.radix.num_nodes,
             num_tokens=cache.radix.num_tokens,
             num_roots=len(cache.radix.root.children),

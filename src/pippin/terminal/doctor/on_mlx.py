@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,13 +19,8 @@ from pippin.amounts import show_bytes
 from pippin.backends.host import num_threads
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import load_fast_blas
-from pippin.backends.mlx.cpu.operations.check import TRIALS
-from pippin.backends.mlx.cpu.operations.library import (
-    OperationsReport,
-    find_library,
-    try_operations,
-)
-from pippin.backends.mlx.cpu.operations.linear import PackedLinear
+from pippin.backends.mlx.cpu.layers import PackedLinear
+from pippin.backends.mlx.cpu.operations import OperationsReport, find_operations
 from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info, max_buffers, on_cpu, on_metal
 from pippin.backends.mlx.environment import TF32, products_are_exact
@@ -39,7 +33,7 @@ from pippin.terminal.doctor.engine import (
     memory_finding,
     type_finding,
 )
-from pippin.terminal.doctor.report import ISSUE, SAFE, Finding, checked
+from pippin.terminal.doctor.report import ISSUE, Finding, checked
 
 
 def choices(llm: LLM) -> Iterator[Finding]:
@@ -105,52 +99,22 @@ def kernels(*, safe: bool) -> Iterator[Finding]:
     if safe:
         yield Finding("operations", "mlx's own, and no kernels of Pippin's: --safe")
     elif on_cpu():
-        yield from operations(find_library())
+        yield operations(find_operations())
     yield from recurrence()
 
 
-def operations(found: OperationsReport) -> Iterator[Finding]:
-    if found.path is None:
-        yield _without_library(found)
-        return
-    wrong, names = try_operations(found.path), [trial.__name__ for trial in TRIALS]
-    right = [name for name in names if name not in wrong]
-    yield Finding(
-        "operations",
-        f"{len(right)} of {len(names)} of Pippin's agree with mlx's, in C++ with "
-        f"{num_threads()} threads: {', '.join(right)}",
-        "ok" if right else "info",
-    )
-    for name, why in wrong.items():
-        if name in found.left_out:
-            yield Finding(
-                f"operation {name}",
-                f"mlx's own, because Pippin's does not work on this machine: {why}",
-                "warning",
-                means="`pippin serve` uses mlx's own for it: replies are right and may be slower",
-                remedy=ISSUE,
-            )
-            continue
-        yield Finding(
-            f"operation {name}",
-            f"it agreed with mlx's when it was compiled, and does not now: {why}",
-            "wrong",
-            means="`pippin serve` computes wrong results",
-            remedy=SAFE,
-        )
-
-
-def _without_library(found: OperationsReport) -> Finding:
+def operations(found: OperationsReport) -> Finding:
+    if found.module is not None:
+        return Finding("operations", f"Pippin's, in C++ with {num_threads()} threads")
     value = f"mlx's own: {found.reason}"
     if platform.system() != "Linux":
         return Finding("operations", value)
-    has_compiler = shutil.which("g++") is not None
     return Finding(
         "operations",
         value,
         "warning",
         means="replies are right; prompts and decode steps take several times longer",
-        remedy=ISSUE if has_compiler else "install g++ (`apt install g++`) and start again",
+        remedy="install g++ (`apt install g++ python3-dev`) and pippin[cpu], and start again",
     )
 
 
@@ -258,7 +222,7 @@ def _blas() -> Finding:
         f"{blas.name} ({blas.reason})",
         "warning",
         means="matrix products are some fifty times slower than they could be",
-        remedy="pip install 'pippin[cpu]', and unset PIPPIN_BLAS",
+        remedy="install g++ and pippin[cpu], and unset PIPPIN_BLAS",
     )
 
 

@@ -76,10 +76,7 @@ class PieceSink:
         return pieces
 
     def content(self, text: str) -> None:
-        text = self._space + text
-        visible = text.rstrip()
-        self._space = text[len(visible) :]
-        if visible:
+        if visible := self._before_space(text):
             is_after_call_only = self.num_complete and not self._has_content
             self._pieces.append(Content(visible.lstrip() if is_after_call_only else visible))
             self._has_content = True
@@ -89,11 +86,14 @@ class PieceSink:
 
     def framed_reasoning(self, text: str) -> None:
         """White space at the end of reasoning belongs to its marks, which drop it."""
+        if visible := self._before_space(text):
+            self._pieces.append(Reasoning(visible))
+
+    def _before_space(self, text: str) -> str:
         text = self._space + text
         visible = text.rstrip()
         self._space = text[len(visible) :]
-        if visible:
-            self._pieces.append(Reasoning(visible))
+        return visible
 
     def drop_space(self) -> None:
         self._space = ""
@@ -135,7 +135,7 @@ class PieceSink:
         """The reply was cut short; of a call that has begun, `undecided` is the rest."""
         if self._in_call or not is_markup:
             self.reject(undecided)
-        elif self._space:
+        else:
             self._space = ""  # it stood before the markup
         self.close()
 

@@ -16,8 +16,6 @@ from pippin.text.parsers.base import (
     Tool,
 )
 from pippin.text.parsers.json_calls import (
-    ApertusParser,
-    CohereParser,
     HarmonyParser,
     JsonCallParser,
     Llama3Parser,
@@ -28,7 +26,6 @@ from pippin.text.parsers.literal_calls import BarePythonicParser, GemmaParser, P
 from pippin.text.parsers.tagged_calls import (
     AttributeTagParser,
     KimiK3Parser,
-    LongCatParser,
     MiniCpm5Parser,
     TagCallParser,
 )
@@ -172,14 +169,14 @@ TOOL_FORMATS = {
         "<function_calls>{call}\n{call}</function_calls>",
     ),
     "cohere": CallFormat(
-        CohereParser,
+        JsonCallParser,
         ("<|START_ACTION|>",),
         '{"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {arguments}}',
         "<|START_ACTION|>[\n    {call},\n    {call}\n]<|END_ACTION|>",
         ends_reasoning=True,
     ),
     "apertus": CallFormat(
-        ApertusParser,
+        JsonCallParser,
         ("<|tools_prefix|>",),
         '{"{name}": {arguments}}',
         "<|tools_prefix|>[{call}, {call}]<|tools_suffix|>",
@@ -204,7 +201,7 @@ TOOL_FORMATS = {
         other_begins=("<tool_call>",),
     ),
     "longcat": CallFormat(
-        LongCatParser,
+        TagCallParser,
         ("<longcat_tool_call>",),
         "<longcat_tool_call>{name}\n{arguments}</longcat_tool_call>",
         "{call}\n{call}",

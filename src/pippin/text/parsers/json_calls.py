@@ -42,31 +42,19 @@ class JsonReader:
 
     def call_arguments(self, name: str, id: str | None = None) -> Steps[None]:
         """An object, or an object's text as a string, or null. Opens the call before the first."""
-        first = yield from self._lexer.peek()
-        if first == "{":
+        if (yield from self._lexer.peek()) == "{":
             self._parser.sink.begin_call(name, id)
-            text = yield from self._object(self._parser.sink.arguments)
-            if not is_object(text):
-                raise Malformed
-            return
-        held = "{}"
-        if first == '"':
-            held = yield from self.string()
+            _as_object((yield from self._object(self._parser.sink.arguments)))
         else:
-            yield from self._lexer.expect("null")
-        if not is_object(held):
-            raise Malformed
-        self._parser.sink.begin_call(name, id)
-        self._parser.sink.arguments(held)
+            arguments = _as_object((yield from self.value()))
+            self._parser.sink.begin_call(name, id)
+            self._parser.sink.arguments(arguments)
 
     def string(self) -> Steps[str]:
         """A string's value."""
-        yield from self._lexer.expect('"')
-        chunks: list[str] = []
-        yield from self._rest_of_string(chunks.append)
-        value = parse_json('"' + "".join(chunks))
-        assert isinstance(value, str)
-        return value
+        if (yield from self._lexer.peek()) != '"':
+            raise Malformed
+        return str(parse_json((yield from self.value())))
 
     def value(self) -> Steps[str]:
         """Any value's text, when it is complete."""
@@ -166,11 +154,7 @@ class JsonReader:
         if not is_called:
             if name is None:
                 raise Malformed
-            arguments = "{}" if held is None or held == "null" else held
-            if arguments.startswith('"'):
-                arguments = str(parse_json(arguments))
-            if not is_object(arguments):
-                raise Malformed
+            arguments = _as_object("null" if held is None else held)
             sink.begin_call(name)
             sink.arguments(arguments)
         self._parser.end_call()
@@ -206,10 +190,11 @@ class JsonCallParser(CallParser):
     """BEGIN {"name": "f", "arguments": {...}} END, or BEGIN [{...}, {...}] END: every family is
     read in all of these ways."""
 
-    keys: tuple[tuple[str, ...], tuple[str, ...]] = _KEYS
-
     def read_format(self) -> None:
         self.json = JsonReader(self, self.format.ends, self.format.next_marks)
+        keys = re.findall(r'"(\w+)": "?\{(?:name|arguments)\}', self.format.call)
+        self._keys = _KEYS if keys[:1] in ([], ["name"]) else ((keys[0],), (keys[1],))
+        self._name_is_key = '"{name}": {arguments}' in self.format.call
 
     def read_call(self) -> Steps[None]:
         yield from self.lexer.accept_any(self.format.begins)
@@ -231,18 +216,10 @@ class JsonCallParser(CallParser):
         yield from self.lexer.accept("]")
 
     def read_object(self) -> Steps[None]:
-        yield from self.json.call(self.keys)
-
-
-class CohereParser(JsonCallParser):
-    keys = (("tool_name",), ("parameters",))
-
-
-class ApertusParser(JsonCallParser):
-    """The name is the key: `{"f": {...}}`."""
-
-    def read_object(self) -> Steps[None]:
-        yield from self.json.named_call()
+        if self._name_is_key:
+            yield from self.json.named_call()
+        else:
+            yield from self.json.call(self._keys)
 
 
 class MistralParser(JsonCallParser):
@@ -433,11 +410,20 @@ def _containers(value: Any) -> list[Any]:
     return [each for each in inner if isinstance(each, dict | list)]
 
 
-def is_object(text: str) -> bool:
+def is_json(text: str) -> bool:
     try:
-        return isinstance(parse_json(text), dict)
+        parse_json(text)
     except Malformed:
         return False
+    return True
+
+
+def _as_object(text: str) -> str:
+    """An object's text; from that of a string, its value; of null, an empty one."""
+    text = str(parse_json(text)) if text.startswith('"') else "{}" if text == "null" else text
+    if not isinstance(parse_json(text), dict):
+        raise Malformed
+    return text
 
 
 def _refuse(constant: str) -> NoReturn:

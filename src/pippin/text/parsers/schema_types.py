@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pippin.text.lexer import Malformed, Steps
+from pippin.text.lexer import Steps
 from pippin.text.parsers.base import PieceSink
-from pippin.text.parsers.json_calls import parse_json
+from pippin.text.parsers.json_calls import is_json
 
 _MAX_REFERENCES = 16  # a schema may refer to itself
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
@@ -90,7 +90,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
         return constant
     if bare[:1] in ("{", "[") and (not types or types & {"object", "array"}):
         return _container(bare) or json.dumps(text, ensure_ascii=False)
-    if not types and bare[:1] == '"' and _is_json(bare):
+    if not types and bare[:1] == '"' and is_json(bare):
         return bare
     return json.dumps(text, ensure_ascii=False)
 
@@ -111,19 +111,11 @@ def unquoted(sink: PieceSink, string: Steps[None], types: frozenset[str]) -> Ste
 
 
 def _container(text: str) -> str | None:
-    if _is_json(text):
+    if is_json(text):
         return text
     try:
         written = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
         written.encode()  # half of a pair of surrogates cannot be sent
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return written if _is_json(written) else None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        parse_json(text)
-    except Malformed:
-        return False
-    return True
+    return written if is_json(written) else None

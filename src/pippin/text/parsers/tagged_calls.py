@@ -61,14 +61,18 @@ class TaggedCallParser(CallParser):
         end = self.value_end
         if self.quote is not None and (yield from self.lexer.accept(self.quote[0])):
             end = self.quote[1] + end
-        value = _Value(is_padded=self.pads_values)
         if types == STRING:
             self.sink.arguments('"')
+        value, at_start = "", True
         while (text := (yield from self._value_text(end))) is not None:
-            value.add(text)
+            value += text.removeprefix("\n") if at_start and self.pads_values else text
+            at_start = at_start and not text
             if types == STRING:
-                self.sink.arguments(json.dumps(value.take(), ensure_ascii=False)[1:-1])
-        self.sink.arguments('"' if types == STRING else as_json(value.take(), types))
+                held = "\n" if self.pads_values and value.endswith("\n") else ""
+                shown, value = value.removesuffix(held), held
+                self.sink.arguments(json.dumps(shown, ensure_ascii=False)[1:-1])
+        value = value.removesuffix("\n") if self.pads_values else value
+        self.sink.arguments('"' if types == STRING else as_json(value, types))
 
     def _value_text(self, end: str) -> Steps[str | None]:
         """The next part of a value; None once its end has been taken."""
@@ -86,33 +90,12 @@ class TaggedCallParser(CallParser):
         return (yield from self.lexer.char())  # only text, or Malformed at the end
 
 
-class _Value:
-    """A value in parts; if it is padded, without a line break at its beginning and at its end."""
-
-    def __init__(self, *, is_padded: bool) -> None:
-        self._is_padded = is_padded
-        self._at_start = is_padded
-        self._parts: list[str] = []
-        self._held = ""
-
-    def add(self, text: str) -> None:
-        if self._at_start and text:
-            self._at_start = False
-            text = text.removeprefix("\n")
-        text = self._held + text
-        self._held = "\n" if self._is_padded and text.endswith("\n") else ""
-        self._parts.append(text[: len(text) - len(self._held)])
-
-    def take(self) -> str:
-        parts, self._parts = self._parts, []
-        return "".join(parts)
-
-
 class TagCallParser(TaggedCallParser):
     """`<tool_call>f<arg_key>a</arg_key><arg_value>...</arg_value></tool_call>` (GLM), or wrapped:
     `<tool_call><function=f><parameter=a>...</parameter></function></tool_call>` (Qwen).
 
-    Models at times leave the wrapper out, or the end of a parameter in it: both are read.
+    Models at times leave the wrapper out, or the end of a parameter in it, or they write a JSON
+    object instead (LongCat): all are read.
     """
 
     def read_format(self) -> None:
@@ -137,9 +120,17 @@ class TagCallParser(TaggedCallParser):
             yield from self.lexer.accept(self._wrapper)
             yield from self.lexer.space()
         yield from self.lexer.expect(self._function)
-        yield from self.read_function()
+        yield from self.lexer.space()
+        is_json = not self._wrapper and (yield from self.lexer.peek()) == "{"
+        if is_json:
+            yield from JsonReader(self, self.format.ends, self.format.next_marks).call()
+        else:
+            yield from self._read_function()
+        if self._wrapper or is_json:
+            yield from self.lexer.space()
+            yield from self.lexer.accept(self.call_end)
 
-    def read_function(self) -> Steps[None]:
+    def _read_function(self) -> Steps[None]:
         self.begin_call((yield from self.lexer.name_before(self._after_name)))
         yield from self.lexer.expect(self._name_end)
         while True:
@@ -156,23 +147,6 @@ class TagCallParser(TaggedCallParser):
                 yield from self.lexer.expect(self._value_begin)
             yield from self.argument(key, self.types_of(key))
         self.finish_call()
-        if self._wrapper:
-            yield from self.lexer.space()
-            yield from self.lexer.accept(self.call_end)
-
-
-class LongCatParser(TagCallParser):
-    """The models also write a JSON object between the tags."""
-
-    def read_call(self) -> Steps[None]:
-        yield from self.lexer.expect(self._function)
-        yield from self.lexer.space()
-        if (yield from self.lexer.peek()) != "{":
-            yield from self.read_function()
-            return
-        yield from JsonReader(self, self.format.ends, self.format.next_marks).call()
-        yield from self.lexer.space()
-        yield from self.lexer.accept(self.call_end)
 
 
 class AttributeTagParser(TaggedCallParser):

@@ -74,7 +74,7 @@ class DecodeStep:
     states   entries by state cache: [width, ...]
 
     With a KV table:
-    kv_table                      cpu/operations/cpp/kv_table.h
+    kv_table                      cpu/cpp/kv_table.h
 
     Else:
     mains    [keys, values] by KV cache and segment: [heads, columns, dim]

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.rope_utils import YarnRoPE
 
-from pippin.backends.mlx.cpu.operations import drop_ins
+from pippin.backends.mlx.cpu import operations as drop_ins
 
 HeadNorms = Mapping[int, mx.array]  # weights of norms of queries and keys, by their id
 

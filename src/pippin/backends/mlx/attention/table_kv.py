@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
+from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.layout import Layout
 
 
-def table_operations(layout: Layout) -> Operations | None:
-    """None where the operation does not take what layers keep, or there is none."""
-    return operations("row_attention") if layout.fits_table else None
+def reads_table(layout: Layout) -> bool:
+    """Whether there is the operation, and it takes what layers keep."""
+    return layout.fits_table and operations() is not None
 
 
 class TableRowKV(RowKV):
@@ -28,19 +28,11 @@ class TableRowKV(RowKV):
     def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        ours = operations("row_attention")
-        assert ours is not None, "only our own operations read a KV table"
         assert self._new is not None
         keys, values = self._new
-        *self.tail, out = ours.row_attention(
-            queries.astype(mx.float32),
-            (self.tail[0], self.tail[1]),
-            (keys.astype(mx.float32), values.astype(mx.float32)),
-            self.step.tree["cursor"],
-            self.step.tree["kv_table"],
-            scale,
-            place=self._place,
-            window=mask.window,
-            sinks=None if sinks is None else sinks.astype(mx.float32),
-        )
+        given = [*self.tail, keys.astype(mx.float32), values.astype(mx.float32)]
+        given += [self.step.tree["cursor"], queries.astype(mx.float32), self.step.tree["kv_table"]]
+        given += [] if sinks is None else [sinks.astype(mx.float32)]
+        out: mx.array
+        *self.tail, out = operations().row_attention(given, scale, self._place, mask.window or 0)
         return out.astype(queries.dtype)

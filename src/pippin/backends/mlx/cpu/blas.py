@@ -1,12 +1,9 @@
 """Fast matrix products on Linux CPUs. Knows no models.
 
 mlx's Linux wheel links the reference BLAS, some fifty times slower than OpenBLAS. PyPI's OpenBLAS
-(`scipy-openblas32`) prefixes its symbols, so the dynamic linker never binds to it. Editing the
-library on disk or exporting it to the whole process has a price: an OpenBLAS that everyone sees
-can break a later `import torch`. So `load_fast_blas` redirects libmlx's own calls and nothing
-else: it writes OpenBLAS's addresses into the slots of libmlx's global offset table.
-
-    libmlx: call cblas_sgemm  ->  slot in libmlx's table  ->  OpenBLAS      (was: reference BLAS)
+(`scipy-openblas32`) prefixes its symbols, so the dynamic linker never binds to it, and one that the
+whole process sees can break a later `import torch`. So it is loaded for itself, and a library with
+the three functions that libmlx calls (cpp/blas.cpp) is loaded for all, before mlx is.
 
 Both sides speak the 32-bit-integer CBLAS interface. LAPACK stays with the wheel's own.
 """
@@ -23,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pippin.backends.host import num_threads
-from pippin.backends.mlx.cpu.elf import imported_slots, load_address, write_slot
+from pippin.backends.mlx.cpu.build import SOURCES, build
 
-REDIRECTED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all the CBLAS that libmlx imports
+PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all the CBLAS that libmlx imports
 PREFIXES = ("", "scipy_")
+FLAGS = ("-O2", "-shared", "-fPIC")
 # Between products OpenBLAS's threads spin for 2^n cycles before they sleep, by default 2^26: longer
 # than a decode step. They then take the cores from mlx's own thread and from the host.
 SPIN = "12"
@@ -62,7 +60,7 @@ def load_fast_blas() -> BlasReport:
         reason = "scipy-openblas32 is not installed: pip install 'pippin[cpu]'"
         return BlasReport("bundled with mlx", reason=reason)
     try:
-        return _redirect(path)
+        return _load(path)
     except OSError as error:
         return BlasReport("bundled with mlx", path=str(path), reason=str(error))
 
@@ -75,25 +73,19 @@ def _find_openblas() -> Path | None:
     return path if path.exists() else None
 
 
-def _redirect(path: Path) -> BlasReport:
+def _load(path: Path) -> BlasReport:
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", SPIN)
     library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
-    prefix = next((p for p in PREFIXES if hasattr(library, p + REDIRECTED[0])), None)
+    prefix = next((p for p in PREFIXES if hasattr(library, p + PRODUCTS[0])), None)
     if prefix is None:
-        raise OSError(f"{path} has no {REDIRECTED[0]}")
-    slots = imported_slots(libmlx_path(), REDIRECTED)
-    if not slots:
-        raise OSError("libmlx imports no CBLAS")
-    for symbol, address in slots.items():
-        write_slot(address, load_address(library, prefix + symbol))
+        raise OSError(f"{path} has no {PRODUCTS[0]}")
+    # libmlx finds it, as it looks among what is loaded for all first.
+    ours = ctypes.CDLL(str(build("blas", [SOURCES / "blas.cpp"], FLAGS, "")), os.RTLD_GLOBAL)
+    for name in PRODUCTS:
+        address = ctypes.cast(library[prefix + name], ctypes.c_void_p)
+        ctypes.c_void_p.in_dll(ours, f"their_{name}").value = address.value
     threads = _set_threads(library, prefix)
     return BlasReport("OpenBLAS", path=str(path), threads=threads)
-
-
-def libmlx_path() -> Path:
-    import mlx.core  # loads libmlx.so, whose table is about to be edited
-
-    return Path(mlx.core.__file__).parent / "lib" / "libmlx.so"
 
 
 def _set_threads(library: ctypes.CDLL, prefix: str) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations import operations
 
 TASKS = 50  # of ten dispatches each; a node takes two, and a step with drafts has 200
 MOST_TOKENS = 16  # of all rows: more of them keep mlx busy, and their arrays are large

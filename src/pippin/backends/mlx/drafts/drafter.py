@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import DecodeRow, PrefillRow, StepPlan
-from pippin.backends.mlx.cpu.operations.bindings import operations
-from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation
+from pippin.backends.mlx.cpu.layers import HeadOperation
+from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.drafts.draft_rows import VerifyStep
 from pippin.backends.mlx.drafts.missed_steps import MissedSteps, Ran
 from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
@@ -139,7 +139,7 @@ class StepDrafter:
             how = self._choices(slots), noise, self._shape.num_wrong
             drafts, after = whole.draft(hidden, tokens, counts, first, kv, *how)
             found = drafts, [after]
-        elif operations("choose") and num_tokens <= self._most_tokens:
+        elif operations() is not None and num_tokens <= self._most_tokens:
             found = self._compiled(*entries, rings.kv, noise, self._choices(slots))
         else:  # a text that it missed is of any length: no graph is worth keeping
             found = self._run(*entries, rings.kv, noise, None, slots)
@@ -193,10 +193,11 @@ class StepDrafter:
     def _choose(
         self, logits: mx.array, keys: mx.array, choices: mx.array | None, slots: Sequence[int]
     ) -> mx.array:
-        ours = operations("choose")
+        ours = operations()
         if ours is None or choices is None:
             return self._sampler.draw_places(logits, slots, keys)
-        return ours.choose(logits.astype(mx.float32), choices, keys)
+        tokens: mx.array = ours.choose(logits.astype(mx.float32), choices, keys)
+        return tokens
 
     def _choices(self, slots: Sequence[int]) -> mx.array:
         """float32 [width, 4]: as rows choose their tokens."""

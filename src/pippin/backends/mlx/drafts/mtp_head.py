@@ -17,9 +17,13 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 
 from pippin.backends.mlx import substitutions
-from pippin.backends.mlx.cpu.operations.bindings import LinearLayers, LinearWeights, operations
-from pippin.backends.mlx.cpu.operations.draft_head import HeadOperation, find_head_operation
-from pippin.backends.mlx.cpu.operations.linear import PackedEmbedding, PackedLinear
+from pippin.backends.mlx.cpu.layers import (
+    HeadOperation,
+    PackedEmbedding,
+    PackedLinear,
+    find_head_operation,
+)
+from pippin.backends.mlx.cpu.operations import LinearLayers, LinearWeights, operations
 from pippin.backends.mlx.drafts.missed_steps import MOST_OF_ROW
 from pippin.backends.mlx.drafts.rings import RingKV, RingLayer, RingShape
 from pippin.backends.mtp_weights import LAYER, PREFIX, STORED_LESS_ONE, find_mtp_weights
@@ -89,16 +93,15 @@ class MTPHead(Module):
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Of the first ids, as many as drafts are chosen among."""
-        ours, first = operations("linear"), self._first_ids
-        if ours is not None and first is not None:
-            return ours.linear(hidden, first)[0]
+        if operations() is not None and self._first_ids is not None:
+            return self._first_ids(hidden)[0]
         head = self._text.model.embed_tokens.as_linear if self._tied else self._text.lm_head
         logits: mx.array = head(hidden)
         return logits
 
     @property
     def operation(self) -> HeadOperation | None:
-        return None if operations("draft_head", "choose") is None else self._operation
+        return None if operations() is None else self._operation
 
     def pack(self) -> None:
         """After the model's own head is packed."""

@@ -4,7 +4,7 @@ A decode step is hundreds of small operations, and launching one costs more than
 queries, keys and values of a layer are one product of a taller matrix. Their weights become slices
 of one matrix, so nothing is stored twice, and a prompt's chunk still takes each product by itself.
 
-For GPUs; on CPUs see cpu/operations/linear.py.
+For GPUs; on CPUs see cpu/layers.py.
 """
 
 from __future__ import annotations

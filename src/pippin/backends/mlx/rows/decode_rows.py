@@ -17,8 +17,7 @@ import numpy as np
 
 from pippin.backends.mlx.attention.decode_step import StepShape, Tree
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.table_kv import table_operations
-from pippin.backends.mlx.cpu.operations.bindings import Operations
+from pippin.backends.mlx.attention.table_kv import reads_table
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
@@ -44,13 +43,9 @@ class DecodeRows:
         self._reset()
 
     def _reset(self) -> None:
-        self.mains = Mains(self.layout, self.spare, self._paths, self._table_operations)
+        has_table = self._paths.kernel is None and reads_table(self.layout)
+        self.mains = Mains(self.layout, self.spare, self._paths, has_table=has_table)
         self._per_row = RowArrays(self.layout, self._max_depth)
-
-    @property
-    def _table_operations(self) -> Operations | None:
-        """That read rows by a KV table, where there are such."""
-        return None if self._paths.kernel is not None else table_operations(self.layout)
 
     @property
     def width(self) -> int:

@@ -1,4 +1,4 @@
-"""Tells an operation on CPUs where rows' columns lie, as one small array (cpu/operations/cpp).
+"""Tells an operation on CPUs where rows' columns lie, as one small array (cpu/cpp).
 
 A step's graph is then the same whichever the rows are and however long. Columns that several rows
 name are read for all of them at once, where that saves enough:
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.cpu.operations.bindings import Operations
+from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.rows.segments import WindowClass
 
@@ -54,7 +54,8 @@ def read_spans(own: WindowClass) -> Iterator[Span]:
                 yield Span(number, first, last - first, together)
 
 
-def make_kv_table(ours: Operations, layout: Layout, classes: Sequence[WindowClass]) -> mx.array:
+def make_kv_table(layout: Layout, classes: Sequence[WindowClass]) -> mx.array:
+    """It keeps the arrays alive as long as itself."""
     arrays: list[mx.array] = []
     numbers = [len(classes)]
     for own in classes:
@@ -67,7 +68,8 @@ def make_kv_table(ours: Operations, layout: Layout, classes: Sequence[WindowClas
         number, own = next((n, own) for n, own in enumerate(classes) if cache in own.caches)
         arrays += [side for segment in own.segments for side in segment.kv[cache]]
         numbers.append(number)
-    return ours.kv_table(arrays, numbers)
+    table: mx.array = operations().kv_table(arrays, numbers)
+    return table
 
 
 def common_len(a: np.ndarray, b: np.ndarray) -> int:

@@ -20,7 +20,6 @@ import numpy as np
 from pippin.backends.mlx.attention.decode_step import PackedShape, Tree
 from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import columns_at
-from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows import arrays
@@ -66,17 +65,18 @@ class Mains:
         layout: Layout,
         spare: SpareLimit,
         paths: AttentionPaths,
-        table_operations: Operations | None = None,
+        *,
+        has_table: bool = False,
     ) -> None:
-        """`table_operations`: that read the rows by a table, where there are such."""
+        """`has_table`: an operation of ours reads the rows by it."""
         self._layout = layout
         self._spare = spare
         self._paths = paths
-        self._operations = table_operations
+        self._has_table = has_table
         self._kv_table: mx.array | None = None  # of the rows as they are
         self._rows: list[Row] = []
         self._most_segments = MOST_SEGMENTS if paths.kernel is not None else 1
-        if table_operations is not None:
+        if has_table:
             self._most_segments = MOST_IN_TABLE
         self._classes = [
             WindowClass(w, own, chunked=layout.caches[own[0]].chunked)
@@ -88,7 +88,7 @@ class Mains:
         """Rows whose prompts are done. What is copied of them is removed from there, so that rows
         are not in memory twice."""
         self._kv_table = None
-        for together in [joining] if self._operations is None else [[one] for one in joining]:
+        for together in [[one] for one in joining] if self._has_table else [joining]:
             for own in self._classes:
                 self._join(own, together)
             for row, _ in together:
@@ -113,9 +113,9 @@ class Mains:
     def view(self, positions: np.ndarray, ends: np.ndarray) -> tuple[PackedShape | None, Tree]:
         """As a step sees them. int32 [width]: where each row's token stands, and the position after
         the last that is here."""
-        if self._operations is not None:
+        if self._has_table:
             if self._kv_table is None:
-                self._kv_table = make_kv_table(self._operations, self._layout, self._classes)
+                self._kv_table = make_kv_table(self._layout, self._classes)
             return None, {"kv_table": self._kv_table}
         shape = PackedShape(
             tuple(tuple(part.capacity for part in own.segments) for own in self._classes),
@@ -137,7 +137,7 @@ class Mains:
 
     def count_step(self) -> None:
         """Rows that have settled hold what they begin with once, where a table can say so."""
-        for row in self._rows if self._operations is not None else ():
+        for row in self._rows if self._has_table else ():
             row.num_steps += 1
             if row.num_steps == SETTLED_STEPS and row.prompt is not None:
                 self._share(row, row.prompt)
@@ -223,7 +223,7 @@ class Mains:
         chosen = mx.array(np.concatenate(at).astype(np.int32))
 
         def take(cache: int) -> list[list[mx.array]]:
-            if self._operations is not None:  # which needs less memory, and more nodes
+            if self._has_table:  # which needs less memory, and more nodes
                 rows = counts.items()
                 return [[side[i : i + 1, :, :n] for i, n in rows] for side in tails[cache]]
             return [[columns_at([_side_by_side(side)], chosen)[None]] for side in tails[cache]]
@@ -244,7 +244,7 @@ class Mains:
         segment = Segment(self._capacity(used, held))
         nbytes = self._spare.footprint.bytes_by_window[own.window]
         allowed = int(MOVING_SHARE * held * nbytes)
-        has_table = self._operations is not None
+        has_table = self._has_table
         copies = len(counts) > 1 or used < segment.capacity  # one row's columns lie as they are
         total = segment.capacity * nbytes if copies else 0
         paced = PacedLaunch(total, 0 if has_table else allowed, has_table=has_table)
@@ -266,7 +266,7 @@ class Mains:
             columns = np.pad(columns, (0, segment.capacity - used), mode="edge")
         chosen = mx.array(columns.astype(np.int32))
         nbytes = sum(self._layout.caches[cache].nbytes for cache in own.caches)
-        has_table = self._operations is not None
+        has_table = self._has_table
         paced = PacedLaunch(segment.capacity * nbytes, has_table=has_table)
         for cache in own.caches:
             parts = [part.kv.pop(cache) for part in old]
@@ -280,7 +280,7 @@ class Mains:
     def _capacity(self, num_columns: int, num_held: int) -> int:
         """Of a segment, where rows hold so many columns with it. By the ladder; barely enough where
         memory allows no more, and where shapes are nothing to a step."""
-        if self._operations is not None:
+        if self._has_table:
             return num_columns
         wanted = max(at_least(num_columns), FEWEST_COLUMNS)
         if self._most_segments > 1:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Capture, Spill, StepResult
-from pippin.backends.mlx.cpu.operations.bindings import check_operations
+from pippin.backends.mlx.cpu.operations import check_operations
 from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints, sum_words
 from pippin.backends.mlx.payloads.packing import payload_arrays

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.masks import WORD_BITS
-from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.step.filters import dropped_tokens
 from pippin.backends.mlx.step.largest import candidates
 from pippin.backends.mlx.step.noise import add_gumbel_noise
@@ -83,9 +83,10 @@ class MLXSampler(Sampler[mx.array]):
         return self._draw(logits, batch, keys)
 
     def _draw(self, x: mx.array, batch: SampleBatch[mx.array], keys: Any) -> mx.array:
-        ours = None if self._safe else operations("choose")
+        ours = None if self._safe else operations()
         if ours is not None:
-            return ours.choose(x.astype(mx.float32), batch.choices, mx.array(keys))
+            tokens: mx.array = ours.choose(x.astype(mx.float32), batch.choices, mx.array(keys))
+            return tokens
         return super()._draw(x, batch, keys)
 
     def _choose(self, x: mx.array, group: DrawGroup[mx.array], keys: np.ndarray) -> mx.array:

@@ -1,12 +1,10 @@
 // One message as an element, and what can be done with it. Knows no network.
 
-import { copy, h } from "../lib/dom.js";
-import { icon } from "../lib/icons.js";
-import { renderMarkdown } from "../markdown/render.js";
-import { statsLine } from "./stats.js";
-import { callElement } from "./tools.js";
+import { copy, h, icon, submitOnEnter } from "../lib/dom.js";
+import { count, percent, plural, rate, seconds } from "../lib/format.js";
+import { renderMarkdown } from "../lib/markdown.js";
 
-// `actions`: { edit, again, choose, curl, python, result }, each given the node.
+// `actions`: { edit, again, choose, curl, result }, each given the node.
 // `place`: { index, of }: which of its siblings it is.
 export function messageElement(node, { place, actions, model, running = false }) {
   const element = h("article", { class: `message ${node.role}`, "data-id": node.id, "aria-label": labelOf(node, model) });
@@ -70,8 +68,93 @@ function footer(element, node, { index, of }, actions) {
     line.append(
       action("again", "Regenerate", () => actions.again(node)),
       action("copy", "curl", (button) => copy(actions.curl(node), button), "Copy as curl"),
-      action("copy", "Python", (button) => copy(actions.python(node), button), "Copy as Python"),
     );
   }
   return line;
+}
+
+// What is under a reply: times, tokens, and how much of the prompt was not computed again.
+export function statsLine(node) {
+  const { ttft, rate: speed, tokens, prompt, cached } = node.stats ?? {};
+  const facts = [];
+  if (ttft !== undefined) facts.push(fact("TTFT", seconds(ttft), "time to the first token"));
+  if (speed !== undefined) facts.push(fact("", `${rate(speed)} tok/s`, "tokens a second after the first"));
+  if (tokens !== undefined) facts.push(fact("", plural(tokens, "token"), "tokens of the reply"));
+  if (node.finish === "length") facts.push(fact("", "cut off at its limit", "max tokens, or all that the model holds"));
+  if (node.finish === "stopped") facts.push(fact("", "stopped", "you stopped it"));
+  return h("div", { class: "stats" }, facts, prompt ? reuse(prompt, cached) : null);
+}
+
+const fact = (name, value, title) =>
+  h("span", { class: "fact", title }, name ? [h("span", { class: "name" }, name), " "] : null, value);
+
+function reuse(prompt, cached) {
+  const share = cached / prompt;
+  const text = `${count(cached)} of ${plural(prompt, "prompt token")} reused (${percent(share)})`;
+  const part = h("span", { class: "part" });
+  part.style.width = `${100 * share}%`;
+  return h(
+    "span",
+    { class: "reuse", "data-cached": cached, "data-prompt": prompt, title: text },
+    h("span", { class: "bar", role: "img", "aria-label": text }, part),
+    h("span", { class: "fact", "aria-hidden": "true" }, `${count(cached)} / ${count(prompt)} reused`),
+  );
+}
+
+// A tool call that a model made, and a field for what the tool would have answered.
+export function callElement(node, call, isRunning, sendResult) {
+  const result = h("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: "What the tool answers" });
+  const form = h(
+    "form",
+    { class: "result", hidden: isRunning || node.answered?.includes(call.id) },
+    result,
+    h("button", { type: "submit", class: "small" }, "Send result"),
+  );
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    sendResult(node, call, result.value);
+  });
+  return h(
+    "section",
+    { class: "call", "aria-label": `Tool call ${call.name}` },
+    h("h4", {}, icon("tool"), h("code", {}, call.name)),
+    h("pre", { tabindex: 0, role: "region", "aria-label": "Arguments" }, pretty(call.args)),
+    form,
+  );
+}
+
+// While it comes it is not JSON yet.
+function pretty(args) {
+  try {
+    return JSON.stringify(JSON.parse(args), null, 2);
+  } catch {
+    return args;
+  }
+}
+
+// A message that is written anew, in its place.
+export function editor(text, { send, cancel }) {
+  const field = h("textarea", { rows: Math.min(12, text.split("\n").length + 1), "aria-label": "Edit your message", value: text });
+  const form = h(
+    "form",
+    { class: "message user editing" },
+    field,
+    h("div", { class: "actions" },
+      h("button", { type: "submit", class: "main small" }, "Send"),
+      h("button", { type: "button", class: "small", onclick: cancel }, "Cancel"),
+      h("span", { class: "note" }, "The old version stays: ‹ › switches.")),
+  );
+  const submit = () => field.value.trim() && send(field.value);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    submit();
+  });
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    cancel();
+  });
+  submitOnEnter(field, submit);
+  form.focusText = () => field.focus();
+  return form;
 }

@@ -1,7 +1,6 @@
 // One reply as it comes: text, reasoning, calls, and how long all of it took. Knows no elements.
 
-import { ApiError, errorIn, request } from "../lib/api.js";
-import { events } from "../lib/sse.js";
+import { ApiError, errorIn, events, request } from "../lib/api.js";
 
 export function requestBody(model, messages, settings) {
   const body = { model, messages, stream: true, stream_options: { include_usage: true } };
@@ -68,3 +67,62 @@ function statsOf({ asked, first, last, usage, before }) {
   }
   return stats;
 }
+
+// Replies in flight, at most one for each conversation. Knows no elements.
+export class Replies {
+  #running = new Map(); // conversation -> { node, controller }
+  #handlers;
+
+  // `grew` at most once a frame, `ended` once; each with the conversation and its node.
+  constructor(handlers) {
+    this.#handlers = handlers;
+  }
+
+  async start(conversation, node, body) {
+    this.stop(conversation);
+    const controller = new AbortController();
+    const own = { node, controller };
+    this.#running.set(conversation, own);
+    let frame = 0;
+    const changed = () => {
+      frame ||= requestAnimationFrame(() => {
+        frame = 0;
+        this.#handlers.grew(conversation, node);
+      });
+    };
+    try {
+      await streamReply(body, node, { signal: controller.signal, changed });
+    } catch (error) {
+      if (error.name === "AbortError") node.finish = "stopped";
+      else node.error = { title: error.title ?? "This page has a bug", message: error.message };
+      if (!error.title && error.name !== "AbortError") console.error(error);
+    }
+    cancelAnimationFrame(frame);
+    if (this.#running.get(conversation) === own) this.#running.delete(conversation);
+    this.#handlers.ended(conversation, node);
+  }
+
+  stop(conversation) {
+    this.#running.get(conversation)?.controller.abort();
+  }
+
+  isRunning(node) {
+    return [...this.#running.values()].some((running) => running.node === node);
+  }
+
+  runsIn = (conversation) => this.#running.has(conversation);
+  conversations = () => [...this.#running.keys()];
+}
+
+// A request as a command. The key is never in it.
+export function asCurl(url, body, needsKey) {
+  const lines = [
+    `curl -N ${url}v1/chat/completions`,
+    "-H 'Content-Type: application/json'",
+    ...(needsKey ? ['-H "Authorization: Bearer $PIPPIN_API_KEY"'] : []),
+    `-d ${quote(JSON.stringify(body, null, 2))}`,
+  ];
+  return `${lines.join(" \\\n  ")}\n`;
+}
+
+const quote = (text) => `'${text.replaceAll("'", `'\\''`)}'`;

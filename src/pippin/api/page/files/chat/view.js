@@ -1,23 +1,13 @@
 // The chat: a list of conversations, one thread, a composer, and the replies that are on their way.
 
-import { address } from "../lib/api.js";
-import { announce, byId, h } from "../lib/dom.js";
+import { address, allModels, chooseModel, currentKey } from "../lib/api.js";
+import { announce, byId, h, icon } from "../lib/dom.js";
 import { count } from "../lib/format.js";
-import { icon } from "../lib/icons.js";
-import { currentKey } from "../lib/key.js";
-import { allModels, chooseModel } from "../lib/models.js";
-import { composer } from "./composer.js";
 import { add, choose, messagesUpTo, newConversation, parentOf, path, siblings, titleOf } from "./conversation.js";
-import { editor } from "./editor.js";
-import { messageElement } from "./message.js";
-import { modelPicker } from "./model_picker.js";
-import { requestBody } from "./reply.js";
-import { Replies } from "./replies.js";
-import { settingsPanel } from "./settings.js";
-import { sidebar } from "./sidebar.js";
-import { asCurl, asPython } from "./snippets.js";
-import * as store from "./store.js";
-import { welcome } from "./welcome.js";
+import * as store from "./conversation.js";
+import { editor, messageElement } from "./message.js";
+import { composer, modelPicker, settingsPanel, sidebar, welcome } from "./panels.js";
+import { asCurl, Replies, requestBody } from "./reply.js";
 
 export class Chat {
   #conversations = store.loadAll();
@@ -190,7 +180,6 @@ export class Chat {
       again: (node) => this.#reply(parentOf(this.#current, node)),
       choose: (node, by) => this.#choose(node, by),
       curl: (node) => asCurl(address("./"), this.#bodyFor(node), Boolean(currentKey())),
-      python: (node) => asPython(address("./"), this.#bodyFor(node), Boolean(currentKey())),
       result: (node, call, content) => this.#result(node, call, content),
     };
     thread.replaceChildren(...shown.map((node) => {

@@ -1,16 +1,11 @@
 // The engine, as it works: timeline, tree, memory, requests, times. Asks nothing while it is hidden.
 
-import { h } from "../lib/dom.js";
+import { h, icon } from "../lib/dom.js";
 import { count, plural } from "../lib/format.js";
-import { icon } from "../lib/icons.js";
-import { Histogram } from "./charts.js";
-import { Details } from "./details.js";
-import { Feed } from "./feed.js";
+import { Histogram, Memory, Numbers } from "./charts.js";
+import { Details, Requests } from "./details.js";
 import { Icicle } from "./icicle.js";
-import { Memory } from "./memory.js";
-import { Numbers } from "./numbers.js";
-import { Requests } from "./requests.js";
-import { State } from "./state.js";
+import { Feed, State } from "./state.js";
 import { Timeline } from "./timeline.js";
 
 const SLOWLY_MS = 250; // numbers that change more often cannot be read

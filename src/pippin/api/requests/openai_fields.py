@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from pippin.api.fields import table
-from pippin.api.fields.table import (
+from pippin.api.requests import fields as table
+from pippin.api.requests.body import MAX_MESSAGES
+from pippin.api.requests.fields import (
     EFFORT,
     Fields,
     FieldTable,
@@ -19,7 +20,6 @@ from pippin.api.fields.table import (
     members,
     refused_field,
 )
-from pippin.api.requests.body import MAX_MESSAGES
 
 
 def _each(of: dict[str, Unused]) -> Fields:

@@ -1,7 +1,4 @@
-// Nodes of ours in mlx's graphs. Knows no arithmetic.
-//
-// A node is a function of views to buffers. mlx's Python arrays are passed by the address of the
-// Python object, in which the C++ array lies (see library.py).
+// Nodes of ours in mlx's graphs: a node is a function of views to buffers. Knows no arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +7,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -110,11 +109,13 @@ class Failures {
     return false;
   }
 
-  // The first since the last call, cut to `size` with its end; false if there was none.
-  static bool take(char* text, size_t size) {
+  // The first since the last call.
+  static std::optional<std::string> take() {
     std::lock_guard<std::mutex> hold(mutex());
-    std::snprintf(text, size, "%s", first());
-    return std::exchange(*first(), '\0');
+    if (!*first()) return std::nullopt;
+    const std::string text = first();
+    *first() = '\0';
+    return text;
   }
 
  private:
@@ -177,15 +178,3 @@ class Operation : public mx::Primitive {
   Kernel kernel_;
   size_t in_place_;
 };
-
-// The array inside a Python object. Behind the object's head nanobind keeps a distance, and bits that say
-// whether the array lies there, or its address does.
-inline mx::array& array_in(void* object) {
-  constexpr int HEAD = 16;                        // reference count, type
-  constexpr uint32_t STATE = 3, READY = 2, DIRECT = 4;
-  char* const start = static_cast<char*>(object);
-  const uint32_t bits = *reinterpret_cast<uint32_t*>(start + HEAD + sizeof(int32_t));
-  if ((bits & STATE) != READY) throw std::invalid_argument("not an array that is ready");
-  char* const place = start + *reinterpret_cast<int32_t*>(start + HEAD);
-  return bits & DIRECT ? *reinterpret_cast<mx::array*>(place) : **reinterpret_cast<mx::array**>(place);
-}

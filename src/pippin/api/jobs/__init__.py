@@ -1,1 +1,0 @@
-"""A request on its way through an engine: made ready, run, replied to, logged."""
