@@ -89,7 +89,7 @@ _NO_DIFFERENCES = (
     *("nanbeige", "nanochat", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe"),
     *("phixtral", "plamo2", "plamo3", "qwen", "qwen2", "qwen2_moe", "qwen3_moe", "seed_oss"),
     *("smollm3", "solar_open", "stablelm", "starcoder2", "step3p5", "talkie", "telechat3"),
-    *("youtu_llm"),
+    "youtu_llm",
 )
 _DIFFERENCES: dict[str, Config] = {name: Config() for name in _NO_DIFFERENCES} | {
     "afm7": {"num_layers": 4, "num_kv_reuse_layers": 2, "hidden_dim_scale_factor": 1.5},
