@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.masks": set(),
     "backends.mtp_weights": set(),
     "backends.draft_limits": set(),
-    "backends.step": {"backends.base", "backends.sampling", "types"},
+    "backends.step": {"backends.base", "backends.sampling", "cache.entries", "types"},
     "backends.fake": {
         "backends.base",
         "backends.masks",

@@ -9,8 +9,7 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from pippin.backends.draft_limits import FEW_BYTES, MOST_SHARE, ROW_TOKENS, affordable_depth
-from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.drafts.draft_memory import draft_bytes
+from pippin.backends.mlx.backend import MLXBackend, draft_bytes
 from processes import is_installed
 
 OPTIONS: dict[str, Any] = {"num_slots": 4, "dtype": "float32", "mtp": True}

@@ -13,7 +13,7 @@ from cases import cases
 from near_ties import log_softmax
 from pippin.backends.base import Admit
 from pippin.backends.masks import pack
-from pippin.backends.mlx.step import filters, largest, noise
+from pippin.backends.mlx.step import filters, noise
 from pippin.backends.mlx.step.sampler import MLXSampler, dropped_tokens, send
 from pippin.backends.sampling.batches import DrawGroup, SampleBatch
 from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits, stream_of
@@ -361,11 +361,11 @@ def test_the_largest_are_found_among_few(vocab: int, k: int, step: float) -> Non
     """`step`: numbers are multiples of it, so that many tie."""
     drawn = np.random.default_rng(vocab).normal(size=(3, vocab)).astype(np.float32)
     x = np.round(drawn / step) * np.float32(step) if step else drawn
-    found = np.sort(np.array(largest.largest(mx.array(x), k)), axis=-1)
+    found = np.sort(np.array(filters.largest(mx.array(x), k)), axis=-1)
     np.testing.assert_array_equal(found, np.sort(x, axis=-1)[:, -k:])
-    values, indices = (np.array(part) for part in largest.candidates(mx.array(x), k))
+    values, indices = (np.array(part) for part in filters.candidates(mx.array(x), k))
     np.testing.assert_array_equal(values, np.take_along_axis(x, indices, axis=-1))
-    assert values.shape[-1] == (vocab if vocab < 4 * k * largest.BLOCK else k * 64 + vocab % 64)
+    assert values.shape[-1] == (vocab if vocab < 4 * k * filters.BLOCK else k * 64 + vocab % 64)
     assert all(len(set(row)) == len(row) for row in indices.tolist())
 
 

@@ -24,8 +24,8 @@ from bundled import BUNDLED_PATH
 from pippin.backends.base import DecodeRow, PrefillRow, Retire
 from pippin.backends.sampling.noise import noise_keys, stream_of
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.drafts import make, model_drafter
-from pippin.backends.torch.drafts.entries import Entries
+from pippin.backends.torch.drafts import drafters as step_drafters
+from pippin.backends.torch.drafts.drafters import Entries
 from pippin.backends.torch.load import load
 from pippin.backends.torch.step.noise import add_gumbel_noise
 from pippin.backends.torch.step.verify.words import VerifySize
@@ -172,7 +172,7 @@ def test_drafts_are_those_of_transformers_layers(name: str, params: dict[str, An
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_long_text_is_seen_as_far_as_the_ring_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make, "LENGTH", 8)
+    monkeypatch.setattr(step_drafters, "HEAD_LENGTH", 8)
     steps, prompt = Steps(make_mtp_backend("qwen3_5_mtp")), make_tokens(30, 4)
     chunk = PrefillRow(1, 0, prompt, samples=True, num_drafts=2)
     text = [*prompt, *steps.run(admit=(admit(1, prompt),), prefill=(chunk,)).tokens[1]]
@@ -248,8 +248,8 @@ def test_of_a_long_text_the_end_is_read_and_its_start_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A ring of 24 tokens, the first 4 of them kept: drafts of the model over just these."""
-    defaults = (model_drafter.run_plain, 24)
-    monkeypatch.setattr(model_drafter.ModelDrafter.__init__, "__defaults__", defaults)
+    defaults = (step_drafters.run_plain, 24)
+    monkeypatch.setattr(step_drafters.ModelDrafter.__init__, "__defaults__", defaults)
     steps, prompt = Steps(make_backend()), make_tokens(60, 4)
     row = PrefillRow(1, 0, prompt, samples=True, num_drafts=1)
     text = [*prompt, *steps.run(admit=(admit(1, prompt),), prefill=(row,)).tokens[1]]
@@ -309,12 +309,12 @@ def test_a_draft_model_attends_as_its_family_does(name: str) -> None:
     text = torch.from_numpy(make_tokens(30, 1)).long()
     slots = torch.ones(1, dtype=torch.long)
     with torch.inference_mode():
-        drafter = model_drafter.ModelDrafter(decoder, decoder.shape.vocab_size, num_slots=1)
+        drafter = step_drafters.ModelDrafter(decoder, decoder.shape.vocab_size, num_slots=1)
         drafter.start(1, 0)
         for part in (range(24), range(24, 30)):
             at = torch.tensor(part)
             entries = Entries(slots, slots.expand(len(at)), at - 1, text[at], None)
-            found = drafter._logits(drafter.feed(entries).x)
+            _, found = drafter._finish(drafter.feed(entries), slots, at, None)
         expected = model(text[None]).logits[0, 24:]
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
 

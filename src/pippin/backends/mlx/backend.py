@@ -23,6 +23,7 @@ from pippin.backends.base import (
     StepPlan,
     captured_bytes,
 )
+from pippin.backends.draft_limits import affordable_depth
 from pippin.backends.fallbacks import Fallbacks, noted_in
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.operations import compile_without_fusing
@@ -36,8 +37,8 @@ from pippin.backends.mlx.device import (
     on_metal,
     wire,
 )
-from pippin.backends.mlx.drafts.draft_memory import depth_within
 from pippin.backends.mlx.drafts.draft_model import load_draft_model
+from pippin.backends.mlx.drafts.draft_rows import find_draft_layers
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
@@ -227,7 +228,7 @@ class MLXBackend:
     def _transfer(self, step: MLXPending, plan: StepPlan) -> None:
         """After all that a client waits for."""
         for spill in plan.spill:
-            step.spill(spill, self._transfers.spill(spill))
+            step.spill(spill, self._transfers.gathered(spill))
         for content in plan.load:
             step.load(self._transfers.load(content))
         held_back = plan.decode and plan.prefill and self.holds_prompts_back
@@ -332,3 +333,19 @@ class MLXBackend:
         self._decodes.leave(chunk.slot)
         self._prompts.take_back(chunk.slot, held)
         self._slots.sampler.count(chunk.slot, chunk.tokens[1:])  # the first was, when drawn
+
+
+def draft_bytes(loaded: LoadedModel, max_depth: int) -> int:
+    """Of a row that may have so many."""
+    without, own = (Footprint(loaded.layout, depth).line_bytes for depth in (0, max_depth))
+    head = loaded.mtp_head
+    return own - without + (0 if head is None else head.ring_shape(max_depth).nbytes)
+
+
+def depth_within(loaded: LoadedModel, max_depth: int, *, deterministic: bool) -> int:
+    with loaded.operating():
+        layers = find_draft_layers(loaded.model, loaded.layout, deterministic=deterministic)
+    if isinstance(layers, str):  # then rows verify none, and say why
+        return max_depth
+    row_bytes = Footprint(loaded.layout).row_bytes
+    return affordable_depth(max_depth, lambda depth: draft_bytes(loaded, depth), row_bytes)

@@ -30,7 +30,8 @@ Logarithms may differ by a few units in the last place between backends, nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -65,19 +66,29 @@ def random_bits(keys: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.concatenate(words, axis=-1)[:, :vocab_size]
 
 
+A = TypeVar("A", bound=Any)
+
+
+def _rotated(words: np.ndarray, by: int) -> np.ndarray:
+    found: np.ndarray = (words << np.uint32(by)) | (words >> np.uint32(32 - by))
+    return found
+
+
 def threefry(
-    key0: np.ndarray, key1: np.ndarray, counter0: np.ndarray, counter1: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Threefry-2x32-20 (Salmon et al., 2011) of uint32 arrays that broadcast together."""
-    schedule = (key0, key1, key0 ^ key1 ^ np.uint32(THREEFRY_PARITY))
+    key0: A, key1: A, counter0: A, counter1: A, rotated: Callable[[Any, int], Any] = _rotated
+) -> tuple[A, A]:
+    """Threefry-2x32-20 (Salmon et al., 2011) of uint32 arrays that broadcast together.
+
+    `rotated`: words of them to the left by so many bits, in any library of arrays.
+    """
+    schedule = (key0, key1, key0 ^ key1 ^ THREEFRY_PARITY)
     x0, x1 = counter0 + key0, counter1 + key1
     for four_rounds in range(5):
         for rotation in THREEFRY_ROTATIONS[four_rounds % 2]:
             x0 = x0 + x1
-            x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
-            x1 = x1 ^ x0
+            x1 = rotated(x1, rotation) ^ x0
         x0 = x0 + schedule[(four_rounds + 1) % 3]
-        x1 = x1 + schedule[(four_rounds + 2) % 3] + np.uint32(four_rounds + 1)
+        x1 = x1 + schedule[(four_rounds + 2) % 3] + (four_rounds + 1)
     return x0, x1
 
 

@@ -10,11 +10,12 @@ from typing import Any, Generic, Protocol
 
 import numpy as np
 
-from pippin.backends.base import Capture, Restore, Spilled, StepPlan, StepResult
+from pippin.backends.base import Capture, Restore, Spill, Spilled, StepPlan, StepResult
 from pippin.backends.sampling.batches import A
 from pippin.backends.sampling.sampler import Sampled, SampleRow
 from pippin.backends.step.fingerprints import Fingerprints
 from pippin.backends.step.slots import Arrays, FutureMap, SlotTable
+from pippin.cache.entries import Bytes
 from pippin.types import Component, DeviceReading, Payload, StepForwards, TokenLogprobs
 
 
@@ -30,6 +31,24 @@ class Arrival(Protocol):
     def wait(self) -> Sequence[Any]:
         """They are there, whatever the device has yet to do of later steps."""
         ...
+
+
+class SpilledArrays:
+    """Arrays of uint8 that a step writes."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self._arrival: Arrival | None = arrival
+        self.intact = True
+
+    def arrays(self) -> Sequence[Bytes]:
+        assert self._arrival is not None, "read after its release"
+        return [np.asarray(found).reshape(-1) for found in self._arrival.wait()]
+
+    def note_damage(self) -> None:
+        self.intact = False
+
+    def release(self) -> None:
+        self._arrival = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +166,14 @@ class Pending(StepOutputs, ABC, Generic[A]):
         next step is computed from it."""
         if self.fingerprints is not None and restore is not None:
             self.fingerprints.compare_restored(slot, restore, components, later=later)
+
+    def spill(self, spill: Spill, arrays: Sequence[A]) -> None:
+        """`arrays`: of uint8, of its payloads."""
+        spilled = SpilledArrays(self.bring(arrays))
+        self.spilled.append(spilled)
+        if self.fingerprints is not None:
+            for payload in spill.payloads:
+                self.fingerprints.compare(payload, spilled.note_damage)
 
     # ---- sampling --------------------------------------------------------------------------
 

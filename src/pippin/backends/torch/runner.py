@@ -16,9 +16,8 @@ from pippin.backends.fallbacks import Fallbacks
 from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.device import arrays_on
-from pippin.backends.torch.drafts.entries import StepDrafter
-from pippin.backends.torch.drafts.make import make_drafts
-from pippin.backends.torch.drafts.row_drafts import RowDrafts
+from pippin.backends.torch.drafts.drafters import StepDrafter
+from pippin.backends.torch.drafts.row_drafts import RowDrafts, make_drafts
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.graphs.steps import (
     CapturedSteps,
@@ -227,11 +226,7 @@ class Runner:
         if self._drafts is not None:
             self._drafts.note_sampled(step)
         for spill in plan.spill:
-            spilled = self._transfers.spill(spill)
-            step.spilled.append(spilled)
-            if self.fingerprints is not None:
-                for payload in spill.payloads:
-                    self.fingerprints.compare(payload, spilled.note_damage)
+            step.spill(spill, self._transfers.gathered(spill))
         if plan.load:
             step.loaded += self._transfers.load(plan.load, sent)
             # What it was loaded from may be used for something else once the step is committed.

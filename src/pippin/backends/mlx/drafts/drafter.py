@@ -8,7 +8,8 @@ itself will have there. Nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -16,17 +17,93 @@ import numpy as np
 from pippin.backends.base import DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.cpu.layers import HeadOperation
 from pippin.backends.mlx.cpu.operations import operations
+from pippin.backends.mlx.drafts.draft_model import DraftModel
 from pippin.backends.mlx.drafts.draft_rows import VerifyStep
-from pippin.backends.mlx.drafts.missed_steps import MissedSteps, Ran
-from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
+from pippin.backends.mlx.drafts.rings import (
+    MOST_OF_ROW,
+    RingKV,
+    Rings,
+    RingShape,
+    RingStep,
+    SlotRings,
+)
 from pippin.backends.mlx.step.noise import noise_words
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.sampler import MLXSampler, send
 from pippin.backends.sampling.rules import Draw
+from pippin.backends.step.draft_texts import MOST_FED, DraftTexts, Missing
 from pippin.backends.step.slots import FutureMap, SlotTable
+
+MOST_MISSED = 96  # tokens that were missed, of all rows
 
 # As `StepDrafter._run` has them.
 Entries = tuple[mx.array | None, mx.array, mx.array, mx.array]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Tokens that rows got in a step, and what they were sampled from. By line."""
+
+    slots: np.ndarray  # int32 [width]; 0: no row
+    lengths: mx.array  # int32 [width]: tokens that the row held before the step
+    hidden: mx.array | None  # [width, n, hidden]: of the input token and of drafts behind it
+    tokens: mx.array  # int32 [width, n]: sampled behind these
+    inputs: mx.array | None  # int32 [width, 1]: what the rows ran first, if known
+    counts: mx.array  # int32 [width]: of these how many are behind accepted drafts
+
+
+class _Missed(NamedTuple):
+    slots: np.ndarray  # int32 [width]
+    inputs: mx.array  # int32 [width, 1]
+    hidden: mx.array  # [width, 1, hidden]
+
+
+class MissedSteps:
+    """What steps of the same rows ran that left no drafts, for a head that is to draft after all.
+
+    A head that starts to draft in the middle of a reply has seen nothing of it, and its first
+    drafts are half as often right. Hidden vectors of the last steps are fed when they are needed:
+
+        steps      [ no drafts left | no drafts left | leaves drafts ]
+        vectors      h1               h2               h3
+        tokens       t1 (its input)   t2               t3, s3 (sampled)  fed: h1 t2, h2 t3, h3 s3
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[_Missed] = []
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def add(self, ran: VerifyStep) -> None:
+        if not (ran.plain and ran.hidden):  # of others it is not known yet what they accept
+            self._steps.clear()
+            return
+        if self._steps and self._steps[-1].slots.tobytes() != ran.slots.tobytes():
+            self._steps.clear()
+        self._steps.append(_Missed(ran.slots, ran.inputs, ran.hidden[0]))
+        del self._steps[: -min(MOST_OF_ROW, max(1, MOST_MISSED // len(ran.slots)))]
+
+    def before(self, ran: Ran) -> Ran:
+        """A step of the same rows as one with those it missed."""
+        steps = self._steps
+        if (
+            not steps
+            or ran.inputs is None
+            or ran.hidden is None
+            or not np.array_equal(steps[-1].slots, ran.slots)
+        ):
+            return ran
+        number = len(steps)
+        hidden = [*(step.hidden for step in steps), ran.hidden]
+        tokens = [*(step.inputs for step in steps[1:]), ran.inputs, ran.tokens]
+        return replace(
+            ran,
+            lengths=ran.lengths - number,
+            hidden=mx.concatenate(hidden, axis=1),
+            tokens=mx.concatenate(tokens, axis=1),
+            counts=ran.counts + number,
+        )
 
 
 class Reader(Protocol):
@@ -217,3 +294,77 @@ class StepDrafter:
         streams = np.array([state.stream for state in states], dtype=np.uint64)
         words = noise_words(streams.repeat(num_drafts), numbers.flatten())
         return words.reshape(len(slots), num_drafts, 2)
+
+
+class ModelDrafter(StepDrafter):
+    """By a draft model: what it has yet to read of each request is in step/draft_texts.py."""
+
+    reads_on = True
+
+    def __init__(
+        self,
+        model: DraftModel,
+        slots: SlotTable[mx.array],
+        future_map: FutureMap[mx.array],
+        max_depth: int,
+    ) -> None:
+        super().__init__(model, slots, future_map, max_depth)
+        self._texts = DraftTexts(min(MOST_FED, model.longest), model.loaded.max_len)
+
+    def begin(self, plan: StepPlan) -> None:
+        for admit in plan.admit:
+            self._texts.start(admit)
+        for row in plan.prefill:
+            self._texts.note_chunk(row)
+
+    def prepare(self, rows: Sequence[DecodeRow], is_exact: Callable[[DecodeRow], bool]) -> None:
+        for group in self._texts.to_feed(rows, is_exact):
+            self._feed(group, mx.zeros((len(group), 0, 2), mx.uint32))
+
+    def pass_over(self, rows: Sequence[DecodeRow], ran: VerifyStep) -> None:
+        self._texts.pass_over(rows)
+
+    def note_sampled(self, step: MLXPending) -> None:
+        self._texts.note_sampled(step)
+
+    def forget(self, slot: int) -> None:
+        super().forget(slot)
+        self._texts.restart(slot)
+
+    def draft(self, ran: Ran, num_drafts: int) -> list[mx.array]:
+        for slot in ran.slots[ran.slots > 0].tolist():
+            if not self._texts[slot].is_fed:  # what it missed is not known yet
+                self.forget(slot)
+        return super().draft(ran, num_drafts)
+
+    def draft_first(self, rows: Sequence[tuple[PrefillRow, mx.array | None]]) -> list[mx.array]:
+        by_slot, written = {row.slot: row for row, _ in rows}, list[mx.array]()
+        for group in self._texts.behind_chunks(list(by_slot.values())):
+            lengths = mx.array([missing.end - 1 for missing in group], mx.int32)
+            slots = np.array([missing.slot for missing in group], dtype=np.int32)
+            one = mx.zeros((len(group), 1), mx.int32)
+            ran = Ran(slots, lengths, None, one, None, one[:, 0])
+            num_drafts = max(by_slot[missing.slot].num_drafts for missing in group)
+            written += self._feed(group, self._noise(ran, num_drafts))
+        return written
+
+    def _feed(self, group: Sequence[Missing], noise: mx.array) -> list[mx.array]:
+        """And leave as many drafts as there is noise for."""
+        lengths = np.array([missing.num_tokens for missing in group], dtype=np.int32)
+        tokens = np.zeros((len(group), int(lengths.max())), dtype=np.int32)
+        for line, missing in enumerate(group):
+            tokens[line, : len(missing.tokens)] = missing.tokens
+            if missing.restarts:
+                self.rings.forget(missing.slot)
+        slots = np.array([missing.slot for missing in group], dtype=np.int32)
+        counts = mx.array(lengths - 1)
+        is_last = mx.arange(tokens.shape[1])[None] == counts[:, None]
+        on_device = self._future_map.tokens[mx.array(slots)][:, None]
+        before = mx.array([missing.first - 1 for missing in group], mx.int32)
+        rings = self.rings.joined(slots.tolist(), before)
+        return self._run_rows(
+            slots,
+            rings,
+            (None, mx.where(is_last, on_device, mx.array(tokens)), counts, before - rings.starts),
+            noise,
+        )

@@ -24,8 +24,7 @@ from pippin.backends.mlx.cpu.layers import (
     find_head_operation,
 )
 from pippin.backends.mlx.cpu.operations import LinearLayers, LinearWeights, operations
-from pippin.backends.mlx.drafts.missed_steps import MOST_OF_ROW
-from pippin.backends.mlx.drafts.rings import RingKV, RingLayer, RingShape
+from pippin.backends.mlx.drafts.rings import MOST_OF_ROW, RingKV, RingLayer, RingShape
 from pippin.backends.mtp_weights import LAYER, PREFIX, STORED_LESS_ONE, find_mtp_weights
 
 # Ids that drafts are chosen among: the first. Tokenizers number frequent tokens first, and a wrong

@@ -18,6 +18,7 @@ import numpy as np
 
 from pippin.backends.mlx.payloads.packing import KV
 
+MOST_OF_ROW = 24  # tokens of which hidden vectors are kept to be read later
 IN_FLIGHT = 2  # a ring that is read, and one that is written
 
 

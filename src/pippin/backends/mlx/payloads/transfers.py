@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from pippin.backends.base import Load, Spill
 from pippin.backends.mlx.layout import LayerCache, Layout
@@ -23,24 +22,6 @@ from pippin.backends.mlx.payloads.packing import Packer
 from pippin.backends.mlx.payloads.payload import StatePayload, spans_of
 from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, Payload
-
-
-class MLXSpilled:
-    """Arrays of uint8, which a step writes."""
-
-    def __init__(self, arrays: Sequence[mx.array]) -> None:
-        self.written = list(arrays)
-        self.intact = True
-
-    def arrays(self) -> Sequence[Bytes]:
-        """Views of the arrays' own buffers: reading them is no device work."""
-        return [np.asarray(array).reshape(-1) for array in self.written]
-
-    def note_damage(self) -> None:
-        self.intact = False
-
-    def release(self) -> None:
-        self.written.clear()
 
 
 class Transfers:
@@ -89,13 +70,13 @@ class Transfers:
 
     # ---- towards the disk ------------------------------------------------------------------
 
-    def spill(self, spill: Spill) -> MLXSpilled:
+    def gathered(self, spill: Spill) -> list[mx.array]:
         """Lazy: the step that spills evaluates what is in it."""
         if spill.component in (Component.STATE, Component.HIDDEN):
             (payload,) = spill.payloads
             assert isinstance(payload, StatePayload)
-            return MLXSpilled([_bytes(array) for array in payload.arrays])
-        return MLXSpilled([_bytes(array) for array in self._turned_out(spill)])
+            return [_bytes(array) for array in payload.arrays]
+        return [_bytes(array) for array in self._turned_out(spill)]
 
     def _turned_out(self, spill: Spill) -> Iterator[mx.array]:
         spans = [span for payload in spill.payloads for span in spans_of(payload)]

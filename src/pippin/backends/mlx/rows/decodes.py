@@ -15,9 +15,7 @@ import numpy as np
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.mlx.drafts.draft_model import DraftModel
 from pippin.backends.mlx.drafts.draft_rows import DraftRows, VerifyStep, find_draft_layers
-from pippin.backends.mlx.drafts.drafter import StepDrafter
-from pippin.backends.mlx.drafts.missed_steps import Ran
-from pippin.backends.mlx.drafts.model_drafter import ModelDrafter
+from pippin.backends.mlx.drafts.drafter import ModelDrafter, Ran, StepDrafter
 from pippin.backends.mlx.drafts.verifier import Verifier
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.captures import Captures

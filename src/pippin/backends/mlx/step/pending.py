@@ -9,12 +9,11 @@ from time import perf_counter
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Capture, Spill, StepResult
+from pippin.backends.base import Capture, StepResult
 from pippin.backends.mlx.cpu.operations import check_operations
 from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints, sum_words
 from pippin.backends.mlx.payloads.packing import payload_arrays
-from pippin.backends.mlx.payloads.transfers import MLXSpilled
 from pippin.backends.step.pending import Pending
 from pippin.types import Payload
 
@@ -59,13 +58,6 @@ class MLXPending(Pending[mx.array]):
         self.read_later(
             self.bring([length]), lambda held: self.keep_checkpoint(slot, int(held[0]) + 1)
         )
-
-    def spill(self, spill: Spill, spilled: MLXSpilled) -> None:
-        self.spilled.append(spilled)
-        self.written += spilled.written
-        if self.fingerprints is not None:
-            for payload in spill.payloads:
-                self.fingerprints.compare(payload, spilled.note_damage)
 
     def load(self, payload: Payload) -> None:
         self.loaded.append(payload)

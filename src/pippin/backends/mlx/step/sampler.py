@@ -13,8 +13,7 @@ import numpy as np
 
 from pippin.backends.masks import WORD_BITS
 from pippin.backends.mlx.cpu.operations import operations
-from pippin.backends.mlx.step.filters import dropped_tokens
-from pippin.backends.mlx.step.largest import candidates
+from pippin.backends.mlx.step.filters import candidates, dropped_tokens
 from pippin.backends.mlx.step.noise import add_gumbel_noise
 from pippin.backends.sampling.batches import (
     BiasEdits,

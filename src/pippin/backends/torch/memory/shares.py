@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pippin.amounts import option_bytes, show_bytes
-from pippin.backends.torch.drafts.model_drafter import model_ring_bytes
-from pippin.backends.torch.drafts.mtp_drafter import LENGTH as HEAD_LENGTH
+from pippin.backends.torch.drafts.drafters import HEAD_LENGTH, model_ring_bytes
 from pippin.backends.torch.drafts.ring import ring_bytes
 from pippin.backends.torch.memory.budget import (
     DRIVER_BYTES_PER_GRAPH,

@@ -23,22 +23,6 @@ from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, Payload
 
 
-class TorchSpilled:
-    def __init__(self, arrival: Arrival) -> None:
-        self._arrival: Arrival | None = arrival
-        self.intact = True
-
-    def arrays(self) -> Sequence[Bytes]:
-        assert self._arrival is not None
-        return [_as_bytes(found) for found in self._arrival.wait()]
-
-    def note_damage(self) -> None:
-        self.intact = False
-
-    def release(self) -> None:
-        self._arrival = None
-
-
 def payload_arrays(
     layout: PoolLayout, component: Component, num_tokens: int
 ) -> tuple[ArraySpec, ...]:
@@ -72,11 +56,8 @@ class Transfers:
         self._pools = pools
         self._streams = streams
 
-    def spill(self, spill: Spill) -> TorchSpilled:
-        return TorchSpilled(self._streams.bring(self._gathered(spill)))
-
-    def _gathered(self, spill: Spill) -> list[torch.Tensor]:
-        """Copies: pools are written in place."""
+    def gathered(self, spill: Spill) -> list[torch.Tensor]:
+        """Of uint8. Copies: pools are written in place."""
         pools = self._pools
         if spill.component in KV_KINDS:
             cells = [payload.cells for payload in spill.payloads if isinstance(payload, KVPayload)]
@@ -84,14 +65,14 @@ class Transfers:
         (payload,) = spill.payloads
         if isinstance(payload, HiddenPayload):
             assert payload.hidden is not None
-            return [payload.hidden]
+            return [_as_bytes(payload.hidden)]
         assert isinstance(payload, StatePayload)
         found: list[torch.Tensor] = []
         for conv, recurrent in zip(pools.conv, pools.recurrent, strict=True):
             found.append(conv[payload.slab].clone())
             if recurrent.numel():
-                found.append(recurrent[payload.slab].transpose(-1, -2).contiguous())
-        return found
+                found.append(recurrent[payload.slab].transpose(-1, -2))
+        return list(map(_as_bytes, found))
 
     def send(self, loads: Sequence[Load]) -> list[Arrival]:
         """Before a step's forwards: when these have run, the bytes are there."""
@@ -127,6 +108,5 @@ class Transfers:
         return StatePayload(pools, slab)
 
 
-def _as_bytes(found: torch.Tensor) -> Bytes:
-    data: Bytes = found.contiguous().view(-1).view(torch.uint8).numpy()
-    return data
+def _as_bytes(found: torch.Tensor) -> torch.Tensor:
+    return found.contiguous().view(-1).view(torch.uint8)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pippin.backends.sampling.noise import THREEFRY_PARITY, THREEFRY_ROTATIONS
+from pippin.backends.sampling.noise import threefry
 
 
 def add_gumbel_noise(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -19,23 +19,13 @@ def random_bits(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """int32 [n, vocab_size]: the bits of unsigned numbers."""
     num_counters = (vocab_size + 1) // 2
     j = torch.arange(num_counters, dtype=torch.int32, device=keys.device)
-    words = _threefry(keys[:, :1], keys[:, 1:], j, j + num_counters)
+    words = threefry(keys[:, :1], keys[:, 1:], j, j + num_counters, _rotated)
     return torch.cat(words, dim=-1)[:, :vocab_size]
 
 
-def _threefry(
-    key0: torch.Tensor, key1: torch.Tensor, counter0: torch.Tensor, counter1: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    schedule = (key0, key1, key0 ^ key1 ^ THREEFRY_PARITY)
-    x0, x1 = counter0 + key0, counter1 + key1
-    for four_rounds in range(5):
-        for rotation in THREEFRY_ROTATIONS[four_rounds % 2]:
-            x0 = x0 + x1
-            high = (x1 >> (32 - rotation)) & ((1 << rotation) - 1)
-            x1 = ((x1 << rotation) | high) ^ x0
-        x0 = x0 + schedule[(four_rounds + 1) % 3]
-        x1 = x1 + schedule[(four_rounds + 2) % 3] + (four_rounds + 1)
-    return x0, x1
+def _rotated(words: torch.Tensor, by: int) -> torch.Tensor:
+    high = (words >> (32 - by)) & ((1 << by) - 1)
+    return (words << by) | high
 
 
 def exponential(bits: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from pippin.backends.step.slots import FutureMap
-from pippin.backends.torch.drafts.entries import Entries, StepDrafter
+from pippin.backends.torch.drafts.drafters import Entries, StepDrafter
 from pippin.backends.torch.kernels.attention.heads import place_keys
 from pippin.backends.torch.kernels.attention.step import attention_step
 from pippin.backends.torch.kernels.draw import choose
