@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from pippin import supervision
 from pippin.engine.engine_pool import EnginePool
 from pippin.messages import Submit, TokenDelta, pack_tokens
-from pippin.supervision import supervisor
-from pippin.supervision.engine_process import EngineProcess
+from pippin.supervision import EngineProcess
 from pippin.types import SamplingParams
 from processes import environment
 
@@ -35,7 +35,7 @@ def noted_processes(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
             super().__init__(*given)
             started.append(self)
 
-    monkeypatch.setattr(supervisor, "EngineProcess", NotedProcess)
+    monkeypatch.setattr(supervision, "EngineProcess", NotedProcess)
     return started
 
 

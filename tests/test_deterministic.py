@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pippin.config import EngineConfig
-from pippin.offline.llm import LLM
-from pippin.offline.offline_requests import Completion
+from pippin.offline.llm import LLM, Completion
 from pippin.types import GRID, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cases import cases
-from pippin.durations import FOR_EVER, parse_duration
+from pippin.amounts import FOR_EVER, parse_duration
 
 
 @cases(

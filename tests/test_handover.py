@@ -11,8 +11,7 @@ import pytest
 
 from builders import Reply, ToyGrammar
 from live_peers import LiveDecode, LivePrefill, ask, pair_of, run_until
-from pippin.config import EngineConfig, ModelConfig
-from pippin.config.engine import Speculate
+from pippin.config import EngineConfig, ModelConfig, Speculate
 from pippin.messages import Submit, pack_tokens
 from pippin.scheduler import admission, memory
 from pippin.types import SamplingParams

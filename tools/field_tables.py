@@ -17,7 +17,7 @@ from pippin.api.requests import openai_fields as openai
 from pippin.api.dialects import messages, infill, ollama
 from pippin.api.batches import routes
 from pippin.api.endpoints import embeddings, generation
-from pippin.api.requests import fields as table as shared
+from pippin.api.requests import fields as shared
 from pippin.api.requests.fields import ValueKind
 from pippin.api.requests.fields import FieldTable, Unused
 from pippin.api.model_info import ModelInfo, RequestRules

@@ -1,8 +1,10 @@
-"""Amounts of memory as people write and read them."""
+"""Amounts of memory, and durations, as people write and read them."""
 
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 from pippin.errors import ConfigError
 
@@ -65,3 +67,34 @@ def option_bytes(nbytes: int) -> str:
 def _unit_of(nbytes: int) -> str:
     """The largest one that `nbytes` has at least one of; KB for less."""
     return next((u for u in ("TB", "GB", "MB") if nbytes >= MEMORY_UNITS[u]), "KB")
+
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})(ns|us|µs|ms|s|m|h)")
+_NUMBER = re.compile(r"\d{1,12}(\.\d{0,9})?")
+MAX_CHARS = 64
+FOR_EVER = math.inf
+IN_WORDS = 'a number of seconds, or a duration such as "5m", "1h30m" or "24h"; negative: for ever'
+
+
+def parse_duration(value: Any) -> float | None:
+    """Seconds; `FOR_EVER` for a negative one; None: it is no duration."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        if math.isnan(value):
+            return None
+        return FOR_EVER if value < 0 else float(min(value, 1e15))
+    if not isinstance(value, str) or len(value) > MAX_CHARS:
+        return None
+    text = value.strip()
+    negative = text.startswith("-")
+    text = text.removeprefix("-").removeprefix("+")
+    if _NUMBER.fullmatch(text):
+        seconds = float(text)
+    else:
+        parts = list(_PART.finditer(text))
+        if not parts or "".join(part[0] for part in parts) != text:
+            return None
+        seconds = sum(float(part[1]) * _UNITS[part[2]] for part in parts)
+    return FOR_EVER if negative else seconds

@@ -196,25 +196,12 @@ class EngineMetrics:
         return [(a, b) for a, b in pairs if b.step == a.step + 1 and not b.after_pause]
 
     def summary(self) -> dict[str, Any]:
+        counts = {name: n for name, n in vars(self).items() if isinstance(n, int)}
         return {
-            "steps": self.steps,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "host_tokens": self.host_tokens,
-            "disk_tokens": self.disk_tokens,
-            "peer_tokens": self.peer_tokens,
-            "computed_tokens": self.computed_tokens,
-            "generated_tokens": self.generated_tokens,
-            "forced_tokens": self.forced_tokens,
+            **counts,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
-            "drafters": {name: asdict(counts) for name, counts in self.drafters.items()},
-            "ghost_rows": self.ghost_rows,
-            "requests_finished": self.requests_finished,
-            "requests_aborted": self.requests_aborted,
-            "requests_failed": self.requests_failed,
-            "preemptions": self.preemptions,
-            "watch_failures": self.watch_failures,
+            "drafters": {name: asdict(each) for name, each in self.drafters.items()},
             "device_idle_share": round(self.device_idle_share, 4),
             "host_hidden_share": round(self.host_hidden_share, 4),
         }

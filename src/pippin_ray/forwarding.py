@@ -23,8 +23,8 @@ from pippin.api.http.answers import ErrorResponse, RequestLog
 from pippin.api.http.read_body import BodyBudget, Workers, decode_body, read_bytes
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.errors import EngineDead, PippinError, RequestError
+from pippin.startup.engines import SupervisedEngine
 from pippin.startup.launch import Engines, load_app
-from pippin.startup.replicas import SupervisedEngine
 from pippin.startup.resolve import resolve
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from pippin.api.served_models import ServedModels, SwitchedModel, TextCache
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import EngineDead, LoadError, NotReady
 from pippin.messages import Ready, Submit, TokenDelta
-from pippin.switching.model_engines import ModelEngines
-from pippin.switching.turns import ModelTurn, Turns
+from pippin.switching import ModelEngines, ModelTurn, Turns
 
 
 class FakeEngine(ScriptedEngine):

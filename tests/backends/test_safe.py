@@ -17,7 +17,7 @@ from pippin.backends.mlx.cpu import operations
 from pippin.backends.mlx.rows import decode_forward
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ConfigError
-from pippin.offline.offline_requests import Completion
+from pippin.offline.llm import Completion
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
 import servers
 from bundled import BUNDLED_PATH
-from churn import Rates, churn, churn_at, churn_requests, summarize, widths_to_measure
+from churn import Rates, churn, churn_at, churn_requests, widths_to_measure
 from pippin.bench.client import (
     DISCONNECT_AFTER,
     Load,
@@ -34,11 +33,6 @@ from prompts import Prompts, count_with
 
 def drawn(seed: str, count: int) -> list[LoadRequest]:
     return list(islice(churn_requests(Prompts(seed)), count))
-
-
-def test_equal_seeds_draw_equal_requests() -> None:
-    assert drawn("a", 20) == drawn("a", 20)
-    assert drawn("a", 20) != drawn("b", 20)
 
 
 def test_requests_are_of_all_lengths_and_many_begin_alike() -> None:
@@ -105,12 +99,6 @@ def test_a_load_that_nobody_answers_says_why() -> None:
         summarize_load([Sent(ASKED, BenchError("out of reach"))])
 
 
-def test_a_server_out_of_reach_is_an_error_of_each_request() -> None:
-    client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
-    sent = asyncio.run(send_load(client, Load(2, seconds=0.1), churn_requests(Prompts("a"))))
-    assert [type(each.result) for each in sent] == [BenchError, BenchError]  # not a flood of them
-
-
 def test_clients_share_the_requests_of_one_size() -> None:
     client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
     requests = RequestSizes(5, 8, 2).requests(Prompts("a").text)
@@ -165,22 +153,3 @@ def test_any_endpoint_by_its_url_and_clients_that_disconnect() -> None:
 async def _disconnect(client: LoadClient) -> Recording:
     exchange = await client.start_completion("a fox", 4000, disconnect_after=DISCONNECT_AFTER)
     return await exchange.done
-
-
-def test_errors_stand_below_the_table() -> None:
-    outcome = summarize_load([Sent(ASKED, recording(["a"])), Sent(ASKED, BenchError("no room"))])
-    report = summarize("a model", Load(seconds=1.0), outcome, [])
-    assert "1 x no room" in report.notes
-    assert ("errors", "1") in report.tables[0].rows
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_children_import_what_we_do")
-def test_the_step_log_needs_a_place(tmp_path: Path) -> None:
-    with (
-        pytest.raises(BenchError, match="cannot write a step log"),
-        servers.pippin_server(
-            str(BUNDLED_PATH), ("--backend", "fake", "--step-log", str(tmp_path / "no" / "steps"))
-        ),
-    ):
-        pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,21 +14,14 @@ from compare import (
     THEIRS,
     Measure,
     Scenario,
-    all_scenarios,
     choose,
     compare,
-    describe_model,
     summarize,
 )
 from pippin.bench.report import BenchError
 from pippin.text.tokenizer import Tokenizer
 from processes import environment
 from servers import write_endless_copy
-
-
-def test_better_is_always_above_one() -> None:
-    assert Measure("speed", "tok/s", higher_is_better=True).advantage(30, 10) == 3
-    assert Measure("time", "s").advantage(10, 30) == 3
 
 
 def test_a_target_is_of_the_advantage_or_of_our_own_number() -> None:
@@ -40,12 +32,6 @@ def test_a_target_is_of_the_advantage_or_of_our_own_number() -> None:
     assert bounded.verdict(5.0, 1.0) == "ours at most 5: met"
     assert bounded.verdict(5.1, 900.0) == "ours at most 5: missed"
     assert Measure("gap", "x").verdict(1, 2) == ""
-
-
-def test_a_family_name_takes_all_its_members() -> None:
-    assert [s.name for s in choose(["chats"])] == ["chats-8", "chats-4"]
-    assert [s.name for s in choose(["branches", "decode-4"])] == ["decode-4", "branches"]
-    assert len(choose([])) == len(all_scenarios())
 
 
 def test_what_is_wanted_of_the_bundled_model_is_not_wanted_of_every_other() -> None:
@@ -105,36 +91,12 @@ def test_nothing_in_the_copy_ends_a_reply_and_every_token_has_text(copy: Path) -
     assert theirs.decode([end], skip_special_tokens=True) == "<|im_end|>"
 
 
-def test_bfloat16_is_widened_and_metadata_kept(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
-    weights = {"a": mx.array([1.5, -2.25, 3e38]).astype(mx.bfloat16), "b": mx.ones((2, 3))}
-    mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "mlx"})
-    (source / "config.json").write_text(json.dumps({"eos_token_id": 1, "hidden_size": 3}))
-    write_endless_copy(source, target, float32=True)
-    loaded, metadata = mx.load(str(target / "model.safetensors"), return_metadata=True)
-    assert metadata == {"format": "mlx"}
-    assert loaded["a"].dtype == mx.float32
-    assert loaded["a"].tolist() == weights["a"].tolist()
-    assert loaded["b"].tolist() == weights["b"].tolist()
-    assert json.loads((target / "config.json").read_text()) == {"hidden_size": 3}
-
-
 def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "m.safetensors"), {"w": mx.zeros((2, 2), mx.uint32)})
     target = tmp_path / "target"
     target.mkdir()
     with pytest.raises(BenchError, match=r"m\.safetensors: w is U32"):
         write_endless_copy(tmp_path, target, float32=True)
-
-
-def test_without_a_cast_the_weights_are_linked_to(tmp_path: Path) -> None:
-    write_endless_copy(BUNDLED_PATH, tmp_path, float32=False)
-    weights = tmp_path / "model.safetensors"
-    assert weights.resolve() == (BUNDLED_PATH / "model.safetensors").resolve()
-    assert Tokenizer.load(tmp_path).eos_ids == ()
-    assert describe_model("stories", tmp_path) == "stories (qwen3_5, 40 MB of F16)"
 
 
 @pytest.mark.slow

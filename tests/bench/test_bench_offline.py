@@ -6,15 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from churn import measure_rates
 from one_batch import one_batch
 from pippin import LLM, SamplingParams
-from pippin.bench.report import BenchError
 from pippin.config import Config, ModelConfig
-from shared import WARM_UPS, Pairs, in_turn
+from shared import WARM_UPS, Pairs, engine_beside, in_turn
 
 TOY = Config(model=ModelConfig(backend="fake"))
 
@@ -54,11 +52,6 @@ def test_one_batch_runs_on_torch_where_there_is_no_mlx() -> None:
     assert run.stdout.split() == ["1", "True", "False"], run.stderr
 
 
-def test_too_few_steps_is_an_error_not_a_number() -> None:
-    with pytest.raises(BenchError, match="steps decoded 2 rows together"):
-        one_batch(TOY, batch=[2], input=[32], output=2, repeats=1)
-
-
 def test_rates_of_one_batch_are_measured_at_each_width() -> None:
     rates = measure_rates(TOY, [1, 3])
     assert [rows for rows, _ in rates.decode_steps] == [1, 3]
@@ -79,13 +72,6 @@ def test_pairs_swap_who_goes_first_and_drop_the_warm_up() -> None:
     assert measured == ["a pair 0", "b", "b", "a pair 1", "a pair 2", "b"]
 
 
-def test_the_ratio_of_pairs_is_the_middle_of_ratios_with_quartiles() -> None:
-    found = Pairs([1.0, 4.0, 9.0, 1.6, 25.0], [1.0, 2.0, 3.0, 4.0, 5.0]).as_dict()
-    assert found["ratio"] == 2.0
-    ratios = np.array([1.0, 2.0, 3.0, 0.4, 5.0])
-    assert found["quartiles"] == pytest.approx(tuple(np.percentile(ratios, [25, 75])))
-
-
 def test_a_compared_row_has_medians_the_ratio_and_its_target() -> None:
     pairs = Pairs([1.03, 2.02, 5.0], [1.0, 2.0, 1.0])
     row = pairs.row("ms", 1e3, at_most=1.03)
@@ -98,7 +84,7 @@ def test_engines_beside_each_other_share_a_model_and_nothing_else() -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     prompt = list(range(1, 90))
     with LLM(config=TOY) as llm:
-        plain = llm.beside(prefix_cache=False, overlap=False)
+        plain = engine_beside(llm, prefix_cache=False, overlap=False)
         texts = [engine.generate(prompt, params)[0] for engine in (llm, plain, llm, plain)]
         assert len({tuple(text.tokens) for text in texts}) == 1
         assert [text.cached_tokens > 0 for text in texts] == [False, False, True, False]

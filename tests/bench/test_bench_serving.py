@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -17,14 +15,13 @@ import servers
 import streams
 from bundled import BUNDLED_PATH
 from cli.commands import served_with
-from pippin.bench.client import Load, LoadClient, RequestSizes, Target, TimedReply
+from pippin.bench.client import Load, LoadClient, RequestSizes, Target
 from pippin.bench.report import BenchError, number
 from pippin.bench.serve import find_target, measure_server
 from pippin.config import Config, EngineConfig, ModelConfig
 from prefix import prefix
 from processes import environment
 from prompts import Prompts
-from shared import cold_warm, cold_warm_table
 
 pytestmark = pytest.mark.slow
 
@@ -93,15 +90,6 @@ def test_the_prefix_benchmark_sees_the_cache_work() -> None:
     assert all(turn["cached_tokens"] > 1900 for turn in turns)
 
 
-def test_a_warm_time_is_shown_as_a_share_of_the_cold_one() -> None:
-    cold = TimedReply(0.0, (2.0,), "a", prompt_tokens=100)
-    warm = TimedReply(1.0, (1.2,), "a", prompt_tokens=100, cached_tokens=64)
-    row = cold_warm("again", [cold], [warm])
-    table = cold_warm_table("Times", [row], 0.12)
-    assert table.rows == [("again", "100", "64", "2,000", "200", "10.0%")]
-    assert table.title == "Times (target: at most 12% of cold)"
-
-
 def test_a_config_survives_as_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the environment says otherwise of what is a default here."""
     monkeypatch.setenv("PIPPIN_MAX_RUNNING", "3")
@@ -127,32 +115,6 @@ def test_a_server_that_cannot_start_says_why() -> None:
         servers.pippin_server(str(BUNDLED_PATH), ["--prot", "1"]),
     ):
         pass
-
-
-def test_a_child_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "STOP_SECONDS", 0.2)
-    port = servers.free_port()
-    code = f"""
-import http.server, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-class Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-http.server.HTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
-"""
-    url = f"http://127.0.0.1:{port}"
-    with servers._child("stubborn", [sys.executable, "-c", code], url):
-        assert httpx.get(f"{url}/health").status_code == 200
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(url)
-
-
-def test_sigterm_unwinds_and_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit), servers.ended_by_sigterm():
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_cost_of_a_streamed_token_is_measured_in_both_processes() -> None:

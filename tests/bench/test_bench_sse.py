@@ -59,13 +59,6 @@ def test_any_cut_gives_the_same_text_and_a_time_no_earlier() -> None:
         assert reply.first == (1.0 if at >= first_event_end else 2.0)
 
 
-def test_byte_by_byte() -> None:
-    raw = chunked(*EVENTS)
-    reply = parse(recorded(*(bytes([byte]) for byte in raw)))
-    assert reply.text == "One two thrée"
-    assert list(reply.arrivals) == sorted(set(reply.arrivals))
-
-
 def test_a_stream_without_chunks_and_with_keepalives() -> None:
     head = b"HTTP/1.0 200 OK\r\nContent-type: text/event-stream\r\n\r\n"
     reply = parse(recorded(head + b": keepalive 1/2\n\n", EVENTS[0], EVENTS[1] + EVENTS[2]))
@@ -94,13 +87,6 @@ def test_a_stream_that_we_cut_keeps_what_came() -> None:
     raw = chunked(*EVENTS)
     middle = raw.index(EVENTS[2]) + 5
     assert parse(recorded(raw[:middle], cut=True)).text == "One two "
-
-
-def test_gaps_of_a_period() -> None:
-    reads = [HEAD + b"\r\n", *(event(str(i)) for i in range(6))]
-    reply = parse(recorded(*reads))
-    assert reply.gaps() == [1.0] * 5
-    assert reply.gaps(since=3.5, until=5.0) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -120,16 +120,6 @@ EFFORTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dialect", PARSERS)
-@pytest.mark.parametrize("has_result", [False, True])
-def test_how_much_to_reason_is_as_the_client_sent_it(dialect: str, has_result: bool) -> None:
-    more = RESULTS[dialect] if has_result else []
-    forced = force(dialect, *more, fields=EFFORTS[dialect])
-    assert PARSERS[dialect](forced, RULES).reasoning_effort == "high"
-    for field, value in EFFORTS[dialect].items():
-        assert forced[field] == value or forced[field].items() > value.items()
-
-
 class Echo(BaseHTTPRequestHandler):
     """Replies with what it was sent."""
 

@@ -194,10 +194,9 @@ def test_an_unknown_tool_parser_is_refused_before_anything_is_downloaded(
 
 def test_every_check_of_a_value_is_an_error_that_the_command_line_tells() -> None:
     """cyclopts shows a traceback of any other."""
-    folder = Path(pippin.config.__file__).parent
-    sources = [file.read_text(encoding="utf-8") for file in folder.glob("*.py")]
-    assert "class ServerConfig" in "".join(sources)
-    assert not [source for source in sources if "raise ValueError" in source]
+    source = Path(pippin.config.__file__).read_text(encoding="utf-8")
+    assert "class ServerConfig" in source
+    assert "raise ValueError" not in source
 
 
 def test_a_switch_can_be_turned_off_whatever_its_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_a_model_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[st
     assert "'a/b' is given twice" in error_of(capsys, "serve", "a/b", "a/b")[1]
 
 
-@pytest.mark.parametrize("option", ["kv-events=tcp://127.0.0.1:5557", "served-name=x", "trace=t"])
+@pytest.mark.parametrize("option", ["kv-events=tcp://[::1]:5557", "served-name=x", "step-log=s"])
 def test_options_of_one_model_are_refused_with_several(
     capsys: pytest.CaptureFixture[str], option: str
 ) -> None:

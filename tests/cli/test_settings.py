@@ -104,14 +104,15 @@ def test_what_a_command_has_no_use_for_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("port = 1\nmax-tokens = 7\nbackend = 'fake'")
-    seen: list[tuple[Config, dict[str, object]]] = []
+    seen: list[object] = []
+    monkeypatch.setattr("pippin.terminal.chat.client_of", lambda *given: given)
     monkeypatch.setattr(
-        "pippin.terminal.chat.run_chat",
-        lambda config, **own: seen.append((config, own["options"])),
+        "pippin.terminal.chat.run_chat", lambda client, **own: seen.extend((client, own["options"]))
     )
     output_of(capsys, "chat", "--dtype", "float32")
+    model = ModelConfig(backend="fake", dtype="float32")
     # chat's own --max-tokens is its own
-    assert seen == [(Config(ModelConfig(backend="fake", dtype="float32")), {"max_tokens": 512})]
+    assert seen == [(model, ["--dtype=float32"], Path("pippin.toml")), {"max_tokens": 512}]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_file_that_is_missing_is_named(
 def test_without_ray_the_error_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin_ray.command.find_spec", lambda _: None)
+    monkeypatch.setattr("pippin_ray.plan.find_spec", lambda _: None)
     status, error = error_of(capsys, "deploy", "ray", str(write(tmp_path, TWO)))
     assert (status, error) == (
         1,

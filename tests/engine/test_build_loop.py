@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
+from pippin import supervision
 from pippin.backends import fake as fake_backend
 from pippin.backends.fake import FakeBackend
 from pippin.cache.disk.disk_store import MAX_SEGMENT_BYTES
@@ -23,7 +24,6 @@ from pippin.engine.build_loop import (
 from pippin.engine.engine_spec import LAST_STEP_SECONDS, SLOWEST_DISK
 from pippin.errors import ConfigError
 from pippin.scheduler.request import FLUSH_SECONDS
-from pippin.supervision import engine_process
 
 AUTO, GIVEN = EngineConfig(), EngineConfig(max_running=5)
 GB = 10**9
@@ -118,6 +118,6 @@ def test_an_engine_has_time_to_write_behind_and_to_sync_before_it_exits_by_force
 
 
 def test_each_waits_longer_than_what_it_waits_for() -> None:
-    assert run.EXIT_GRACE_SECONDS < engine_process.STOP_GRACE_SECONDS
+    assert run.EXIT_GRACE_SECONDS < supervision.STOP_GRACE_SECONDS
     assert run.EXIT_GRACE_SECONDS < building.STOP_GRACE_SECONDS, "or a restart has no disk tier"
-    assert engine_process.STOP_GRACE_SECONDS < STOP_MARGIN_S
+    assert supervision.STOP_GRACE_SECONDS < STOP_MARGIN_S

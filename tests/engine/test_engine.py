@@ -38,7 +38,7 @@ from pippin.messages import (
     pack_tokens,
 )
 from pippin.scheduler.loop import Loop
-from pippin.supervision.supervisor import Connection
+from pippin.supervision import Connection
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS, environment
 

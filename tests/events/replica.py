@@ -11,7 +11,6 @@ from pippin.cache.tree.components import COMPONENTS
 from pippin.cache.tree.radix import Node
 from pippin.engine.events import schema
 from pippin.engine.events.event_sender import EventSender
-from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.schema import Frame, Snapshot
 from pippin.messages import FeedMessage
 
@@ -102,8 +101,7 @@ class Watched:
         self.client = client
         self.now = 100.0
         self.messages: list[FeedMessage] = []
-        recorder = Recorder(client.loop.scheduler, lambda: self.now)
-        self.feed = EventSender(client.loop, recorder, self.messages.append)
+        self.feed = EventSender(client.loop, self.messages.append, lambda: self.now)
         self.replica = Replica()
 
     def flush(self, seconds: float = 1.0) -> int:

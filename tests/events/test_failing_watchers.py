@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
 
 import pytest
 from replica import Watched
 
 from builders import Client, check_idle, make_client, make_prompt, oracle
-from pippin.engine.events import recorder as tree
-from pippin.engine.events.event_sender import EventSender
-from pippin.engine.events.recorder import Recorder
-from pippin.engine.events.schema import RequestEvent, StepEvent
-from pippin.engine.events.trace import TraceFile, TraceWriter
+from pippin.engine.events import tree_mirror as tree
+from pippin.engine.events.event_sender import EventSender, Recorder
 from pippin.engine.run import MessagePump
 from pippin.messages import (
     FeedMessage,
@@ -29,31 +24,6 @@ from pippin.messages import (
 from pippin.types import SamplingParams
 
 
-class Sink:
-    """A consumer that raises when it is told the `fails_at`-th thing of one kind."""
-
-    def __init__(self, fails_on: str = "", fails_at: int = 1) -> None:
-        self.fails_on = fails_on
-        self.fails_at = fails_at
-        self.num_told = {"step": 0, "request": 0}
-        self.num_lost = 0
-
-    def step(self, step: StepEvent) -> None:
-        self._tell("step")
-
-    def request(self, request: RequestEvent) -> None:
-        self._tell("request")
-
-    def lost(self) -> None:
-        self.num_lost += 1
-
-    def _tell(self, kind: str) -> None:
-        assert not self.num_lost, "told something after it failed"
-        self.num_told[kind] += 1
-        if kind == self.fails_on and self.num_told[kind] == self.fails_at:
-            raise RuntimeError(f"a consumer's own bug in {kind}")
-
-
 def converse(client: Client) -> None:
     """Some requests, one after the other and together; their replies are as always."""
     asked = [client.submit(make_prompt(90 + 40 * n, n % 2), max_tokens=6) for n in range(4)]
@@ -66,26 +36,6 @@ def converse(client: Client) -> None:
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.exc_info]
-
-
-@pytest.mark.parametrize("kind", ["step", "request"])
-@pytest.mark.parametrize("fails_at", [1, 5])
-def test_a_consumer_that_raises_is_told_nothing_more_and_others_everything(
-    kind: str, fails_at: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = make_client(num_slots=2, chunk=64)
-    recorder = Recorder(client.loop.scheduler)
-    broken, sound = Sink(kind, fails_at), Sink()
-    recorder.add(broken)
-    recorder.add(sound)
-    converse(client)
-    assert broken.num_lost == 1
-    assert broken.num_told[kind] == fails_at
-    assert sound.num_told["step"] == client.loop.scheduler.metrics.steps
-    assert tracebacks(caplog) == ["Sink failed and gets no more events"]
-    assert client.loop.status()["metrics"]["watch_failures"] == 1
-    recorder.remove(sound)
-    assert client.loop.scheduler.observer is None
 
 
 @pytest.mark.parametrize(
@@ -159,26 +109,6 @@ def test_a_feed_that_cannot_begin_is_lost(
     assert one.messages == [FeedMessage("lost", b"")]
     assert len(tracebacks(caplog)) == 1
     converse(one.client)
-
-
-def test_a_trace_that_raises_is_closed_and_can_be_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "trace.json"
-    TraceFile.begin(path)
-    client = make_client(num_slots=2)
-    writer = TraceWriter(TraceFile(path), Recorder(client.loop.scheduler), num_slots=2)
-    client.ask(make_prompt(70))
-
-    def fail(*args: object) -> None:
-        raise ValueError("a bug of ours")
-
-    monkeypatch.setattr(writer, "_follow", fail)
-    converse(client)
-    writer.close()
-    assert any(event["name"].startswith("step") for event in json.loads(path.read_bytes()))
-    assert len(tracebacks(caplog)) == 1
-    assert client.loop.scheduler.metrics.watch_failures == 1
 
 
 class Wire:

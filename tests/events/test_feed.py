@@ -15,11 +15,12 @@ from replica import Replica, Watched
 from builders import Client, make_client, make_loop, make_prompt, oracle
 from oracle_drafter import OracleDrafter
 from pippin.backends.fake import FakeBackend
-from pippin.engine.events import recorder
+from pippin.engine.events import tree_mirror
 from pippin.engine.events.event_sender import MAX_ROWS, MAX_STEPS
 from pippin.engine.events.schema import Frame, Snapshot
 from pippin.scheduler.speculation import Speculation
 from pippin.types import Component
+from trace_events import DEVICE, FIRST_SLOT, HOST, Trace
 
 MAX_MESSAGE_BYTES = 250_000  # docs/internals/events.md
 
@@ -151,8 +152,8 @@ def test_a_request_that_is_preempted_waits_again() -> None:
 def test_the_tree_that_is_told_is_the_tree(
     components: tuple[Component, ...], max_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "MAX_NODES", max_nodes)
-    monkeypatch.setattr(recorder, "NUM_KEPT", max_nodes * 3 // 4)
+    monkeypatch.setattr(tree_mirror, "MAX_NODES", max_nodes)
+    monkeypatch.setattr(tree_mirror, "NUM_KEPT", max_nodes * 3 // 4)
     rng = random.Random(7)
     capacity = 4 * FakeBackend(components=components).row_bytes(400)
     client = make_client(num_slots=3, chunk=128, components=components, capacity_bytes=capacity)
@@ -216,7 +217,7 @@ def test_messages_are_bounded_in_bytes() -> None:
         one.client.submit(make_prompt(330, number), id=f"chatcmpl-{number:032x}-0", max_tokens=20)
     one.client.run()
     assert one.client.loop.scheduler.cache is not None
-    assert one.client.loop.scheduler.cache.radix.num_nodes > 4 * recorder.MAX_NODES
+    assert one.client.loop.scheduler.cache.radix.num_nodes > 4 * tree_mirror.MAX_NODES
     one.feed.watch()
     one.now += 1
     one.feed.flush()
@@ -325,36 +326,17 @@ def test_every_message_has_the_fields_of_its_type_and_no_others() -> None:
         assert msgspec.json.decode(json) == msgspec.to_builtins(message)
 
 
-def test_frames_count_on_from_the_snapshot() -> None:
-    numbers = [message.number for message in decoded()]
-    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-
-
-def test_memory_adds_up() -> None:
-    for message in decoded():
-        memory = message.memory
-        held = (
-            memory.rows
-            + memory.checkpoints
-            + memory.captures
-            + memory.loads
-            + sum(memory.tree.values())
-        )
-        assert held + memory.free == memory.capacity
-
-
-def test_the_hosts_lane_does_not_overlap_itself() -> None:
-    steps = [step for message in decoded() for step in message.steps]
-    spans = [(step.planned, step.launched) for step in steps]
-    spans += [(step.resumed - step.waited, step.committed) for step in steps]
-    for before, after in pairwise(sorted(spans)):
-        assert before[0] <= before[1] <= after[0] + 2e-6  # times are told to the microsecond
-
-
-def test_it_shows_a_prompt_that_was_reused() -> None:
-    messages = decoded()
-    chunks = [c for message in messages for step in message.steps for c in step.chunks]
-    assert any(chunk.restored for chunk in chunks)
-    ended = [r for message in messages for r in message.requests if r.phase == "ended"]
-    assert {request.finish for request in ended} == {"length"}
-    assert any(request.cached == request.prompt for request in ended)
+def test_a_trace_of_it_has_lanes_that_do_not_overlap() -> None:
+    trace = Trace()
+    events = [event for message in decoded() for event in trace.take(message)]
+    lanes: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            lanes.setdefault(event["tid"], []).append(event)
+    assert {HOST, DEVICE, FIRST_SLOT + 1} <= lanes.keys()
+    for slices in lanes.values():
+        for before, after in pairwise(sorted(slices, key=lambda each: each["ts"])):
+            assert before["ts"] + before["dur"] <= after["ts"] + 2, (before, after)
+    assert len(lanes[DEVICE]) == sum(len(message.steps) for message in decoded())
+    waits = [event["ph"] for event in events if event.get("cat") == "queue"]
+    assert waits.count("b") == waits.count("e") > 0

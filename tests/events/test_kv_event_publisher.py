@@ -108,7 +108,7 @@ def test_what_can_be_sent_again_is_bounded(
     assert replay(publisher, client, number(0)) == [b"%d" % value for value in range(15, 20)]
     monkeypatch.setattr(event_publisher, "MAX_PAST_BYTES", 6)
     publisher.publish(b"20")
-    assert publisher.num_past == 3, "six bytes"
+    assert len(publisher._past) == 3, "six bytes"
 
 
 def test_what_is_no_request_is_dropped(sockets: Sockets, publisher: EventPublisher) -> None:

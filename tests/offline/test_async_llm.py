@@ -22,7 +22,7 @@ from pippin.backends.fake import FakeBackend
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import build_loop
 from pippin.errors import ContextOverflow, EngineDead, LoadError, RequestError
-from pippin.offline import async_llm
+from pippin.offline import llm as llm_module
 from pippin.scheduler.loop import Loop
 from processes import PATIENCE_SECONDS
 
@@ -81,7 +81,7 @@ def test_a_stop_string_ends_a_reply_and_frees_its_place(monkeypatch: pytest.Monk
         made.append(build_loop(*args, **kwargs))
         return made[0]
 
-    monkeypatch.setattr(async_llm, "build_loop", build)
+    monkeypatch.setattr(llm_module, "build_loop", build)
 
     async def work(llm: AsyncLLM) -> None:
         [whole] = await llm.generate("a fox", GREEDY)
@@ -108,7 +108,7 @@ def test_streams_that_are_closed_and_calls_that_are_cancelled_leave_nothing_behi
         with pytest.raises(asyncio.CancelledError):
             await call
         assert await llm.generate([5, 6], GREEDY)  # there is one slot, and it is free
-        assert not llm._engine._readers
+        assert not llm._readers
 
     run(work, max_running=1)
 
@@ -234,7 +234,7 @@ def test_a_closed_engine_leaves_nothing_to_another_threads_collector(
     async def work(llm: AsyncLLM) -> None:
         await llm.generate("a fox", GREEDY)
 
-    monkeypatch.setattr(async_llm, "build_loop", build)
+    monkeypatch.setattr(llm_module, "build_loop", build)
     gc.disable()
     try:
         run(work)

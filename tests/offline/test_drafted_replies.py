@@ -17,6 +17,7 @@ from bundled import BUNDLED_PATH
 from families import CONFIGS
 from pippin import LLM, SamplingParams
 from pippin.config import Config, EngineConfig, ModelConfig
+from shared import engine_beside
 from torch_families import weights
 
 STORY = "Once upon a time there was a little dog named Max. He had a red ball."
@@ -40,8 +41,8 @@ def test_replies_are_the_same_and_drafts_are_counted(backend: str, draft: str) -
     engine = EngineConfig(draft_model=draft, memory="1GB", max_running=4)
     with LLM(config=Config(model=model, engine=engine)) as llm:
         assert llm.metrics.drafters.keys() == {"draft"}
-        assert llm.beside(speculate="auto").metrics.drafters.keys() == {"draft", "suffix"}
-        without = llm.beside(speculate="off")
+        assert engine_beside(llm, speculate="auto").metrics.drafters.keys() == {"draft", "suffix"}
+        without = engine_beside(llm, speculate="off")
         speculation = llm.loop.scheduler.speculation
         assert speculation is not None
         speculation.policy = None

@@ -22,8 +22,9 @@ from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, OutOfMemory, PippinError, RequestError
 from pippin.messages import Submit
 from pippin.offline import llm as llm_module
-from pippin.offline.offline_requests import progress_bar
+from pippin.offline.llm import progress_bar
 from pippin.scheduler.loop import Loop
+from shared import engine_beside
 
 TOY = ModelConfig(backend="fake")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -353,7 +354,7 @@ def test_what_cannot_be_warmed_up_later_is_at_load(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(llm_module, "build_loop", build_captured)
     with make_llm() as llm:
         assert llm.loop.warm_up.done
-        other = llm.beside(prefix_cache=False)
+        other = engine_beside(llm, prefix_cache=False)
         assert other.loop.warm_up.done
         assert other.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].tokens
 

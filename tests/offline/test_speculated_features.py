@@ -13,8 +13,9 @@ import pytest
 from oracle_drafter import OracleDrafter
 from pippin import LLM, SamplingParams
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.offline.offline_requests import Completion
+from pippin.offline.llm import Completion
 from pippin.scheduler.request import Request
+from shared import engine_beside
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 STORY = "Once upon a time there was a little dog named Max. He had a red ball. " * 3
@@ -47,7 +48,7 @@ def llm() -> Iterator[LLM]:
 
 def make_engine(llm: LLM, drafts: str, known: dict[tuple[int, ...], list[int]]) -> LLM:
     """That has drafts in every step, whatever they cost."""
-    engine = llm.beside(speculate="suffix" if drafts == "suffix" else "auto")
+    engine = engine_beside(llm, speculate="suffix" if drafts == "suffix" else "auto")
     speculation = engine.loop.scheduler.speculation
     assert speculation is not None
     speculation.policy = None
@@ -74,7 +75,7 @@ def replies_of(engine: LLM) -> Replies:
 
 @pytest.fixture(scope="module")
 def without(llm: LLM) -> Replies:
-    return replies_of(llm.beside(speculate="off"))
+    return replies_of(engine_beside(llm, speculate="off"))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_replies_are_those_without_drafts(
 def test_embeddings_beside_rows_with_drafts(llm: LLM, without: Replies) -> None:
     (expected,) = without["nothing"]
     prompt = expected.prompt_tokens
-    vectors = llm.beside(speculate="off").embed(["A fox.", STORY])
+    vectors = engine_beside(llm, speculate="off").embed(["A fox.", STORY])
     engine = make_engine(llm, "auto", {})
     stream = engine.stream_generate(prompt, PLAIN)
     text = next(stream)

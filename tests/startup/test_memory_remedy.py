@@ -15,7 +15,7 @@ from pippin.backends.fake import FakeBackend
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import build_loop, load_backend
 from pippin.errors import LoadError
-from pippin.startup.replicas import with_remedy
+from pippin.startup.engines import with_remedy
 
 
 def ignore(stage: str) -> None:

@@ -13,8 +13,7 @@ from bundled import BUNDLED_PATH
 from cases import cases
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
-from pippin.startup.on_demand_models import OnDemandModels
-from pippin.startup.replicas import check_fit, divide, least_bytes
+from pippin.startup.engines import OnDemandModels, check_fit, divide, least_bytes
 
 
 def test_models_that_all_fit_share_what_is_left() -> None:

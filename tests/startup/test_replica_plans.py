@@ -11,8 +11,8 @@ from pippin.backends.host import THREAD_LIMITS, num_threads
 from pippin.config import Config, EngineConfig, PeersConfig, ServerConfig
 from pippin.engine.build_loop import _remedy, budget_bytes
 from pippin.errors import ConfigError
+from pippin.startup.engines import CUDA_DEVICES, plan_replicas
 from pippin.startup.launch import check_devices
-from pippin.startup.replicas import CUDA_DEVICES, plan_replicas
 
 GB = 10**9
 
@@ -92,7 +92,7 @@ def test_an_engine_of_a_pair_has_no_replicas() -> None:
         ({"devices": "0,,1"}, "use numbers or UUIDs"),
         ({"devices": "0;rm"}, "use numbers or UUIDs"),
         ({"devices": "0,1", "replicas": 3}, "replicas is 3 and devices names 2"),
-        ({"replicas": 2, "trace": "t.json"}, "trace records one engine, and there are 2"),
+        ({"replicas": 2, "step_log": "s"}, "step_log records one engine, and there are 2"),
         ({"devices": "0,1", "step_log": "s"}, "remove --step-log"),
     ],
 )

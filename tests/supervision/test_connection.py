@@ -19,7 +19,7 @@ from pippin.messages import (
     TokenDelta,
     pack_tokens,
 )
-from pippin.supervision.supervisor import Connection, Pulse
+from pippin.supervision import Connection, Pulse
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS
 

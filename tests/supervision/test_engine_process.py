@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pippin import supervision
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.messages import (
     Answer,
@@ -26,9 +27,7 @@ from pippin.messages import (
     pack_tokens,
 )
 from pippin.startup.resolve import resolve
-from pippin.supervision import engine_process
-from pippin.supervision.engine_process import EngineProcess, describe_exit
-from pippin.supervision.supervisor import Connection
+from pippin.supervision import Connection, EngineProcess, describe_exit
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS, environment, wait_until_gone
 
@@ -121,7 +120,7 @@ def test_stop_leaves_no_process_and_no_socket_behind() -> None:
 
 
 def test_stop_kills_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "STOP_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(supervision, "STOP_GRACE_SECONDS", 0.1)
     with EngineProcess(resolve(FAKE)) as process:
         os.kill(process.process.pid, signal.SIGSTOP)
     assert process.process.returncode == -signal.SIGKILL
@@ -158,7 +157,7 @@ def test_the_engine_leaves_when_the_server_is_killed() -> None:
     code = """
 import time
 from pippin.config import Config, ModelConfig
-from pippin.supervision.engine_process import EngineProcess
+from pippin.supervision import EngineProcess
 from pippin.startup.resolve import resolve
 process = EngineProcess(resolve(Config(model=ModelConfig(backend="fake"))))
 print(process.process.pid, process.spec.socket_dir, flush=True)

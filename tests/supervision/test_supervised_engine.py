@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import pippin.supervision.supervisor as supervisor_module
 from one_engine import ask, noted_processes, tokens_of, until
+from pippin import supervision
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.engine.engine_pool import EnginePool
 from pippin.errors import EngineDead
-from pippin.startup.replicas import SupervisedEngine
+from pippin.startup.engines import SupervisedEngine
 from pippin.startup.resolve import resolve
-from pippin.supervision.engine_process import EngineProcess
+from pippin.supervision import EngineProcess
 from processes import PATIENCE_SECONDS
 
 PREFIX = list(range(90)) * 2
@@ -98,13 +98,13 @@ def test_a_replica_that_keeps_dying_is_left_out_until_it_is_wanted(
         failures: asyncio.Queue[str] = asyncio.Queue()
         calls: list[int] = []
 
-        async def run(supervisor: supervisor_module.Supervisor) -> None:
+        async def run(supervisor: supervision.Supervisor) -> None:
             calls.append(supervised._supervisors.index(supervisor))
             if calls[-1] == 0 and calls.count(0) == 1:
                 raise EngineDead(await failures.get())
             raise EngineDead("it died")
 
-        monkeypatch.setattr(supervisor_module.Supervisor, "run", run)
+        monkeypatch.setattr(supervision.Supervisor, "run", run)
         running = asyncio.create_task(supervised.run())
         await until(lambda: pool.replicas[1].reason == "it died")
         assert not running.done()

@@ -17,13 +17,12 @@ import pytest
 from zmq import ZMQError
 
 from one_engine import OneEngine, ask, noted_processes, tokens_of, until
+from pippin import supervision
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import EngineDead, LoadError
 from pippin.messages import Submit, TokenDelta, pack_tokens
 from pippin.startup.resolve import resolve
-from pippin.supervision import supervisor as supervisor_module
-from pippin.supervision.engine_process import EngineProcess
-from pippin.supervision.supervisor import LONGEST_DELAY_SECONDS, Backoff, Supervisor
+from pippin.supervision import LONGEST_DELAY_SECONDS, Backoff, EngineProcess, Supervisor
 from pippin.types import SamplingParams
 from processes import PATIENCE_SECONDS, is_running
 
@@ -101,14 +100,14 @@ def fail_to_start(
     monkeypatch: pytest.MonkeyPatch, error: Exception, *, name: str, succeeding: int
 ) -> None:
     """After so many that could be started, every other start of an engine fails."""
-    real, calls = getattr(supervisor_module, name), itertools.count()
+    real, calls = getattr(supervision, name), itertools.count()
 
     def start(*args: object) -> object:
         if next(calls) >= succeeding:
             raise error
         return real(*args)
 
-    monkeypatch.setattr(supervisor_module, name, start)
+    monkeypatch.setattr(supervision, name, start)
 
 
 CANNOT_START = [
@@ -206,7 +205,7 @@ def test_while_an_engine_serves_nothing_of_the_channel_is_in_the_file_system(
 def test_too_many_deaths_in_a_row_are_the_end(
     engines: list[EngineProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(supervision, "FIRST_DELAY_SECONDS", 0.01)
     config = replace(FAKE, server=ServerConfig(engine_restarts=2))
 
     async def work() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cases import cases
 from pippin.errors import NotReady, Overloaded
-from pippin.switching.turns import ModelTurn, State, Ticket, Turns
+from pippin.switching import ModelTurn, State, Ticket, Turns
 
 TURN = 10.0
 

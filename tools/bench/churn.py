@@ -29,8 +29,7 @@ from pippin.bench.client import (
     summarize_load,
 )
 from pippin.bench.report import BenchError, Report, Table, busy_note, number, say
-from pippin.bench.serve import find_target, warm_up
-from pippin.cli.bench import ApiKey, Count
+from pippin.bench.serve import ApiKey, Count, find_target, warm_up
 from pippin.config import Config, ModelConfig
 from pippin.metrics import StepRecord, read_step_log
 from pippin.startup.checkpoint import find_checkpoint
@@ -215,7 +214,7 @@ def summarize(model: str, load: Load, outcome: LoadOutcome, notes: list[str]) ->
         ("requests", str(outcome.num_requests)),
         ("errors", str(outcome.num_errors)),
         ("generated, tok/s", number(outcome.generated_per_second)),
-        ("prompts, tok/s", number(outcome.prompt_per_second)),
+        ("prompts, tok/s", number(outcome.prompt_tokens / outcome.seconds)),
         *((f"{name}, ms", number(value)) for name, value in outcome.times_ms.items()),
     ]
     title = f"{model}, {outcome.seconds:.0f} s"

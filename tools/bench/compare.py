@@ -23,8 +23,7 @@ from cyclopts import Parameter
 
 from pippin.bench.client import LoadClient
 from pippin.bench.report import BenchError, Report, Table, busy_note, median, number, ratio, say
-from pippin.bench.serve import warm_up
-from pippin.cli.bench import Count
+from pippin.bench.serve import Count, warm_up
 from pippin.config import ModelConfig
 from pippin.startup.checkpoint import find_checkpoint
 from pippin.startup.resolve import choose_backend

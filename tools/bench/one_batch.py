@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, replace
 
 from pippin import LLM
 from pippin.bench.report import Report, Table, busy_note, median, number, say
-from pippin.cli.bench import Count, Numbers
+from pippin.bench.serve import Count, Numbers
 from pippin.config import Config
 from shared import decode_step_seconds, greedy, last_step, prompts_for, run, timed
+
+DEFAULT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ def one_batch(
 
 def cold(config: Config, num_rows: int) -> Config:
     """With room for so many rows, and without what makes a step do less."""
-    engine = config.engine.without_usual_drafts().with_rows(num_rows)
-    return replace(config, engine=replace(engine, prefix_cache=False))
+    engine = config.engine
+    given = DEFAULT_ROWS if engine.max_running == "auto" else engine.max_running
+    engine = replace(engine, prefix_cache=False, speculate=engine.speculate or "off")
+    return replace(config, engine=replace(engine, max_running=max(given, num_rows)))
 
 
 def time_batch(

@@ -19,7 +19,7 @@ import httpx
 
 from pippin.bench.client import LoadClient, Target, TimedReply, parse
 from pippin.bench.report import BenchError, Report, say
-from pippin.cli.bench import Count
+from pippin.bench.serve import Count
 from pippin.config import Config
 from pippin.startup.checkpoint import find_checkpoint
 from prompts import Prompts, count_with

@@ -6,6 +6,7 @@ ratio, and the median of the ratios is reported, never the ratio of two averages
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import inspect
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Annotated, Any, TypeVar
 
@@ -34,11 +35,14 @@ from pippin.bench.report import (
     ratio,
     say,
 )
+from pippin.bench.serve import LIST, POSITIVE, Files
 from pippin.cli import fail
-from pippin.cli.bench import LIST, POSITIVE, Files
 from pippin.cli.options import takes_config
 from pippin.cli.settings import SETTINGS
+from pippin.config import Speculate
+from pippin.engine.build_loop import build_loop
 from pippin.errors import PippinError
+from pippin.offline.llm import Router
 from prompts import Prompts
 
 Names = Annotated[list[str] | None, LIST]
@@ -47,6 +51,34 @@ T = TypeVar("T")
 Part = tuple[Table, Any]  # what is printed, and the numbers behind it
 WARM_UPS = 2
 FEWEST_STEPS = 8
+
+
+def engine_beside(
+    llm: LLM,
+    *,
+    prefix_cache: bool = True,
+    overlap: bool = True,
+    speculate: Speculate | None = None,
+) -> LLM:
+    """Another engine over the same loaded model, with its own requests, cache and metrics.
+
+    Only one of the two may have requests at a time. It can speculate if the first was loaded to.
+    """
+    other = copy.copy(llm)
+    engine = replace(
+        llm.config.engine,
+        prefix_cache=prefix_cache,
+        overlap=overlap,
+        speculate=speculate or llm.config.engine.speculate,
+        host_cache=None,  # which one engine has to itself
+        cache_dir=None,  # likewise
+        disk=None,
+    )
+    other.config = replace(llm.config, engine=engine)
+    backend = llm.loop.backend
+    other.loop = build_loop(other.config, lambda _: None, for_streams=False, backend=backend)
+    other._router = Router(other.loop)
+    return other
 
 
 def run(measure: Callable[..., Report], *sections: str, without: tuple[str, ...] = ()) -> None:

@@ -12,15 +12,15 @@ from zlib import crc32
 
 from pippin import LLM, SamplingParams
 from pippin.bench.report import BenchError, Report, busy_note, say
-from pippin.cli.bench import Count, Numbers
+from pippin.bench.serve import Count, Numbers
 from pippin.config import Config
-from pippin.offline.offline_requests import Completion
+from pippin.offline.llm import Completion
 from pippin.scheduler.request import Request
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 from oracle_drafter import OracleDrafter
-from shared import Names, greedy, in_turn, pairs_table, prompts_for, run
+from shared import Names, engine_beside, greedy, in_turn, pairs_table, prompts_for, run
 
 PROMPT_TOKENS = 24
 LEAST = 0.97  # times the throughput without drafts, whatever is drafted
@@ -105,7 +105,7 @@ class SpeculateBench:
     def _engines(self, speculate: str, *, prefix_cache: bool) -> tuple[LLM, LLM]:
         """With drafts, and without."""
         with_drafts, without = (
-            self.llm.beside(speculate=way, prefix_cache=prefix_cache)  # type: ignore[arg-type]
+            engine_beside(self.llm, speculate=way, prefix_cache=prefix_cache)  # type: ignore[arg-type]
             for way in (speculate, "off")
         )
         return with_drafts, without

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pippin.bench.client import Exchange, LoadClient, Target
 from pippin.bench.report import BenchError, Report, Table, number, say
-from pippin.cli.bench import Numbers
+from pippin.bench.serve import Numbers
 from pippin.config import ModelConfig
 from servers import pippin_server
 from shared import Names, Positive, run

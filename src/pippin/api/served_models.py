@@ -14,9 +14,10 @@ from typing import Any
 
 from pippin.api.model_info import ModelInfo, RequestRules, spread
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.engine.engine_client import Engine, RequestEngine
+from pippin.engine.engine_client import RequestEngine
+from pippin.engine.engine_pool import EnginePool
 from pippin.errors import NotReady
-from pippin.switching.model_engines import Lease, ModelEngines
+from pippin.switching import Lease, ModelEngines
 from pippin.text.bundle import TextBundle
 
 LATEST = ":latest"  # Ollama's tag of a name that has none
@@ -39,7 +40,7 @@ class ServedText:
 class Residency:
     """Whether a model is in memory, and who uses it."""
 
-    state: str = "ready"  # see `switching/turns.py`
+    state: str = "ready"  # see `switching.py`
     num_open: int | None = None  # requests; None: not counted, since it stays loaded
     num_waiting: int = 0  # for it to be loaded
     num_loads: int = 1
@@ -130,7 +131,7 @@ class FixedModel:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EnginePool,
         text: TextBundle,
         info: ModelInfo,
         config: ServerConfig,
@@ -203,7 +204,7 @@ class SwitchedModel:
         self._is_measured = False  # since its first load
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> EnginePool | None:
         """While it is loaded."""
         host = self._engines.loaded.get(self.info.name)
         return None if host is None else host.engine

@@ -347,10 +347,6 @@ class LoadOutcome:
         return self.generated_tokens / self.seconds
 
     @property
-    def prompt_per_second(self) -> float:
-        return self.prompt_tokens / self.seconds
-
-    @property
     def times_ms(self) -> dict[str, float]:
         times = {"TTFT": self.ttft, "gap": self.gap}
         return {

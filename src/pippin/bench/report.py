@@ -9,7 +9,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -56,32 +56,7 @@ class Spread:
         )
 
 
-STAT = Path("/proc/stat")
-STOLEN = 7  # its place among user, nice, system, idle, iowait, irq, softirq, steal
-COUNTED = 8  # what follows is part of user and nice
-
-
-class Ticks(NamedTuple):
-    """Of all CPUs since the machine started."""
-
-    stolen: int
-    all: int
-
-    def stolen_since(self, before: Ticks) -> float:
-        """As a share of all CPU time."""
-        return (self.stolen - before.stolen) / max(1, self.all - before.all)
-
-
-def read_ticks(stat: Path = STAT) -> Ticks | None:
-    """None where the system has no such counters: elsewhere than on Linux."""
-    if not stat.exists():
-        return None
-    fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:]]
-    return Ticks(fields[STOLEN], sum(fields[:COUNTED]))
-
-
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "torch", "triton")
-TICKS_AT_START = read_ticks()
 BUSY_LOAD = 0.5  # runnable processes besides ours that make timings doubtful
 
 
@@ -159,10 +134,7 @@ def describe_machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "pippin": __version__,
     }
-    facts |= installed_versions(LIBRARIES)
-    if TICKS_AT_START is not None and (now := read_ticks()) is not None:
-        facts["stolen"] = f"{now.stolen_since(TICKS_AT_START):.1%}"
-    return facts
+    return facts | installed_versions(LIBRARIES)
 
 
 def busy_note() -> list[str]:

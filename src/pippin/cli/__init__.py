@@ -57,13 +57,13 @@ BY_NAME = {
         "cli.service:service",
         "Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
     ),
-    "bench": ("cli.bench:bench", "Measure the speed of a server."),
+    "bench": ("bench.serve:bench", "Measure the speed of a server."),
 }
 for command in (serve, run, chat, status, doctor, config):
     app.command(command)
 for word, (place, does) in BY_NAME.items():
     app.command(f"pippin.{place}", name=word, help=does)
-app.command("pippin_ray.command:deploy", name="deploy", help="Run several engines on a cluster.")
+app.command("pippin_ray.plan:deploy", name="deploy", help="Run several engines on a cluster.")
 add_completion(app)
 
 

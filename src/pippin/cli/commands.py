@@ -51,25 +51,34 @@ def chat(
     temperature: Temperature = None,
     max_tokens: Annotated[int, CLIENT] = 512,
 ) -> None:
-    """Chat in the terminal, with a running server or with a model loaded by this command.
+    """Chat in the terminal, with a running server or with one that is started meanwhile.
 
-    `pippin chat` finds a running server. `pippin chat MODEL`, or any other option of the model on
-    the command line, loads the model into this process.
+    `pippin chat` finds a running server. `pippin chat MODEL` finds one of that model, or starts one
+    meanwhile, as `pippin run MODEL` does.
 
     Parameters
     ----------
     max_tokens
         Maximum length of a reply, in tokens.
     """
-    from pippin.terminal.chat import run_chat
+    from pippin.terminal.chat import client_of, run_chat
+    from pippin.terminal.server_client import NoServer, api_key_of_environment, connect
 
-    loads_model = OPTION in SETTINGS.origins.values()
-    if loads_model and url is not None:
+    names_model = OPTION in SETTINGS.origins.values()
+    if names_model and url is not None:
         raise ConfigError("--url names a server, so options of the model have no effect: give one")
     options: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         options["temperature"] = temperature
-    run_chat(config if loads_model else None, url=url, system=system, options=options)
+    if names_model:
+        client: Any = client_of(config.model, [*_given_options(config)], SETTINGS.file)
+    else:
+        try:
+            client = connect(url, api_key_of_environment())
+        except NoServer as error:
+            remedy = "or start one meanwhile with `pippin chat MODEL`"
+            raise NoServer(f"{error.message}; {remedy}") from error
+    run_chat(client, system=system, options=options)
 
 
 @takes_config("model", "engine")
@@ -116,17 +125,12 @@ def run(
     max_tokens
         Maximum length of a reply, in tokens. Default: as many as fit.
     """
-    from pippin.terminal.chat import run_model
+    from pippin.terminal.chat import client_of, run_model
 
     given = {"temperature": temperature, "max_tokens": max_tokens}
-    run_model(
-        config.model,
-        prompt,
-        serve_options=[*_given_options(config)],
-        config_file=SETTINGS.file,
-        system=system,
-        options={name: value for name, value in given.items() if value is not None},
-    )
+    client = client_of(config.model, [*_given_options(config)], SETTINGS.file)
+    options = {name: value for name, value in given.items() if value is not None}
+    run_model(client, prompt, system=system, options=options)
 
 
 def _given_options(config: Config) -> Iterator[str]:

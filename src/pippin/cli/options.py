@@ -61,7 +61,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
         "role peer peer_listen peer_secret_file",
         "peer_cert peer_key peer_ca peer_memory",
     ),
-    "Logs": ("log_format log_prompts", "show_prompts step_log trace"),
+    "Logs": ("log_format log_prompts", "show_prompts step_log"),
     "KV events": ("kv_events", "kv_events_replay kv_events_form"),
     "Limits": (
         "max_tokens request_timeout",

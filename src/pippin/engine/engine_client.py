@@ -19,6 +19,8 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from pippin.engine.events.schema import EngineLost
 from pippin.engine.kv_events import BLOCK_TOKENS
@@ -38,6 +40,7 @@ from pippin.messages import (
     Delivered,
     FeedMessage,
     Finish,
+    FromEngine,
     Question,
     RestorablePrefixes,
     Shutdown,
@@ -280,57 +283,6 @@ class RequestEngine(Protocol):
         ...
 
 
-class Engine(RequestEngine, Protocol):
-    """What the API asks of an engine, wherever it runs."""
-
-    @property
-    def healthy(self) -> bool: ...
-
-    @property
-    def reason(self) -> str | None:
-        """Why the engine is not healthy."""
-        ...
-
-    def check_ready(self) -> None:
-        """Raise NotReady unless new requests are taken."""
-        ...
-
-    def abort(self, id: str) -> None:
-        """The client disconnected. Unknown and finished ids are ignored."""
-        ...
-
-    async def status(self) -> dict[str, Any]: ...
-
-    async def counters(self) -> dict[str, Any]:
-        """The numbers of a status: cheap, however much is cached."""
-        ...
-
-    async def flush_cache(self) -> dict[str, Any]: ...
-
-    def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
-        """What the engine does, from now on and over its restarts; Overloaded if too many watch."""
-        ...
-
-    async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
-        """The tokens of a node that watchers were sent; {} if there is none."""
-        ...
-
-    def restart(self) -> None:
-        """Begin to replace replicas one after another; RequestError if there is only one."""
-        ...
-
-
-class Sender(Protocol):
-    """The way to one engine."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine runs: what is sent to one that does not is never read."""
-        ...
-
-    def send(self, message: ToEngine) -> None: ...
-
-
 MAX_PREFIXES = 1 << 18  # of 64 tokens each: 16 million tokens, in some 30 MB
 
 
@@ -402,6 +354,49 @@ def _count(counts: dict[int, int], hash: int, change: int) -> None:
         counts.pop(hash, None)
 
 
+LINGER_MS = 200
+
+
+class Connection:
+    """The way to one engine."""
+
+    def __init__(
+        self, inbox: str, outbox: str, is_running: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`is_running`: whether there is a process that reads the inbox."""
+        self._is_running = is_running
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._pull = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        for socket in (self._push, self._pull):
+            socket.set_hwm(0)  # sending never blocks, so it can be a plain call
+            socket.linger = LINGER_MS
+        self._push.connect(inbox)
+        self._pull.connect(outbox)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine runs: what is sent to one that does not is never read."""
+        return self._is_running()
+
+    def send(self, message: ToEngine) -> None:
+        self._push.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> FromEngine:
+        frame = await self._pull.recv()
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.DecodeError as error:
+            raise EngineDead(
+                f"the engine sent a message that cannot be decoded: {error}"
+            ) from error
+
+    def close(self) -> None:
+        self._push.close()
+        self._pull.close()
+
+
 # What an open request weighs, in tokens of a prompt: it delays the steps of others, and its row
 # takes memory from the cache. With less, one replica attracts most conversations, and evicts some.
 ROW_TOKENS = 128
@@ -424,7 +419,7 @@ class EngineClient:
         self._requests: dict[str, OpenRequest] = {}  # in order of arrival
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}  # by the question's id
         self._question_ids = (f"call-{n}" for n in itertools.count())
-        self._sender: Sender | None = None
+        self._sender: Connection | None = None
         self._suspects = suspects
         self._on_change = on_change
         self._none_open = asyncio.Event()
@@ -547,7 +542,7 @@ class EngineClient:
 
     # ---- what a supervisor calls -----------------------------------------------------------
 
-    def engine_ready(self, sender: Sender) -> None:
+    def engine_ready(self, sender: Connection) -> None:
         """From now on requests are sent there, first of all those that wait."""
         self.is_restarting = self._was_asked_to_exit = False
         self._sender = sender

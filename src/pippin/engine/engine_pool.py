@@ -83,12 +83,14 @@ class EnginePool:
 
     @property
     def reason(self) -> str | None:
+        """Why the engine is not healthy."""
         for replica in self.replicas:
             if replica.reason is None:
                 return None
         return self.replicas[0].reason
 
     def check_ready(self) -> None:
+        """Raise NotReady unless new requests are taken."""
         if self.draining:
             raise NotReady("the server is shutting down")
         if (reason := self.reason) is not None:
@@ -118,6 +120,7 @@ class EnginePool:
             self.abort(submit.id)
 
     def abort(self, id: str) -> None:
+        """The client disconnected. Unknown and finished ids are ignored."""
         if (replica := self._places.pop(id, None)) is not None:
             replica.leave(Abort(id))
 
@@ -145,12 +148,15 @@ class EnginePool:
         return merged_status((await self._ask_each(FlushCache))[1])
 
     def watch(self, replica: int = 0) -> AsyncGenerator[WatchEvent, None]:
+        """What the engine does, from now on and over its restarts; Overloaded if too many watch."""
         return self._replica(replica).watchers.watch()
 
     async def node(self, node: int, replica: int = 0) -> dict[str, Any]:
+        """The tokens of a node that watchers were sent; {} if there is none."""
         return await self._replica(replica).ask(lambda id: GetNode(id, node))
 
     def restart(self) -> None:
+        """Begin to replace replicas one after another; RequestError if there is only one."""
         if len(self.replicas) == 1:
             raise RequestError(
                 "there is one engine, and requests would be refused while it restarts: start the "

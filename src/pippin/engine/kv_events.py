@@ -474,10 +474,6 @@ class EventPublisher:
         sockets = [socket for socket in (self._pub, self._router) if socket is not None]
         return [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in sockets]
 
-    @property
-    def num_past(self) -> int:
-        return len(self._past)
-
     def publish(self, batch: bytes) -> None:
         number, self._next = self._next, self._next + 1
         self._pub.send_multipart((TOPIC, _as_bytes(number), batch))

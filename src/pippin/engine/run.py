@@ -27,8 +27,6 @@ from pippin.config import ServerConfig
 from pippin.engine.build_loop import build_loop, listen
 from pippin.engine.engine_spec import EXIT_GRACE_SECONDS, EngineSpec
 from pippin.engine.events.event_sender import EventSender
-from pippin.engine.events.recorder import Recorder
-from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.kv_events import (
     Announcer,
     EventForm,
@@ -157,13 +155,12 @@ class MessagePump:
         self,
         loop: Loop,
         channel: Channel,
-        recorder: Recorder | None = None,
         announcer: Announcer | None = None,
     ) -> None:
         self._loop = loop
         self._channel = channel
         self._announcer = announcer
-        self._events = EventSender(loop, recorder or Recorder(loop.scheduler), channel.send)
+        self._events = EventSender(loop, channel.send)
         loop.on_start = lambda ids: channel.send(Started(ids))
         loop.scheduler.compiling.on_compiled = lambda ids: channel.send(Compiled(ids))
         self.turn_began = time.monotonic()
@@ -264,14 +261,9 @@ def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Eve
     os._exit(1)
 
 
-def run_engine(
-    loop: Loop,
-    channel: Channel,
-    recorder: Recorder | None = None,
-    announcer: Announcer | None = None,
-) -> int:
+def run_engine(loop: Loop, channel: Channel, announcer: Announcer | None = None) -> int:
     """Run until a Shutdown; report any other end to the server. Returns the exit status."""
-    pump = MessagePump(loop, channel, recorder, announcer)
+    pump = MessagePump(loop, channel, announcer)
     try:
         with signs_of_life(pump, channel):
             pump.run()
@@ -300,7 +292,6 @@ def main() -> int:
     try:
         server = spec.config.server
         log = StepLog(Path(server.step_log)) if server.step_log is not None else None
-        trace_file = TraceFile(Path(server.trace)) if server.trace is not None else None
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
         loop.scheduler.metrics.log = log
         compiler = loop.scheduler.compiler
@@ -336,19 +327,13 @@ def main() -> int:
     num_slots = loop.scheduler.slots.num_slots
     channel.send(Ready(model.vocab_size, model.max_len, takes_predictions, num_slots))
     serving.set()
-    recorder = Recorder(loop.scheduler)
-    trace = None
-    if trace_file is not None:
-        trace = TraceWriter(trace_file, recorder, num_slots=num_slots)
     if events is not None:
         events.start()
-    status = run_engine(loop, channel, recorder, announcer)
+    status = run_engine(loop, channel, announcer)
     if listener is not None:
         listener.close()
     if events is not None:
         events.close()
-    if trace is not None and status == 0:  # else another engine will add to it
-        trace.close()
     if log is not None:
         log.close()
     channel.close()

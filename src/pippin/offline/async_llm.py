@@ -24,18 +24,16 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
-from pippin.engine.build_loop import build_loop
 from pippin.engine.engine_client import DeltaQueue
 from pippin.errors import STATUSES, EngineDead
 from pippin.messages import Submit, TokenDelta
-from pippin.offline.offline_requests import (
+from pippin.offline.llm import (
     Completion,
     Conversations,
     Message,
@@ -45,15 +43,15 @@ from pippin.offline.offline_requests import (
     Prompts,
     ReplyOptions,
     RequestOptions,
+    Router,
+    load_offline,
     offline_config,
     only_one,
 )
-from pippin.offline.router import Router
 from pippin.scheduler.loop import Loop
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve
 from pippin.tasks import all_or_none
-from pippin.text.bundle import TextBundle
 from pippin.types import SamplingParams
 
 STACK_BYTES = 16 << 20  # as Python's own threads have on macOS, whose default is 512 KB
@@ -63,12 +61,23 @@ _ROUTINE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 class AsyncLLM:
-    """A loaded model. Use it from the event loop that loaded it; close it, or use `async with`."""
+    """A loaded model. Use it from the event loop that loaded it; close it, or use `async with`.
 
-    def __init__(self, engine: _EngineThread, requests: OfflineRequests) -> None:
+    One thread loads the model and runs its loop: arrays belong to the thread that made them.
+    """
+
+    def __init__(self, config: Config) -> None:
         """`AsyncLLM.load` makes one."""
-        self._engine = engine
-        self._requests = requests
+        self._config = config
+        self._event_loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[OfflineRequests] = self._event_loop.create_future()
+        self._calls: queue.SimpleQueue[Callable[[Router], None] | None] = queue.SimpleQueue()
+        self._readers: dict[str, DeltaQueue] = {}  # of open requests
+        self._arrived: list[TokenDelta] = []  # in the present step
+        self._end: str | None = None  # why no more requests are taken
+        self._stopped = False
+        self._thread = _ComputeThread(self._run)
+        atexit.register(self._close_at_exit)
 
     @classmethod
     async def load(
@@ -79,29 +88,25 @@ class AsyncLLM:
         engine: EngineConfig | None = None,
         config: Config | None = None,
     ) -> AsyncLLM:
-        thread = _EngineThread(offline_config(model, dtype, engine, config))
+        llm = cls(offline_config(model, dtype, engine, config))
         try:
-            requests = await thread.loaded
+            await llm._loaded
         except BaseException:
-            thread.stop()
+            llm._stop()
             raise
-        return cls(thread, requests)
+        return llm
 
     async def generate(
         self, prompts: Prompts, params: Params = None, **options: Unpack[ReplyOptions]
     ) -> list[Completion]:
         """As `LLM.generate`. Cancelling it stops what it asked for."""
-        open = partial(self._requests.completions, prompts, params, **options)
-        sequences = await asyncio.to_thread(open)
-        return await all_or_none([self._completion(sequence) for sequence in sequences])
+        return await self._complete(partial(self._requests.completions, prompts, params, **options))
 
     async def chat(
         self, messages: Conversations, params: Params = None, **options: Unpack[ReplyOptions]
     ) -> list[Completion]:
         """As `LLM.chat`."""
-        open = partial(self._requests.chats, messages, params, **options)
-        sequences = await asyncio.to_thread(open)
-        return await all_or_none([self._completion(sequence) for sequence in sequences])
+        return await self._complete(partial(self._requests.chats, messages, params, **options))
 
     async def embed(self, prompts: Prompts, **options: Unpack[RequestOptions]) -> np.ndarray:
         """As `LLM.embed`."""
@@ -128,7 +133,10 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Requests that are still open end with an error."""
-        await self._engine.close()
+        self._lose("the model has been closed")
+        self._stop()
+        await asyncio.to_thread(self._thread.join)
+        atexit.unregister(self._close_at_exit)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -136,7 +144,15 @@ class AsyncLLM:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    # ---- inside ----------------------------------------------------------------------------
+    # ---- in the event loop -----------------------------------------------------------------
+
+    @property
+    def _requests(self) -> OfflineRequests:
+        return self._loaded.result()
+
+    async def _complete(self, open: Callable[[], list[GeneratedSequence]]) -> list[Completion]:
+        sequences = await asyncio.to_thread(open)
+        return await all_or_none([self._completion(sequence) for sequence in sequences])
 
     async def _stream(
         self, open: Callable[[], list[GeneratedSequence]]
@@ -156,71 +172,24 @@ class AsyncLLM:
         return completion
 
     async def _pieces(self, sequence: GeneratedSequence) -> AsyncGenerator[SequencePiece, None]:
-        async with aclosing(self._engine.generate(sequence.submit)) as deltas:
+        async with aclosing(self._deltas(sequence.submit)) as deltas:
             async for delta in deltas:
                 piece = sequence.take(delta)
-                if piece.finish is not None and delta.finish is None:
-                    self._engine.finish(delta.id)  # a stop string
+                is_cut = piece.finish is not None and delta.finish is None  # by a stop string
+                if is_cut and self._readers.pop(delta.id, None) is not None:
+                    self._calls.put(lambda router: router.finish(sequence.submit.id))
                 yield piece
                 if piece.finish is not None:
                     return
 
     async def _vector(self, submit: Submit) -> np.ndarray:
-        async with aclosing(self._engine.generate(submit)) as deltas:
+        async with aclosing(self._deltas(submit)) as deltas:
             async for delta in deltas:
                 if delta.finish is not None:
                     return embedding_of(delta)
         raise EngineDead("the engine returned no embedding")
 
-
-class _ComputeThread:
-    """A thread of the system's, whose `join` waits until nothing of it is left.
-
-    mlx keeps objects for each thread, and destroys them with Python's lock held after the last line
-    of Python has run there. If the interpreter is shutting down by then, the process aborts, and
-    before Python 3.13 `Thread.join` does not wait for it.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._routine = _ROUTINE(lambda _: work())  # the thread calls it: it must not be freed
-        self._id = ctypes.c_void_p()
-        self._joining = threading.Lock()
-        self._is_joined = False
-        attributes = ctypes.create_string_buffer(256)  # larger than any system's
-        _check(_SYSTEM.pthread_attr_init(attributes))
-        _check(_SYSTEM.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STACK_BYTES)))
-        started = _SYSTEM.pthread_create(ctypes.byref(self._id), attributes, self._routine, None)
-        _SYSTEM.pthread_attr_destroy(attributes)
-        _check(started)
-
-    def join(self) -> None:
-        with self._joining:
-            if not self._is_joined:
-                _check(_SYSTEM.pthread_join(self._id, None))
-                self._is_joined = True
-
-
-def _check(status: int) -> None:
-    if status:
-        raise OSError(status, f"a thread of the engine: {os.strerror(status)}")
-
-
-class _EngineThread:
-    """Loads a model and runs its loop in one thread: arrays belong to the thread that made them."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._event_loop = asyncio.get_running_loop()
-        self._calls: queue.SimpleQueue[Callable[[Router], None] | None] = queue.SimpleQueue()
-        self.loaded: asyncio.Future[OfflineRequests] = self._event_loop.create_future()
-        self._readers: dict[str, DeltaQueue] = {}  # of open requests
-        self._arrived: list[TokenDelta] = []  # in the present step
-        self._end: str | None = None  # why no more requests are taken
-        self._stopped = False
-        self._thread = _ComputeThread(self._run)
-        atexit.register(self._close_at_exit)
-
-    async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
+    async def _deltas(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         if self._end is not None:
             raise EngineDead(self._end)
         deltas = self._readers[submit.id] = DeltaQueue()
@@ -237,35 +206,22 @@ class _EngineThread:
             if self._readers.pop(submit.id, None) is not None:
                 self._calls.put(lambda router: router.abort(submit.id))
 
-    def finish(self, id: str) -> None:
-        """The reply is complete (a stop string)."""
-        if self._readers.pop(id, None) is not None:
-            self._calls.put(lambda router: router.finish(id))
-
-    def stop(self) -> None:
+    def _stop(self) -> None:
         self._stopped = True
         self._calls.put(None)
 
-    async def close(self) -> None:
-        self._lose("the model has been closed")
-        self.stop()
-        await asyncio.to_thread(self._thread.join)
-        atexit.unregister(self._close_at_exit)
-
     def _close_at_exit(self) -> None:
         """For a program that forgot to: what computes must not meet an interpreter that ends."""
-        self.stop()
+        self._stop()
         self._thread.join()
 
-    # ---- in the event loop -----------------------------------------------------------------
-
     def _end_load(self, result: OfflineRequests | Exception) -> None:
-        if self.loaded.cancelled():
+        if self._loaded.cancelled():
             return
         if isinstance(result, Exception):
-            self.loaded.set_exception(result)
+            self._loaded.set_exception(result)
         else:
-            self.loaded.set_result(result)
+            self._loaded.set_result(result)
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -286,7 +242,8 @@ class _EngineThread:
     def _run(self) -> None:
         try:
             with _collected_here():
-                loop, router, requests = self._load()
+                loop, text = load_offline(resolve(self._config), self._check_stopped)
+                router, requests = Router(loop), OfflineRequests(text, loop.backend.spec)
         except Exception as error:  # raised again by `load`
             self._post(self._end_load, error)
             return
@@ -297,13 +254,7 @@ class _EngineThread:
             self._post(self._lose, f"the engine stopped: {str(error) or repr(error)}")
         with _collected_here():
             loop.close()
-            del loop, router, requests
-
-    def _load(self) -> tuple[Loop, Router, OfflineRequests]:
-        config = resolve(self._config)
-        text = TextBundle.load(Path(config.model.model))
-        loop = build_loop(config, progress=self._check_stopped)
-        return loop, Router(loop), OfflineRequests(text, loop.backend.spec)
+            del loop, router, requests, text
 
     def _check_stopped(self, stage: str) -> None:
         if self._stopped:
@@ -339,6 +290,38 @@ class _EngineThread:
         except RuntimeError:
             if not self._event_loop.is_closed():  # nothing waits for what is closed
                 raise
+
+
+class _ComputeThread:
+    """A thread of the system's, whose `join` waits until nothing of it is left.
+
+    mlx keeps objects for each thread, and destroys them with Python's lock held after the last line
+    of Python has run there. If the interpreter is shutting down by then, the process aborts, and
+    before Python 3.13 `Thread.join` does not wait for it.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._routine = _ROUTINE(lambda _: work())  # the thread calls it: it must not be freed
+        self._id = ctypes.c_void_p()
+        self._joining = threading.Lock()
+        self._is_joined = False
+        attributes = ctypes.create_string_buffer(256)  # larger than any system's
+        _check(_SYSTEM.pthread_attr_init(attributes))
+        _check(_SYSTEM.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STACK_BYTES)))
+        started = _SYSTEM.pthread_create(ctypes.byref(self._id), attributes, self._routine, None)
+        _SYSTEM.pthread_attr_destroy(attributes)
+        _check(started)
+
+    def join(self) -> None:
+        with self._joining:
+            if not self._is_joined:
+                _check(_SYSTEM.pthread_join(self._id, None))
+                self._is_joined = True
+
+
+def _check(status: int) -> None:
+    if status:
+        raise OSError(status, f"a thread of the engine: {os.strerror(status)}")
 
 
 @contextmanager

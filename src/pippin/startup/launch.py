@@ -14,7 +14,6 @@ import signal
 import socket
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -29,20 +28,20 @@ from pippin.api.served_models import FixedModel, ServedModels
 from pippin.backends.nvidia import gpu_ids
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine.engine_pool import EnginePool
-from pippin.engine.events.trace import TraceFile
 from pippin.errors import ConfigError, LoadError
 from pippin.logs import configure_logging
 from pippin.startup.checkpoint import load_text, model_info
-from pippin.startup.on_demand_models import (
+from pippin.startup.engines import (
     BATCH_RUNNING,
     OnDemandModels,
+    SupervisedEngine,
     check_several,
     is_on_demand,
+    plan_replicas,
 )
-from pippin.startup.replicas import SupervisedEngine, plan_replicas
 from pippin.startup.resolve import resolve
 from pippin.startup.server_file import announced
-from pippin.switching.model_engines import ModelEngines
+from pippin.switching import ModelEngines
 from pippin.text.parsers.formats import ReplyFormats
 
 NEXT_PORTS = 100  # tried in order for a free one
@@ -145,8 +144,6 @@ def run_server(config: Config, models: Sequence[Config] = ()) -> None:
     configure_logging(config.server.log_format)
     return_freed_memory()
     with listen(config.server) as listener:  # likewise
-        if config.server.trace is not None:
-            TraceFile.begin(Path(config.server.trace))
         configs = [resolve(each) for each in configs]
         warn_if_open(configs[0].server)
         allow_open_files(config.limits)

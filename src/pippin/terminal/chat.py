@@ -1,7 +1,7 @@
 """`pippin chat` and `pippin run`: a conversation in the terminal.
 
-`run` finds a server of the model, or starts one: a process in a session of its own, so that Ctrl-C
-at the terminal stops a reply, not the server. It ends with this command.
+With a model both find a server of it, or start one: a process in a session of its own, so that
+Ctrl-C at the terminal stops a reply, not the server. It ends with this command.
 
 Lines from a terminal are edited with history; piped lines are answered one by one. Ctrl-C stops a
 reply and keeps its text; /reset starts a new conversation; /exit or end of file ends the command.
@@ -16,17 +16,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from rich.console import Console
 
-from pippin.config import Config, ModelConfig
+from pippin.config import ModelConfig
 from pippin.errors import ConfigError, LoadError, PippinError
 from pippin.startup.checkpoint import checkpoint_names, find_checkpoint
 from pippin.startup.server_file import RunningServer, make_runtime_directory, running_servers
-from pippin.terminal.server_client import NoServer, ServerClient, api_key_of_environment, connect
+from pippin.terminal.server_client import ServerClient, api_key_of_environment
 
 PROMPT = "› "
 HELP = "/reset starts a new conversation, /exit ends it, Ctrl-C stops a reply"
@@ -108,23 +108,10 @@ def terminal_lines() -> Iterator[str]:
 
 
 def run_chat(
-    config: Config | None, *, url: str | None, system: str | None, options: dict[str, Any]
+    client: AbstractContextManager[ServerClient], *, system: str | None, options: dict[str, Any]
 ) -> None:
-    """Chat with the model of `config`, loaded into this process; without one, with a server."""
-    with contextlib.ExitStack() as stack:
-        if config is None:
-            client = stack.enter_context(_connect(url))
-            reply = reply_of_server(client, options)
-        else:
-            from pippin import LLM, SamplingParams  # slow to import
-
-            with Console(stderr=True).status(f"loading {config.model.model}"):
-                llm = stack.enter_context(LLM(config=config))
-            params = SamplingParams(**{**asdict(llm.text.defaults), **options})
-
-            def reply(messages: list[Message]) -> Iterator[str]:
-                return llm.stream_chat(messages, params)
-
+    with client as server:
+        reply = reply_of_server(server, options)
         interactive = sys.stdin.isatty()
         if interactive:
             print(HELP)
@@ -132,39 +119,36 @@ def run_chat(
         Conversation(reply, sys.stdout, system).run(lines)
 
 
-def _connect(url: str | None) -> ServerClient:
-    try:
-        return connect(url, api_key_of_environment())
-    except NoServer as error:
-        raise NoServer(f"{error.message}; or load a model here with `pippin chat MODEL`") from error
-
-
 def run_model(
-    model: ModelConfig,
+    client: AbstractContextManager[ServerClient],
     prompt: Sequence[str],
     *,
-    serve_options: Sequence[str],
-    config_file: Path | None,
     system: str | None,
     options: dict[str, Any],
 ) -> None:
-    """`serve_options`: of a server that is started for it; without them any server will do."""
     asked = _asked(prompt)
+    if asked is None:
+        run_chat(client, system=system, options=options)
+        return
+    messages = [{"role": "system", "content": system}] if system else []
+    with client as server:
+        reply = reply_of_server(server, options)
+        for text in reply([*messages, {"role": "user", "content": asked}]):
+            print(text, end="", flush=True)
+    print()
+
+
+@contextlib.contextmanager
+def client_of(
+    model: ModelConfig, serve_options: Sequence[str], config_file: Path | None
+) -> Iterator[ServerClient]:
+    """`serve_options`: of a server that is started for it; without them any server will do."""
     with contextlib.ExitStack() as stack:
         server = None if serve_options else find_model_server(model.model)
         if server is None:
             file = [] if config_file is None else [f"--config={config_file}"]
             server = stack.enter_context(_started(model, [*serve_options, *file]))
-        key = api_key_of_environment()
-        reply = reply_of_server(stack.enter_context(ServerClient(server.url, key)), options)
-        if asked is None:
-            print(HELP)
-            Conversation(reply, sys.stdout, system).run(terminal_lines())
-            return
-        messages = [{"role": "system", "content": system}] if system else []
-        for text in reply([*messages, {"role": "user", "content": asked}]):
-            print(text, end="", flush=True)
-        print()
+        yield stack.enter_context(ServerClient(server.url, api_key_of_environment()))
 
 
 def find_model_server(name: str) -> RunningServer | None:

@@ -17,7 +17,7 @@ from pippin.backends.base import DeviceInfo
 from pippin.backends.mlx import environment
 from pippin.backends.mlx.cpu.operations import OperationsReport
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.offline.offline_requests import Completion
+from pippin.offline.llm import Completion
 from pippin.startup import resolve as measured_gain
 from pippin.startup.resolve import Gain, resolve
 from pippin.terminal.doctor import engine as replies

@@ -14,8 +14,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import BlasReport
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build_loop import load_backend
-from pippin.terminal.doctor import machine, on_mlx, sections
-from pippin.terminal.doctor.report import Finding
+from pippin.terminal.doctor import Finding, machine, on_mlx, sections
 
 GIB = 1 << 30
 MAC = {

@@ -18,9 +18,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.config import BackendName, Config, EngineConfig, ModelConfig
 from pippin.errors import ConfigError, LoadError
 from pippin.terminal import doctor
-from pippin.terminal.doctor import engine as replies
-from pippin.terminal.doctor import on_mlx
-from pippin.terminal.doctor.report import (
+from pippin.terminal.doctor import (
     SCHEMA,
     SCHEMA_VERSION,
     Examined,
@@ -28,8 +26,10 @@ from pippin.terminal.doctor.report import (
     as_document,
     as_page,
     checked,
+    on_mlx,
     private,
 )
+from pippin.terminal.doctor import engine as replies
 from processes import environment
 
 INFO = Finding("memory", "8 GB", numbers={"memory_bytes": 8e9})

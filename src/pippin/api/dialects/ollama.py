@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pippin.amounts import IN_WORDS, parse_duration
 from pippin.api.dialects.dialect import HOLE, Dialect, EventTemplate, logprobs_entry
 from pippin.api.http.sending import JSON_LINES
 from pippin.api.job import FoldedChoice, Job
@@ -36,7 +37,6 @@ from pippin.api.requests.openai_fields import ROLES
 from pippin.api.requests.sampling_fields import num_logprobs, read_options
 from pippin.api.requests.tools import read_chat_tools
 from pippin.api.served_models import ModelLease
-from pippin.durations import IN_WORDS, parse_duration
 from pippin.errors import ModelNotFound, PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallEnd, FoldedCall, members_of

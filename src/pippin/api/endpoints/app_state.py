@@ -21,7 +21,8 @@ from pippin.api.requests.body import Leniency
 from pippin.api.response_store import ResponseStores
 from pippin.api.served_models import ModelLease, ServedModel, ServedModels, ServedText
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.engine.engine_client import Engine, RequestEngine
+from pippin.engine.engine_client import RequestEngine
+from pippin.engine.engine_pool import EnginePool
 from pippin.errors import NotReady
 from pippin.text.bundle import SamplingDefaults
 from pippin.text.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ class AppState:
         """That `?model=` names, or the default."""
         return self.models.get(request.query_params.get("model"))
 
-    def engine_of(self, request: Request) -> Engine:
+    def engine_of(self, request: Request) -> EnginePool:
         """Of that model; NotReady if it is not loaded."""
         model = self.model_of(request)
         if model.engine is None:

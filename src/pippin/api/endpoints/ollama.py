@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pippin.amounts import FOR_EVER
 from pippin.api.dialects.ollama import (
     DELETE,
     EMBED,
@@ -43,7 +44,6 @@ from pippin.api.requests.body import Body
 from pippin.api.requests.fields import FieldTable
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
 from pippin.api.served_models import ModelLease, ServedModel, ServedText
-from pippin.durations import FOR_EVER
 from pippin.errors import LoadError, Overloaded, RequestError, cut
 from pippin.hub import HUB_ID, delete_cached_model, find_cached_model, pull_progress
 

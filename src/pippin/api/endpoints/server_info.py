@@ -18,8 +18,8 @@ from pippin.api.http.answers import JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import shown
-from pippin.config.server import event_address
-from pippin.engine.engine_client import Engine
+from pippin.config import event_address
+from pippin.engine.engine_pool import EnginePool
 from pippin.errors import NotFound, NotReady, PippinError, RequestError
 from pippin.types import GRID
 
@@ -190,7 +190,7 @@ async def node(state: AppState, request: Request) -> Response:
     )
 
 
-async def _stream(engine: Engine, replica: int) -> AsyncGenerator[bytes, None]:
+async def _stream(engine: EnginePool, replica: int) -> AsyncGenerator[bytes, None]:
     async with aclosing(engine.watch(replica)) as watched:
         async for name, json in watched:
             yield b"event: %b\ndata: %b\n\n" % (name.encode(), json)

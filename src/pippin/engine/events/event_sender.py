@@ -1,4 +1,6 @@
-"""Gathers an engine's events and sends them, at most ten times a second.
+"""Records steps and requests while there are watchers, and sends them ten times a second at most.
+
+    scheduler, loop ── observer ──▶ Recorder ── StepEvent, RequestEvent ──▶ EventSender
 
 watch     the next message is a snapshot, for watchers that are new
 flush     called after every step: sends what is new, if the last message was long enough ago
@@ -9,15 +11,18 @@ If any of it raises, it sends a message that says so and nothing more, and the e
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter, time
 from typing import Any
 
 import msgspec
 
+from pippin.backends.base import StepPlan
 from pippin.cache.tiers.cache_tier import HOST
-from pippin.engine.events.recorder import Recorder, TreeMirror, never_raises
 from pippin.engine.events.schema import (
     EngineLoad,
     Frame,
@@ -25,10 +30,212 @@ from pippin.engine.events.schema import (
     RequestEvent,
     SlotProgress,
     Snapshot,
+    StepChunk,
     StepEvent,
 )
+from pippin.engine.events.tree_mirror import TreeMirror, never_raises
 from pippin.messages import FeedMessage
+from pippin.metrics import StepRecord
 from pippin.scheduler.loop import Loop
+from pippin.scheduler.request import Request, RunningSlot
+from pippin.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Life:
+    """What a request does not record of itself, on the recorder's clock."""
+
+    request: Request
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    preemptions: int = 0  # that were recorded
+
+
+@dataclass(frozen=True)
+class _LaunchedStep:
+    """The requests of a step at its launch: slots may have others when it is committed."""
+
+    chunks: list[StepChunk]
+    started: list[str]
+    samples: list[str]  # requests that get their first token, or the next after a preemption
+    preempted: list[str]
+
+
+class Recorder:
+    """The scheduler's observer from `start` to `stop`. Its times start with itself."""
+
+    def __init__(
+        self, scheduler: Scheduler, sender: EventSender, clock: Callable[[], float]
+    ) -> None:
+        """`clock`: that of the loop."""
+        self._scheduler = scheduler
+        self._sender = sender
+        self._clock = clock
+        self._zero = clock()  # 0 s of all events
+        self.began = time()  # Unix time at 0 s
+        self._lives: dict[str, _Life] = {}
+        self._launched: dict[int, _LaunchedStep] = {}
+        self._preempted: list[str] = []  # since the last launch
+        self._last: StepRecord | None = None
+
+    @property
+    def now(self) -> float:
+        return self._since_zero(self._clock())
+
+    def start(self) -> None:
+        for request in self._scheduler.requests.values():
+            self._lives[request.id] = self._life(request)
+        self._scheduler.observer = self
+
+    def stop(self) -> None:
+        self._scheduler.observer = None
+        self._lives.clear()
+        self._launched.clear()
+        self._preempted.clear()
+        self._last = None
+
+    def give_up(self, error: Exception) -> None:
+        self._sender.give_up(error)
+
+    def requests(self) -> list[RequestEvent]:
+        """All that have not ended: the running ones, then the others, in order of arrival."""
+        lives = self._lives.values()
+        order = sorted(lives, key=lambda life: (not life.request.running, life.arrived))
+        return [self._request_event(life) for life in order]
+
+    # ---- the scheduler's observer ------------------------------------------------------------
+
+    @never_raises
+    def request_changed(self, request: Request) -> None:
+        life = self._lives.get(request.id)
+        if life is None:
+            life = self._lives[request.id] = self._life(request)
+        if request.num_preemptions > life.preemptions:
+            life.preemptions = request.num_preemptions
+            self._preempted.append(request.id)
+        if request.finish is not None:
+            life.ended = self.now
+            del self._lives[request.id]
+        self._sender.request(self._request_event(life))
+
+    @never_raises
+    def step_launched(self, plan: StepPlan, running_slots: Mapping[int, RunningSlot]) -> None:
+        started = [running_slots[admit.slot].request.id for admit in plan.admit]
+        samples = [running_slots[row.slot].request.id for row in plan.prefill if row.samples]
+        chunks = [
+            StepChunk(
+                request=running_slots[row.slot].request.id,
+                slot=row.slot,
+                start=row.start,
+                tokens=len(row.tokens),
+                restored=0 if row.restore is None else row.restore.length,
+                samples=row.samples,
+                checkpoints=len(row.checkpoints) if row.captures else 0,
+            )
+            for row in plan.prefill
+        ]
+        preempted, self._preempted = self._preempted, []
+        self._launched[plan.step] = _LaunchedStep(chunks, started, samples, preempted)
+        for id in started:
+            if (life := self._lives.get(id)) is not None:
+                if life.started is None:
+                    life.started = round(life.arrived + (life.request.queued_s or 0.0), 6)
+                self._sender.request(self._request_event(life))
+
+    @never_raises
+    def step_committed(self, plan: StepPlan, record: StepRecord) -> None:
+        for step in [step for step in self._launched if step < plan.step]:
+            del self._launched[step]  # it failed
+        launched = self._launched.pop(plan.step, None)
+        if launched is None:
+            return  # launched before there was a sink
+        event = self._step_event(plan, record, launched)
+        self._last = record
+        self._sender.step(event)
+        for id in launched.samples:
+            if (life := self._lives.get(id)) is not None and life.first_token is None:
+                life.first_token = event.resumed
+                self._sender.request(self._request_event(life))
+
+    # ---- records -----------------------------------------------------------------------------
+
+    def _step_event(self, plan: StepPlan, record: StepRecord, launched: _LaunchedStep) -> StepEvent:
+        captures = [retire.captures for retire in plan.retire]
+        captures += [row.captures for row in plan.prefill]
+        captures += [row.checkpoint for row in plan.decode]
+        idle = span = None
+        last = self._last
+        if last is not None and last.step + 1 == record.step and not record.after_pause:
+            idle, span = record.idle_since(last)
+        return StepEvent(
+            step=plan.step,
+            planned=self._since_zero(record.planned),
+            dispatched=self._since_zero(record.dispatched),
+            launched=self._since_zero(record.launched),
+            done=self._since_zero(record.device_done),
+            resumed=self._since_zero(record.resumed),
+            committed=self._since_zero(record.committed),
+            waited=round(record.waited, 6),
+            seen=record.host_waited,
+            after_pause=record.after_pause,
+            idle=None if idle is None else round(idle, 6),
+            span=None if span is None else round(span, 6),
+            chunks=launched.chunks,
+            decode=[row.slot for row in plan.decode],
+            drafts=list(record.verified),
+            ghosts=record.ghosts,
+            started=launched.started,
+            preempted=launched.preempted,
+            retired=[retire.slot for retire in plan.retire],
+            captures=sum(captures),
+            loads=len(plan.load),
+            spills=len(plan.spill),
+            forwards=record.forwards,
+        )
+
+    def _life(self, request: Request) -> _Life:
+        submitted = request.submitted_s
+        arrived = self.now if submitted is None else self._since_zero(submitted)
+        life = _Life(request, arrived, preemptions=request.num_preemptions)
+        if request.queued_s is not None:
+            life.started = round(arrived + request.queued_s, 6)
+        return life
+
+    def _request_event(self, life: _Life) -> RequestEvent:
+        request = life.request
+        running = self._scheduler.running_slots.get(request.slot) if request.slot else None
+        phase = request.phase
+        if phase == "decode" and not request.output:
+            phase = "prefill"  # its last chunk is in flight
+        return RequestEvent(
+            id=request.id,
+            phase=phase,
+            slot=request.slot or None,
+            prompt=request.prompt_len,
+            cached=request.cached_len,
+            host=request.host_len,
+            disk=request.disk_len,
+            peer=request.peer_len,
+            held=0 if running is None else running.row_len,
+            reply=len(request.output),
+            max_tokens=request.params.max_tokens,
+            priority=request.priority,
+            preemptions=request.num_preemptions,
+            arrived=life.arrived,
+            started=life.started,
+            first_token=life.first_token,
+            ended=life.ended,
+            finish=request.finish,
+        )
+
+    def _since_zero(self, seconds: float) -> float:
+        """To the microsecond."""
+        return round(seconds - self._zero, 6)
+
 
 INTERVAL_SECONDS = 0.1
 MAX_STEPS = 100  # of a message
@@ -42,11 +249,9 @@ Send = Callable[[FeedMessage], None]
 
 
 class EventSender:
-    """The events of one engine; a sink of the recorder."""
-
-    def __init__(self, loop: Loop, recorder: Recorder, send: Send) -> None:
+    def __init__(self, loop: Loop, send: Send, clock: Callable[[], float] = perf_counter) -> None:
         self._loop = loop
-        self._recorder = recorder
+        self._recorder = Recorder(loop.scheduler, self, clock)
         self._send = send
         self._encoder = msgspec.json.Encoder()
         self.watched = False
@@ -73,7 +278,7 @@ class EventSender:
         self._snapshot_wanted = True
         if not self.watched:
             self.watched = True
-            self._recorder.add(self)
+            self._recorder.start()
             self._last_generated = self._loop.scheduler.metrics.generated_tokens
             scheduler = self._loop.scheduler
             on_host = any(tiers.kind is HOST for tiers, _ in scheduler.tiers)
@@ -83,17 +288,15 @@ class EventSender:
         self.flush()
 
     def unwatch(self) -> None:
-        if not self.watched:
-            return
-        self._recorder.remove(self)
-        self._forget()
+        if self.watched:
+            self._forget()
 
     def give_up(self, error: Exception) -> None:
-        if not self._is_lost:  # else by an earlier failure of the same call
-            self._recorder.lose(self, error)
-
-    def lost(self) -> None:
         """Nothing is sent any more: what was gathered may be wrong."""
+        if self._is_lost:  # by an earlier failure of the same call
+            return
+        logger.error("the event sender failed: watchers get no more events", exc_info=error)
+        self._loop.scheduler.metrics.watch_failures += 1
         self._is_lost = True
         self._forget()
         self._send_lost()
@@ -103,6 +306,7 @@ class EventSender:
 
     def _forget(self) -> None:
         self.watched = self._snapshot_wanted = False
+        self._recorder.stop()
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
@@ -147,7 +351,7 @@ class EventSender:
             "tokens": node.token_ids[:MAX_NODE_TOKENS].tolist(),
         }
 
-    # ---- the recorder's sink -----------------------------------------------------------------
+    # ---- what the recorder calls --------------------------------------------------------------
 
     def step(self, step: StepEvent) -> None:
         self._steps.append(step)

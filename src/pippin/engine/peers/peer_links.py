@@ -14,7 +14,7 @@ from typing import Any
 
 from pippin.cache.peer_store import Arrival, PeerStore, Wanted
 from pippin.cache.tiers.cache_tier import Format
-from pippin.config.peers import PeerAddress
+from pippin.config import PeerAddress
 from pippin.engine.peers.connection import (
     BUFFER_BYTES,
     Connection,

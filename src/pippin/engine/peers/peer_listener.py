@@ -15,7 +15,7 @@ import numpy as np
 
 from pippin.cache.entries import Bytes, Entry
 from pippin.cache.peer_store import Wanted
-from pippin.config.peers import PeerAddress
+from pippin.config import PeerAddress
 from pippin.engine.peers.connection import (
     BUFFER_BYTES,
     CLOSE_SECONDS,

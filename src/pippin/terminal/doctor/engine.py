@@ -19,9 +19,9 @@ from pippin.amounts import show_bytes
 from pippin.backends.base import DeviceInfo
 from pippin.backends.fallbacks import logger as fallbacks_log
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.offline.offline_requests import Completion
+from pippin.offline.llm import Completion
 from pippin.startup.resolve import LEAST_GAIN, Gain, keep_gain, served_by
-from pippin.terminal.doctor.report import ISSUE, Finding, checked
+from pippin.terminal.doctor import ISSUE, Finding, checked
 from pippin.types import TokenLogprobs
 
 ROWS, CONTEXTS = (1, 4, 16), (64, 512, 2048)

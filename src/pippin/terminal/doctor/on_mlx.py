@@ -26,6 +26,7 @@ from pippin.backends.mlx.device import device_info, max_buffers, on_cpu, on_meta
 from pippin.backends.mlx.environment import TF32, products_are_exact
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_chunked, gated_delta_step
 from pippin.config import Config
+from pippin.terminal.doctor import ISSUE, Finding, checked
 from pippin.terminal.doctor.engine import (
     PRODUCT_SIZE,
     chain,
@@ -33,7 +34,6 @@ from pippin.terminal.doctor.engine import (
     memory_finding,
     type_finding,
 )
-from pippin.terminal.doctor.report import ISSUE, Finding, checked
 
 
 def choices(llm: LLM) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from pippin.backends.nvidia import compute_capability
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.device import device_info, find_device
 from pippin.config import Config
+from pippin.terminal.doctor import ISSUE, Finding
 from pippin.terminal.doctor.engine import (
     PRODUCT_SIZE,
     chain,
@@ -20,7 +21,6 @@ from pippin.terminal.doctor.engine import (
     memory_finding,
     type_finding,
 )
-from pippin.terminal.doctor.report import ISSUE, Finding
 
 
 def choices(llm: LLM) -> Iterator[Finding]:

@@ -1,1 +1,0 @@
-"""Keeps an engine process running behind the server."""

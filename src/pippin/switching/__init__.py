@@ -1,1 +1,0 @@
-"""Several models in memory for few: which engines run, and which requests wait."""
