@@ -29,13 +29,12 @@ from urllib.parse import urlsplit
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
 
 from hostile_bodies import LARGEST, Hostile, hostile_bodies  # noqa: E402
-from processes import children_of, environment  # noqa: E402
+from processes import children_of, serve  # noqa: E402
 
 MOST_CPU_SECONDS = 1.0
 HTTP_TOKEN_SECONDS = 20e-6  # for a token of a prompt or a reply: encoded, echoed, sent
 WARM_AFTER = 200  # bodies, from where on memory must not grow
 MOST_GROWTH_MB = 128  # of one process: the store of responses alone may take 64
-SERVE = ("--port", "0", "--memory", "300MB")
 ANSWER_SECONDS = 120.0
 NORMAL = {"model": "", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 PROMPT_WORDS = 1_000  # of the prompt whose cost is the measure of a token's
@@ -131,21 +130,8 @@ def _tokens_of(answer: bytes) -> int:
 
 @contextmanager
 def serving(*options: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "pippin", "serve", *SERVE, *options]
-    with (
-        open(os.devnull, "w", encoding="utf-8") as log,
-        subprocess.Popen(
-            command, env=environment(), stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            banner = process.stdout.readline()
-            found = re.search(r"http://[^\s\"]+", banner)
-            assert found, f"no address in {banner!r}"
-            yield Server(process, found[0])
-        finally:
-            process.terminate()
+    with serve("--memory", "300MB", *options, stderr=subprocess.DEVNULL) as served:
+        yield Server(served.process, served.url)
 
 
 def token_cost(server: Server) -> float:
