@@ -62,9 +62,9 @@ api: amounts config decode.json_schema decode.size embedding engine.engine_clien
     hub messages sequences switching tasks text types
 offline: api.requests.body api.requests.sampling_fields config embedding engine.build_loop
     engine.engine_client messages metrics scheduler.loop sequences startup.resolve tasks text types
-startup: amounts api backends.host backends.mlx.families.refusals backends.nvidia
-    backends.torch.config config engine.engine_client engine.engine_pool engine.events hub logs
-    messages supervision switching text version
+startup: amounts api backends.host backends.mlx.refusals backends.nvidia backends.torch.config
+    config engine.engine_client engine.engine_pool engine.events hub logs messages supervision
+    switching text version
 startup.server_file:
 hub: amounts startup.server_file
 terminal: . config startup.checkpoint startup.server_file

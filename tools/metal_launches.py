@@ -79,18 +79,17 @@ from mlx.utils import tree_flatten  # noqa: E402
 from families import CONFIGS, Config, build_from  # noqa: E402
 from pippin.backends.base import DecodeRow  # noqa: E402
 from pippin.backends.mlx import load  # noqa: E402
-from pippin.backends.mlx.attention.paths import AttentionPaths  # noqa: E402
+from pippin.backends.mlx.attention.packed_rows import AttentionPaths  # noqa: E402
 from pippin.backends.mlx.drafts.draft_rows import DraftRows, find_draft_layers  # noqa: E402
 from pippin.backends.mlx.cpu import operations as drop_ins  # noqa: E402
 from pippin.backends.mlx.attention.head_ropes import head_norms  # noqa: E402
-from pippin.backends.mlx.attention.plain_attention import attend_joined  # noqa: E402
+from pippin.backends.mlx.attention.packed_rows import attend_joined  # noqa: E402
 from pippin.backends.mlx.layout import Layout  # noqa: E402
 from pippin.backends.mlx.trial_run import adds_later, deferred_norms, kernel_of  # noqa: E402
-from pippin.backends.mlx.gpu import added_norms, delta_layer  # noqa: E402
-from pippin.backends.mlx.gpu.experts import expert_layers  # noqa: E402
+from pippin.backends.mlx.gpu import added_norms, delta_layer, experts  # noqa: E402
 from pippin.backends.mlx.load import LoadedModel  # noqa: E402
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState  # noqa: E402
-from pippin.backends.mlx.recurrent.state_taps import states_after  # noqa: E402
+from pippin.backends.mlx.recurrent.taps import states_after  # noqa: E402
 from pippin.backends.mlx.recurrent.taps import tap_states  # noqa: E402
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward  # noqa: E402
 from pippin.backends.mlx.rows.decode_rows import DecodeRows  # noqa: E402
@@ -149,7 +148,7 @@ FAMILIES = (
 def build(family: Family, num_periods: int) -> LoadedModel:
     config = family.config(num_periods)
     load._choose_attention = _choose_attention
-    for module in (delta_layer, expert_layers):  # nothing is computed here
+    for module in (delta_layer, experts):  # nothing is computed here
         module.agrees = lambda *_: True
     return load.prepare(build_from(config), config)
 

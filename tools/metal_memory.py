@@ -26,8 +26,8 @@ import pippin.backends.mlx  # noqa: E402  (before mlx)
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
-from pippin.backends.mlx.attention.paths import AttentionPaths  # noqa: E402
-from pippin.backends.mlx.attention.plain_attention import attend_joined  # noqa: E402
+from pippin.backends.mlx.attention.packed_rows import AttentionPaths  # noqa: E402
+from pippin.backends.mlx.attention.packed_rows import attend_joined  # noqa: E402
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads  # noqa: E402
 from pippin.backends.mlx.prefill.batch import PromptState  # noqa: E402
 from pippin.backends.mlx.rows.decode_forward import MAX_COMPILED  # noqa: E402

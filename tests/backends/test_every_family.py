@@ -19,8 +19,8 @@ from builders import Client, Reply
 from every_family import EVERY, METAL_ONLY, UNTRIED
 from families import CONFIGS, VOCAB
 from near_ties import TOLERANCE, assert_best, assert_top, log_softmax
-from pippin.backends.mlx.families.refusals import REASONS
 from pippin.backends.mlx.load import load, prepare
+from pippin.backends.mlx.refusals import REASONS
 from pippin.errors import UnsupportedLayout
 from serving import check_idle, make_client
 from small_models import build_from

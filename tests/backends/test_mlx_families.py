@@ -17,8 +17,12 @@ from builders import Client, Reply
 from families import FAMILIES, VOCAB, build
 from near_ties import TOLERANCE
 from pippin.backends.mlx.attention.head_ropes import HeadNorms, head_norms
-from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
-from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.attention.packed_rows import (
+    AttendPacked,
+    AttentionPaths,
+    PackedCall,
+    attend_joined,
+)
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.gpu import added_norms
 from pippin.backends.mlx.gpu.added_norms import use_pending_sums

@@ -17,7 +17,7 @@ from builders import Client, Reply
 from families import build
 from near_ties import assert_same
 from pippin.backends.mlx.load import LoadedModel, prepare
-from pippin.backends.mlx.rows import arrays, kv_table, mains
+from pippin.backends.mlx.rows import arrays, mains, segments
 from serving import make_client, make_prompt
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_request_that_is_not_a_number_changes_nothing_for_others(
 ) -> None:
     monkeypatch.setattr(arrays, "TAIL", 24)
     monkeypatch.setattr(mains, "FEWEST_SHARED", 8)
-    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 0)
     model = poisonous(name, value)
     spoiled = replies_to(make_client(name, model=model), name, POISON)
     clean = replies_to(make_client(name, model=model), name, HARMLESS)

@@ -25,7 +25,7 @@ from pippin.backends.base import (
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.payloads import packing
-from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
+from pippin.backends.mlx.rows.memory import Footprint, SpareLimit
 from pippin.types import Component, SamplingParams
 from serving import served
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.attention.head_ropes import Rope
-from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
+from pippin.backends.mlx.attention.packed_rows import MOST_SEGMENTS, AttendPacked, PackedCall
 
 TAIL, CURSOR = 64, 17
 

@@ -9,8 +9,7 @@ from mlx_lm.models import gemma3_text
 
 from metal.emulator import needs_clang, use_emulator
 from metal.generated_source import KernelFault
-from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.attention.packed_rows import AttentionPaths, attend_joined
 from pippin.backends.mlx.gpu import added_norms
 from pippin.backends.mlx.gpu.added_norms import (
     PendingSum,

@@ -20,16 +20,19 @@ from cases import cases
 from every_family import EVERY
 from families import CONFIGS, build_from
 from metal.emulator import BACKWARD, FORWARD, EmulatedKernel, needs_clang, use_emulator
-from pippin.backends.mlx.gpu import delta_layer
+from pippin.backends.mlx.gpu import delta_layer, experts
 from pippin.backends.mlx.gpu.delta_layer import KernelDeltaNet, num_simd_groups, use_delta_kernel
-from pippin.backends.mlx.gpu.experts import expert_choice, expert_sums
-from pippin.backends.mlx.gpu.experts.expert_choice import ExpertChoice
-from pippin.backends.mlx.gpu.experts.expert_layers import OURS, use_expert_kernels
-from pippin.backends.mlx.gpu.experts.expert_sums import added_up, biased_swiglu
-from pippin.backends.mlx.gpu.experts.stacked_experts import StackedGLU, stack_experts
-from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
+from pippin.backends.mlx.gpu.experts import (
+    OURS,
+    ExpertChoice,
+    StackedGLU,
+    added_up,
+    biased_swiglu,
+    stack_experts,
+    use_expert_kernels,
+)
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, use_replay
-from pippin.backends.mlx.recurrent.taps import tap_states
+from pippin.backends.mlx.recurrent.taps import tap_states, use_shift_conv1d
 
 pytestmark = [needs_clang, pytest.mark.slow]
 
@@ -247,12 +250,12 @@ def test_stacked_experts_compute_what_they_did(bias: bool, num_tokens: int, mode
 @pytest.mark.parametrize(
     ("module", "name", "right", "wrong", "family"),
     [
-        (expert_choice, "SOURCE", "own /= total", "own *= total", "gpt_oss"),
-        (expert_choice, "SOURCE", "own /= total", "own *= total", "deepseek_v3"),
-        (expert_choice, "SOURCE", "num_below < Dropped", "num_below < 0", "in groups"),
-        (expert_sums, "ADD_UP", "sum +=", "sum =", "deepseek_v3"),
-        (expert_sums, "ADD_UP", "result +=", "result -=", "gpt_oss"),
-        (expert_sums, "ACTIVATE", "x + 1.0f", "x", "gpt_oss"),
+        (experts, "SOURCE", "own /= total", "own *= total", "gpt_oss"),
+        (experts, "SOURCE", "own /= total", "own *= total", "deepseek_v3"),
+        (experts, "SOURCE", "num_below < Dropped", "num_below < 0", "in groups"),
+        (experts, "ADD_UP", "sum +=", "sum =", "deepseek_v3"),
+        (experts, "ADD_UP", "result +=", "result -=", "gpt_oss"),
+        (experts, "ACTIVATE", "x + 1.0f", "x", "gpt_oss"),
     ],
 )
 def test_layers_stay_as_they_are_where_a_kernel_is_off(

@@ -15,8 +15,7 @@ from metal.emulator import EmulatedKernel, needs_clang, use_emulator
 from metal.generated_source import KernelFault
 from metal.packed_rows import Rows
 from pippin.backends.mlx.gpu import packed_attention
-from pippin.backends.mlx.gpu.packed_attention import attend_packed
-from pippin.backends.mlx.gpu.packed_kernels import ATTEND
+from pippin.backends.mlx.gpu.packed_attention import ATTEND, attend_packed
 
 pytestmark = [needs_clang, pytest.mark.slow]
 

@@ -16,8 +16,8 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 from metal.emulator import FORWARD, needs_clang, use_emulator
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.layout import LayerCache
-from pippin.backends.mlx.recurrent import mlx_lm_kernels, replay
-from pippin.backends.mlx.recurrent.draft_states import DraftStates, Replay, kept_shapes
+from pippin.backends.mlx.recurrent import recurrences, replay
+from pippin.backends.mlx.recurrent.replay import DraftStates, Replay, kept_shapes
 from pippin.backends.mlx.recurrent.taps import tap_states
 from pippin.types import Component
 
@@ -33,7 +33,7 @@ def _metal(monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx-lm's own choice of kernel, with each kernel in the emulator."""
     use_emulator(monkeypatch, orders=(FORWARD,))
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    monkeypatch.setattr(mlx_lm_kernels, "on_metal", lambda: True)
+    monkeypatch.setattr(recurrences, "on_metal", lambda: True)
     for masked in (False, True):
         kernel = gated_delta._make_gated_delta_kernel(has_mask=masked)
         monkeypatch.setattr(gated_delta, "_gated_delta_kernel" + "_masked" * masked, kernel)
@@ -147,7 +147,7 @@ def test_a_layer_that_verifies_drafts_replays_those_that_were_accepted(
     metal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of three drafts; the first accepted all of one row, none and one of the others."""
-    monkeypatch.setattr(mlx_lm_kernels, "on_metal", lambda: metal)
+    monkeypatch.setattr(recurrences, "on_metal", lambda: metal)
     sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
     mx.random.seed(1)
     layer: Any = GatedDeltaNet(

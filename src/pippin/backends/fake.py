@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from time import perf_counter, sleep
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from pippin.backends.base import (
     PrefillRow,
     Restore,
     Retire,
+    Spill,
     StepPlan,
     StepResult,
     WarmUpShape,
@@ -37,7 +38,8 @@ from pippin.backends.base import (
     loaded_bytes,
 )
 from pippin.backends.masks import allowed_ids
-from pippin.backends.step.pending import StepOutputs
+from pippin.backends.step.pending import Arrival, SpilledArrays, StepOutputs
+from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import Arrays, FutureMap
 from pippin.cache.entries import ArraySpec, Bytes
 from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
@@ -262,23 +264,6 @@ def contents(payloads: tuple[Payload, ...]) -> list[int]:
     return [value for payload in as_fake(payloads) for value in payload.read()]
 
 
-@dataclass
-class FakeSpilled:
-    """Read at once: what the tree holds has been written."""
-
-    content: list[int]
-    intact: bool = True
-    released: bool = False
-
-    def arrays(self) -> Sequence[Bytes]:
-        assert not self.released, "read after its release"
-        return [np.array(self.content, dtype="<i8").view(np.uint8)]
-
-    def release(self) -> None:
-        assert not self.released, "released twice"
-        self.released = True
-
-
 class FakeDevice:
     def __init__(self, step_seconds: float = 0.0) -> None:
         """`step_seconds`: a step ends so long after its launch, or after the one before it."""
@@ -322,6 +307,16 @@ ARRAYS: Arrays[np.ndarray] = Arrays(
 )
 
 
+@dataclass(frozen=True)
+class Here:
+    """What the tree holds has been written: it is read at once."""
+
+    arrays: Sequence[np.ndarray]
+
+    def wait(self) -> Sequence[np.ndarray]:
+        return self.arrays
+
+
 @dataclass(kw_only=True)
 class FakePending(StepOutputs):
     """A step in flight: its result is there when the device has run it."""
@@ -330,6 +325,14 @@ class FakePending(StepOutputs):
     captured_at: dict[int, int] = field(default_factory=dict)  # their lengths, once they have run
     damaged: list[Damage] = field(default_factory=list)
     masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
+
+    def bring(self, arrays: Sequence[np.ndarray]) -> Arrival:
+        return Here(arrays)
+
+    def spill(self, spill: Spill, arrays: Sequence[np.ndarray]) -> None:
+        spilled = SpilledArrays(self.bring(arrays))
+        spilled.intact = all(payload.intact for payload in as_fake(spill.payloads))
+        self.spilled.append(spilled)
 
     def check(self, slot: int, restore: Restore) -> None:
         """Report payloads whose content is not what the device wrote."""
@@ -375,7 +378,7 @@ def fake_device() -> DeviceInfo:
     return DeviceInfo("fake", "toy", MEMORY_BYTES, share=1.0, prefill_tokens=512, unified=False)
 
 
-class FakeBackend:
+class FakeBackend(StepRunner[FakePending]):
     fallbacks = ()
 
     def __init__(
@@ -473,19 +476,7 @@ class FakeBackend:
 
     def launch(self, plan: StepPlan) -> FakePending:
         pending = FakePending(plan=plan, dispatched=perf_counter(), backend=self)
-        for retire in plan.retire:
-            self._retire(pending, retire)
-        for admit in plan.admit:
-            self._admit(pending, admit)
-        for prefill in plan.prefill:
-            self._prefill(pending, prefill)
-        self._decode(pending)
-        for spill in plan.spill:
-            payloads = as_fake(spill.payloads)
-            intact = all(payload.intact for payload in payloads)
-            pending.spilled.append(FakeSpilled(contents(payloads), intact))
-        for load in plan.load:
-            self._load(pending, load)
+        self.execute(pending, plan)
         return pending
 
     def close(self) -> None:
@@ -493,22 +484,18 @@ class FakeBackend:
 
     # ---- device work -----------------------------------------------------------------------
 
-    def _admit(self, pending: FakePending, admit: Admit) -> None:
+    def _start(self, pending: FakePending, admit: Admit) -> None:
         def work() -> None:
             assert admit.slot not in self._rows, f"slot {admit.slot} is still taken"
             self._rows[admit.slot] = ToyRow(admit, self.window)
 
         self.device_queue.enqueue(pending.plan.step, work)
 
-    def _retire(self, pending: FakePending, retire: Retire) -> None:
-        payloads = self._kv(retire.start, retire.end) if retire.captures else {}
-        state = self._new_state() if retire.captures else None
+    def _captured(self, pending: FakePending, retire: Retire) -> Iterator[Capture]:
+        payloads, state = self._kv(retire.start, retire.end), self._new_state()
 
         def work() -> None:
-            row = self._rows.pop(retire.slot, None)
-            if not retire.captures:
-                return
-            assert row is not None, f"slot {retire.slot} holds nothing to capture"
+            row = self._rows[retire.slot]
             assert not row.destroyed, "a destroyed row was captured"
             row.drop_behind(retire.end)
             _fill(row, payloads, retire.start, retire.end)
@@ -516,11 +503,22 @@ class FakeBackend:
                 state.write([row.folded_state])
 
         self.device_queue.enqueue(pending.plan.step, work)
-        if retire.captures:
-            states: dict[int, Payload] = {retire.end: state} if state is not None else {}
-            pending.captures.append(
-                Capture(retire.slot, retire.start, retire.end, True, payloads, states)
-            )
+        states: dict[int, Payload] = {retire.end: state} if state is not None else {}
+        yield Capture(retire.slot, retire.start, retire.end, True, payloads, states)
+
+    def _free(self, pending: FakePending, slot: int) -> None:
+        def work() -> None:
+            self._rows.pop(slot, None)
+
+        self.device_queue.enqueue(pending.plan.step, work)
+
+    def _run(self, pending: FakePending, plan: StepPlan) -> None:
+        for prefill in plan.prefill:
+            self._prefill(pending, prefill)
+        self._decode(pending)
+
+    def _gathered(self, spill: Spill) -> list[np.ndarray]:
+        return [np.array(contents(spill.payloads), dtype="<i8").view(np.uint8)]
 
     def _prefill(self, pending: FakePending, chunk: PrefillRow) -> None:
         payloads = self._kv(chunk.start, chunk.end) if chunk.captures else {}
@@ -569,15 +567,13 @@ class FakeBackend:
         if self.restores_by_reference:
             row.borrowed = as_fake(payloads.get(Component.ATTENTION, ()))
 
-    def _load(self, pending: FakePending, load: Load) -> None:
-        payload = self._payload(load.component, load.num_tokens)
-        pending.loaded.append(payload)
-
-        def work() -> None:
-            (array,) = load.arrays
-            payload.write([int(value) for value in np.ascontiguousarray(array).view("<i8")])
-
-        self.device_queue.enqueue(pending.plan.step, work)
+    def _loaded_payloads(self, pending: FakePending, loads: Sequence[Load]) -> Iterator[Payload]:
+        for load in loads:
+            payload = self._payload(load.component, load.num_tokens)
+            values = np.ascontiguousarray(load.arrays[0]).view("<i8")
+            write = partial(_write, payload, values)
+            self.device_queue.enqueue(pending.plan.step, write)
+            yield payload
 
     def _decode(self, pending: FakePending) -> None:
         plan = pending.plan
@@ -705,3 +701,7 @@ class FakeBackend:
 def _fill(row: ToyRow, payloads: Mapping[Component, FakePayload], start: int, end: int) -> None:
     for payload in payloads.values():
         payload.write(row.tokens[start:end])
+
+
+def _write(payload: FakePayload, values: np.ndarray) -> None:
+    payload.write(values.tolist())

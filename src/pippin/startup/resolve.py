@@ -257,7 +257,7 @@ def is_servable(path: Path) -> tuple[Servable, str]:
 
 
 def _check_family(family: str) -> None:
-    from pippin.backends.mlx.families.refusals import check  # prepares mlx's import
+    from pippin.backends.mlx.refusals import check  # prepares mlx's import
 
     try:
         check(family)

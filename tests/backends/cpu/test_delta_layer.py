@@ -11,9 +11,8 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from cases import cases
 from delta_layers import HIDDEN, K_HEADS, TAPS, V_HEADS, layer_of
 from pippin.backends.mlx.cpu.layers import OneOperationDeltaNet, use_one_operation
-from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
 from pippin.backends.mlx.recurrent.replay import use_replay
-from pippin.backends.mlx.recurrent.taps import tap_states
+from pippin.backends.mlx.recurrent.taps import tap_states, use_shift_conv1d
 
 K_DIM, V_DIM = 24, 40
 CONV_DIM = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 
 from metal.emulator import needs_clang, use_emulator
-from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
-from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
-from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.attention.packed_rows import (
+    MOST_SEGMENTS,
+    AttendPacked,
+    PackedCall,
+    attend_joined,
+    places_of_tokens,
+    visible_to_tokens,
+)
 from pippin.backends.mlx.gpu.packed_attention import attend_packed
 
 TAIL, HEADS, QUERY_HEADS, DIM = 64, 2, 4, 32

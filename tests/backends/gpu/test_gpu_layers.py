@@ -14,7 +14,7 @@ import pytest
 from cases import cases
 from families import build
 from pippin.backends.mlx import load, trial_run
-from pippin.backends.mlx.attention import plain_attention
+from pippin.backends.mlx.attention import packed_rows
 from pippin.backends.mlx.attention.head_ropes import (
     DeferredRopes,
     deferring,
@@ -22,11 +22,9 @@ from pippin.backends.mlx.attention.head_ropes import (
     rope,
     what_is_left,
 )
-from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
-from pippin.backends.mlx.attention.plain_attention import LONG, attend_joined
-from pippin.backends.mlx.gpu.experts.expert_products import gather_mm, gather_qmm
-from pippin.backends.mlx.gpu.stacked_linear import FEW_ROWS, stack_linear_layers
-from pippin.backends.mlx.linear_groups import find_linear_groups
+from pippin.backends.mlx.attention.packed_rows import LONG, AttendPacked, PackedCall, attend_joined
+from pippin.backends.mlx.gpu.experts import gather_mm, gather_qmm
+from pippin.backends.mlx.linear_groups import FEW_ROWS, find_linear_groups, stack_linear_layers
 from pippin.backends.mlx.load import LoadedModel
 
 ROUNDING = 5e-5  # of numbers of about one
@@ -229,7 +227,7 @@ def test_a_kernel_that_rounds_less_than_plain_operations_is_right(
     """Few bits of sharp scores are off by more than any kernel; and layer after layer by more."""
 
     def exact(call: PackedCall) -> Attended:
-        sharp = plain_attention._in_float32(call)
+        sharp = packed_rows._in_float32(call)
         out, *tail = attend_joined(sharp)
         return out.astype(call.q.dtype), *(side.astype(call.q.dtype) for side in tail)
 
@@ -311,4 +309,4 @@ def trial_call(num_tokens: int) -> PackedCall:
         sinks=None,
         num_columns=128,
     )
-    return call if num_tokens == 1 else plain_attention.of_drafts(call, num_tokens)
+    return call if num_tokens == 1 else packed_rows.of_drafts(call, num_tokens)

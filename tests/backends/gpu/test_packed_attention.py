@@ -19,8 +19,7 @@ from metal.generated_source import KernelFault
 from metal.packed_rows import LatentRows, Rows
 from pippin.backends.mlx import trial_run
 from pippin.backends.mlx.attention.head_ropes import Norm, Rope, head_norms
-from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked
-from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.attention.packed_rows import MOST_SEGMENTS, AttendPacked, attend_joined
 from pippin.backends.mlx.gpu import latent_attention
 from pippin.backends.mlx.gpu.latent_attention import BLOCKS_PER_CORE, LatentForm, attend_latents
 from pippin.backends.mlx.gpu.packed_attention import Form, attend_packed, cut, num_stretches

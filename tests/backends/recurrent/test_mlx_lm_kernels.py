@@ -14,9 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from families import build
 from pippin.backends.mlx import load
 from pippin.backends.mlx.cpu.operations import without_operations
-from pippin.backends.mlx.recurrent import mlx_lm_kernels
-from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
-from pippin.backends.mlx.recurrent.ssm import ssm_update
+from pippin.backends.mlx.recurrent import recurrences
+from pippin.backends.mlx.recurrent.recurrences import gated_delta_update, ssm_update
 from pippin.backends.mlx.recurrent.taps import BlockStates, tap_states
 
 FAMILIES = ["qwen3_5", "mamba2", "nemotron_h"]
@@ -38,7 +37,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module, name in ((gated_delta, "gated_delta_update"), (ssm, "ssm_update")):
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
-    monkeypatch.setattr(mlx_lm_kernels, "on_metal", lambda: True)
+    monkeypatch.setattr(recurrences, "on_metal", lambda: True)
     return asked
 
 
@@ -98,7 +97,7 @@ def test_states_are_the_same_whoever_computes_them(
     family: str, theirs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every 64 tokens, in prefill and decode."""
-    monkeypatch.setattr(mlx_lm_kernels, "SIMD_WIDTH", 1)
+    monkeypatch.setattr(recurrences, "SIMD_WIDTH", 1)
     of_chunks = family == "qwen3_5"  # the other kernel takes one token
     tokens = mx.array(np.random.default_rng(0).integers(0, 256, (1, 150)), dtype=mx.int32)
     model, _ = build(family)
@@ -107,7 +106,7 @@ def test_states_are_the_same_whoever_computes_them(
     assert loaded.state_taps
     recorded = []
     for metal in (False, True):
-        monkeypatch.setattr(mlx_lm_kernels, "on_metal", lambda metal=metal: metal)
+        monkeypatch.setattr(recurrences, "on_metal", lambda metal=metal: metal)
         for num_tokens in (150, 1):
             theirs.clear()
             layers = states_recorded(loaded, tokens[:, :num_tokens])
@@ -127,7 +126,7 @@ def test_states_are_the_same_whoever_computes_them(
 def test_safe_has_none_of_their_kernels(
     family: str, theirs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlx_lm_kernels, "SIMD_WIDTH", 1)
+    monkeypatch.setattr(recurrences, "SIMD_WIDTH", 1)
     for safe in (True, False):
         loaded = load.prepare(*build(family), safe=safe)
         theirs.clear()

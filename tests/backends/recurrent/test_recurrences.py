@@ -16,19 +16,19 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models import ssm as mlx_lm_ssm
 
 from cases import cases
-from pippin.backends.mlx.recurrent.conv import (
-    ShiftConv1d,
-    is_depthwise,
-    use_shift_conv1d,
-)
-from pippin.backends.mlx.recurrent.gated_delta import (
+from pippin.backends.mlx.recurrent.recurrences import (
     gated_delta_chunked,
     gated_delta_update,
     normalize_qk,
+    ssm_update,
+    unit_lower_inverse,
 )
-from pippin.backends.mlx.recurrent.ssm import ssm_update
-from pippin.backends.mlx.recurrent.taps import tap_states
-from pippin.backends.mlx.recurrent.triangular import unit_lower_inverse
+from pippin.backends.mlx.recurrent.taps import (
+    ShiftConv1d,
+    is_depthwise,
+    tap_states,
+    use_shift_conv1d,
+)
 
 
 def assert_close(got: mx.array, want: np.ndarray, tolerance: float = 1e-5) -> None:

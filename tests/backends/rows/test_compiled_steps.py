@@ -16,10 +16,10 @@ import pytest
 from families import VOCAB
 from near_ties import TOLERANCE, log_softmax
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows import arrays, kv_table
+from pippin.backends.mlx.rows import arrays, segments
 from pippin.backends.mlx.rows.decode_forward import MAX_COMPILED, DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.kv_table import read_spans
+from pippin.backends.mlx.rows.segments import read_spans
 from serving import served
 
 pytestmark = pytest.mark.slow
@@ -101,7 +101,7 @@ def test_only_so_many_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_steps_of_rows_that_share_give_what_plain_ones_apart_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 0)
     tokens = make_tokens(150, 3)
     prompts = {slot: tokens[: 150 - slot] for slot in (1, 2, 3)}
     compiled, plain = make_forward(compiled=True), make_forward(compiled=False)

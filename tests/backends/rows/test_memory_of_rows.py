@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from kv_layouts import kv_layout
-from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.attention.packed_rows import AttentionPaths, attend_joined
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows import paced_launch
+from pippin.backends.mlx.rows import memory
 from pippin.backends.mlx.rows.arrays import TAIL
-from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.mains import Mains, Row
+from pippin.backends.mlx.rows.memory import Footprint, SpareLimit
 
 WINDOW, WIDTH = 128, 6
 
@@ -68,7 +67,7 @@ def test_what_a_join_takes_at_its_peak_is_in_the_budget(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row that is longer than all others is not in memory twice, nor those that are merged."""
-    monkeypatch.setattr(paced_launch, "SMALL_MOVE_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "SMALL_MOVE_BYTES", 1 << 16)
     gc.collect()
     mx.clear_cache()
     before = int(mx.get_active_memory())

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 
 from kv_layouts import kv_layout
-from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.attention.packed_rows import AttentionPaths, attend_joined
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
-from pippin.backends.mlx.rows import arrays, kv_table, mains, paced_launch
+from pippin.backends.mlx.rows import arrays, mains, memory, segments
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.footprint import COLUMN_STEP, Footprint, SpareLimit
-from pippin.backends.mlx.rows.kv_table import Span, common_len, read_spans
 from pippin.backends.mlx.rows.mains import Mains, Row
-from pippin.backends.mlx.rows.segments import Segment
+from pippin.backends.mlx.rows.memory import COLUMN_STEP, Footprint, SpareLimit
+from pippin.backends.mlx.rows.segments import Segment, Span, common_len, read_spans
 
 HEADS = 2
 
@@ -116,8 +114,8 @@ def test_rows_that_come_pause_and_go_keep_what_they_hold(
     if way != "packed":
         request.getfixturevalue(way)
     if seed % 2:  # the device is waited for
-        monkeypatch.setattr(paced_launch, "SMALL_MOVE_BYTES", 0)
-        monkeypatch.setattr(paced_launch, "SMALL_TABLE_BYTES", 0)
+        monkeypatch.setattr(memory, "SMALL_MOVE_BYTES", 0)
+        monkeypatch.setattr(memory, "SMALL_TABLE_BYTES", 0)
     rng = np.random.default_rng(seed)
     paths = AttentionPaths(attend_joined) if way == "packed" else None
     rows = Rows(kv_layout([None, WINDOW, None], HEADS, (3, 4)), paths)
@@ -220,7 +218,7 @@ def test_rows_that_begin_alike_name_the_same_columns(
     monkeypatch.setattr(mains, "FEWEST_SHARED", 3)
     monkeypatch.setattr(mains, "SETTLED_STEPS", 2)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 3)
-    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 8)
+    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 8)
     rng = np.random.default_rng(seed)
     held = Mains(LAYOUT, SpareLimit(Footprint(LAYOUT)), AttentionPaths(), has_table=True)
     beginnings = rng.integers(0, 99, (2, 30))

@@ -17,10 +17,10 @@ import pytest
 from near_ties import TOLERANCE, log_softmax
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows import arrays, kv_table, mains
+from pippin.backends.mlx.rows import arrays, mains, segments
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.kv_table import read_spans
+from pippin.backends.mlx.rows.segments import read_spans
 from reference import assert_right, score
 from serving import diverge, make_client, make_prompt, served
 
@@ -39,7 +39,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mains, "FEWEST_SHARED", BLOCK)
     monkeypatch.setattr(mains, "SETTLED_STEPS", 1)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 4)
-    monkeypatch.setattr(kv_table, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 0)
 
 
 @cache

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models import qwen3
 
 from families import build
-from pippin.backends.mlx.attention.row_kv import RowKV
+from pippin.backends.mlx.attention.views import RowKV
 from pippin.backends.mlx.layout import LatentProbeKV, ProbeKV, Reads
 from pippin.backends.mlx.load import LoadedModel, prepare
 from reference import assert_right

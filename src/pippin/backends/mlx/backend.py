@@ -7,7 +7,7 @@ the engine's one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +18,11 @@ from mlx.utils import tree_flatten
 
 from pippin.backends.base import (
     Admit,
+    Capture,
+    Load,
     PrefillRow,
     Retire,
+    Spill,
     StepPlan,
     captured_bytes,
 )
@@ -48,16 +51,17 @@ from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
 from pippin.backends.mlx.rows.decodes import Decodes
-from pippin.backends.mlx.rows.footprint import Footprint
+from pippin.backends.mlx.rows.memory import Footprint
 from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import ARRAYS, MLXSampler
 from pippin.backends.step.pending import Sampling
+from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import SlotTable
 from pippin.cache.entries import ArraySpec, Bytes
 from pippin.errors import LoadError
-from pippin.types import Component, ModelSpec
+from pippin.types import Component, ModelSpec, Payload
 
 # Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
 # last bit: a kernel, a fix, another order. What is on disk from before is not read then.
@@ -68,7 +72,7 @@ MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their ti
 SPARE_SHARE = 1 / 16  # decode rows that serve no request: padding, and rows that were left
 
 
-class MLXBackend:
+class MLXBackend(StepRunner[MLXPending]):
     """Slots in, tokens out. Holds what every slot has computed, as prompts and as decode rows."""
 
     restores_by_reference = False
@@ -188,21 +192,35 @@ class MLXBackend:
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:
-        with self._loaded.operating():
-            return self._execute(plan)
-
-    def _execute(self, plan: StepPlan) -> MLXPending:
         if self._resident is not None:
             self._resident.keep()
-        if self._fingerprints is not None:
-            self._fingerprints.begin()
         step = MLXPending(
             plan=plan, sampling=self._sampling, clock=self._clock, fingerprints=self._fingerprints
         )
-        for retire in plan.retire:
-            self._retire(step, retire)
-        for admit in plan.admit:
-            self._admit(admit)
+        with self._loaded.operating():
+            self.execute(step, plan)
+        return step
+
+    # ---- a step ----------------------------------------------------------------------------
+
+    def _begin(self, step: MLXPending, plan: StepPlan) -> None:
+        if self._fingerprints is not None:
+            self._fingerprints.begin()
+
+    def _captured(self, step: MLXPending, retire: Retire) -> Iterator[Capture]:
+        held = self._held(retire.slot, retire.start, retire.end)
+        return self._captures.of_slot(retire, held)
+
+    def _free(self, step: MLXPending, slot: int) -> None:
+        self._decodes.leave(slot)
+        self._prompts.drop(slot)
+        self._slots.retire(slot)
+
+    def _start(self, step: MLXPending, admit: Admit) -> None:
+        self._prompts.start(admit.slot)
+        self._slots.admit(admit)
+
+    def _run(self, step: MLXPending, plan: StepPlan) -> None:
         drafter = self._decodes.drafter
         if drafter is not None:
             drafter.begin(plan)
@@ -222,15 +240,14 @@ class MLXBackend:
                 step.launch()
         if drafter is not None:
             drafter.note_sampled(step)
-        self._transfer(step, plan)
-        return step
 
-    def _transfer(self, step: MLXPending, plan: StepPlan) -> None:
-        """After all that a client waits for."""
-        for spill in plan.spill:
-            step.spill(spill, self._transfers.gathered(spill))
-        for content in plan.load:
-            step.load(self._transfers.load(content))
+    def _gathered(self, spill: Spill) -> list[mx.array]:
+        return self._transfers.gathered(spill)
+
+    def _loaded_payloads(self, step: MLXPending, loads: Sequence[Load]) -> Iterator[Payload]:
+        return map(self._transfers.load, loads)
+
+    def _finish(self, step: MLXPending, plan: StepPlan) -> None:
         held_back = plan.decode and plan.prefill and self.holds_prompts_back
         if (plan.spill or plan.load) and not held_back:
             step.launch()
@@ -305,22 +322,6 @@ class MLXBackend:
             self._decodes.clear()
         self._prompts.clear()
         mx.clear_cache()
-
-    # ---- slots -----------------------------------------------------------------------------
-
-    def _admit(self, admit: Admit) -> None:
-        self._prompts.start(admit.slot)
-        self._slots.admit(admit)
-
-    def _retire(self, step: MLXPending, retire: Retire) -> None:
-        slot = retire.slot
-        if retire.captures:
-            held = self._held(slot, retire.start, retire.end)
-            for capture in self._captures.of_slot(retire, held):
-                step.keep(capture)
-        self._decodes.leave(slot)
-        self._prompts.drop(slot)
-        self._slots.retire(slot)
 
     def _held(self, slot: int, start: int, end: int) -> PromptState:
         """What the slot has computed of tokens [start, end), wherever it lies."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pippin.backends.mlx.attention.table_kv import reads_table
+from pippin.backends.mlx.attention.views import reads_table
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel

@@ -18,9 +18,9 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
 from pippin.backends.fallbacks import note_fallback
-from pippin.backends.mlx import substitutions
+from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.attention.head_ropes import head_norms
-from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.attention.packed_rows import AttentionPaths
 from pippin.backends.mlx.cpu.layers import pack_linear_layers
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.cpu.operations import (
@@ -31,14 +31,12 @@ from pippin.backends.mlx.cpu.operations import (
 )
 from pippin.backends.mlx.device import on_cpu, on_metal
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, load_mtp_head
-from pippin.backends.mlx.families import refusals
 from pippin.backends.mlx.gpu.added_norms import use_pending_sums
-from pippin.backends.mlx.gpu.stacked_linear import stack_linear_layers
 from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.backends.mlx.layout import Layout, discover
-from pippin.backends.mlx.linear_groups import find_linear_groups
+from pippin.backends.mlx.linear_groups import find_linear_groups, stack_linear_layers
 from pippin.backends.mlx.mlx_lm_package import import_load_model
-from pippin.backends.mlx.recurrent.state_taps import can_tap
+from pippin.backends.mlx.recurrent.taps import can_tap
 from pippin.backends.mlx.rows.decode_forward import Forward
 from pippin.backends.mlx.trial_run import adds_later, deferred_norms, packed_rows, runnable_layout
 from pippin.errors import LoadError, UnsupportedLayout

@@ -1,6 +1,6 @@
 """The short list of things that change in an mlx-lm model, made at load, all in this file.
 
-    scaled_dot_product_attention   over our row views (attention/row_kv.py); in prefill
+    scaled_dot_product_attention   over our row views (attention/views.py); in prefill
                                    by blocks of queries where scores are many (query_blocks.py)
     gated_delta_update             the chunked recurrence, where mlx-lm has no kernel for it
     ssm_update                     likewise, for Mamba-2 layers
@@ -13,10 +13,10 @@
     rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
     rms_norm (Metal)               with the sum before it, in decode steps (gpu/added_norms.py);
                                    clip_residual (Gemma 3) is such a sum
-    SwitchGLU (Metal)              both products of an input as one (gpu/experts/stacked_experts.py)
+    SwitchGLU (Metal)              both products of an input as one (gpu/experts.py)
     GatedDeltaNet                  runs drafts, and those that were accepted (recurrent/replay.py);
                                    CPU: one operation between its products
-    Llama 4, MiniMax M3            code that has a position for each row (families/)
+    Llama 4, MiniMax M3            code that has a position for each row (families.py)
     the language-model head        computed only for the positions that are asked for (head.py)
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
@@ -43,24 +43,20 @@ from mlx_lm.models import base, gated_delta, gemma3_text, ssm
 
 from pippin.backends.mlx.attention import head_ropes
 from pippin.backends.mlx.attention.decode_step import NOT_ITS_KEYS, WITHOUT_ITS_MASK, RowMask
-from pippin.backends.mlx.attention.lent_kv import array_of
-from pippin.backends.mlx.attention.row_kv import RowKV
+from pippin.backends.mlx.attention.views import RowKV, array_of
 from pippin.backends.mlx.cpu import operations as drop_ins
 from pippin.backends.mlx.cpu.layers import pack_head, use_one_operation
 from pippin.backends.mlx.device import on_metal
-from pippin.backends.mlx.families.rows_code import use_rows_code
-from pippin.backends.mlx.gpu import added_norms
+from pippin.backends.mlx.families import use_rows_code
+from pippin.backends.mlx.gpu import added_norms, experts
 from pippin.backends.mlx.gpu.delta_layer import use_delta_kernel
-from pippin.backends.mlx.gpu.experts import expert_products
-from pippin.backends.mlx.gpu.experts.expert_layers import use_expert_kernels
-from pippin.backends.mlx.gpu.experts.stacked_experts import stack_experts
+from pippin.backends.mlx.gpu.experts import stack_experts, use_expert_kernels
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
-from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
-from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update, normalize_qk
+from pippin.backends.mlx.recurrent.recurrences import gated_delta_update, normalize_qk, ssm_update
 from pippin.backends.mlx.recurrent.replay import use_replay
-from pippin.backends.mlx.recurrent.ssm import ssm_update
+from pippin.backends.mlx.recurrent.taps import is_depthwise, use_shift_conv1d
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": base.scaled_dot_product_attention,
@@ -138,8 +134,8 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "rms_norm": added_norms.rms_norm,
     "rope": head_ropes.rope,
     "clip_residual": added_norms.clip_residual,
-    "gather_mm": expert_products.gather_mm,
-    "gather_qmm": expert_products.gather_qmm,
+    "gather_mm": experts.gather_mm,
+    "gather_qmm": experts.gather_qmm,
 }
 
 

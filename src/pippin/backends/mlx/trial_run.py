@@ -14,10 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.fallbacks import note_fallback
-from pippin.backends.mlx.agreement import agrees, off_by
 from pippin.backends.mlx.attention.head_ropes import HeadNorms
-from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
-from pippin.backends.mlx.attention.plain_attention import (
+from pippin.backends.mlx.attention.packed_rows import (
+    AttendPacked,
+    AttentionPaths,
+    PackedCall,
     attend_joined,
     held_against_plain,
     of_drafts,
@@ -25,6 +26,7 @@ from pippin.backends.mlx.attention.plain_attention import (
 )
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.gpu import latent_attention, packed_attention
+from pippin.backends.mlx.gpu.kernels import agrees, off_by
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward

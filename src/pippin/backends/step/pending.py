@@ -48,6 +48,7 @@ class SpilledArrays:
         self.intact = False
 
     def release(self) -> None:
+        assert self._arrival is not None, "released twice"
         self._arrival = None
 
 
@@ -74,7 +75,7 @@ class Sampling(Generic[A]):
 
 
 @dataclass(kw_only=True)
-class StepOutputs:
+class StepOutputs(ABC):
     """What a step will return."""
 
     plan: StepPlan
@@ -92,6 +93,24 @@ class StepOutputs:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     overflowed: set[int] = field(default_factory=set)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)  # float32 [n], by slot: embeddings
+
+    @abstractmethod
+    def bring(self, arrays: Sequence[Any]) -> Arrival:
+        """To the host: arrays that no later step writes."""
+
+    def keep(self, capture: Capture) -> None:
+        self.captures.append(capture)
+
+    def load(self, payload: Payload) -> None:
+        self.loaded.append(payload)
+
+    def spill(self, spill: Spill, arrays: Sequence[Any]) -> None:
+        """`arrays`: of uint8, of its payloads."""
+        spilled = SpilledArrays(self.bring(arrays))
+        self.spilled.append(spilled)
+        if self.fingerprints is not None:
+            for payload in spill.payloads:
+                self.fingerprints.compare(payload, spilled.note_damage)
 
     def read_all(self) -> None:
         for read in self.reads:
@@ -134,15 +153,11 @@ Parts = list[tuple[Sequence[SampleRow], A]]  # rows with their logits [n, vocab]
 
 
 @dataclass(kw_only=True)
-class Pending(StepOutputs, ABC, Generic[A]):
+class Pending(StepOutputs, Generic[A]):
     sampling: Sampling[A]
     to_sample: Parts[A] = field(default_factory=list)
     masked: Parts[A] = field(default_factory=list)  # they wait for the host
     samples: bool = False
-
-    @abstractmethod
-    def bring(self, arrays: Sequence[A]) -> Arrival:
-        """To the host: arrays that no later step writes."""
 
     def note_made(self, arrays: Sequence[A]) -> None:
         """What the step has to compute beside what it brings, where arrays are lazy."""
@@ -166,14 +181,6 @@ class Pending(StepOutputs, ABC, Generic[A]):
         next step is computed from it."""
         if self.fingerprints is not None and restore is not None:
             self.fingerprints.compare_restored(slot, restore, components, later=later)
-
-    def spill(self, spill: Spill, arrays: Sequence[A]) -> None:
-        """`arrays`: of uint8, of its payloads."""
-        spilled = SpilledArrays(self.bring(arrays))
-        self.spilled.append(spilled)
-        if self.fingerprints is not None:
-            for payload in spill.payloads:
-                self.fingerprints.compare(payload, spilled.note_damage)
 
     # ---- sampling --------------------------------------------------------------------------
 

@@ -5,14 +5,23 @@ Pools are written in place, in the order of launches, on the forward stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from pippin.backends.base import Retire, StepPlan, WarmUpShape
+from pippin.backends.base import (
+    Admit,
+    Capture,
+    Load,
+    Retire,
+    Spill,
+    StepPlan,
+    WarmUpShape,
+)
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.device import arrays_on
@@ -57,6 +66,7 @@ from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.verify.words import MOST_TOKENS, VerifySize, span_for
 from pippin.backends.torch.streams import Streams
 from pippin.backends.torch.verifies import Verifies
+from pippin.types import Payload
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class _Captured(NamedTuple):
     verify: CapturedSteps[VerifySize] | None = None
 
 
-class Runner:
+class Runner(StepRunner[TorchPending]):
     def __init__(
         self,
         decoder: Decoder,
@@ -212,39 +222,50 @@ class Runner:
         )
         self.mixed = MixedRows(parts, self.decodes, self.prompts, self._verifies, captured.mixed)
 
-    def execute(self, step: TorchPending, plan: StepPlan) -> None:
+    # ---- a step ----------------------------------------------------------------------------
+
+    def _begin(self, step: TorchPending, plan: StepPlan) -> None:
         if self.fingerprints is not None:
             self.fingerprints.begin()
-        sent = self._transfers.send(plan.load)
-        for retire in plan.retire:
-            self._retire(step, retire)
-        for admit in plan.admit:
-            self._slots.admit(admit)
-            if self._drafts is not None:
-                self._drafts.start(admit)
+        self._sent = self._transfers.send(plan.load)
+
+    def _captured(self, step: TorchPending, retire: Retire) -> Iterator[Capture]:
+        self._verifies.fold(retire.slot, retire.end)
+        return self._captures.of_slot(retire)
+
+    def _free(self, step: TorchPending, slot: int) -> None:
+        self.rows.retire(slot)
+        self._slots.retire(slot)
+        self.prompts.retire(slot)
+
+    def _start(self, step: TorchPending, admit: Admit) -> None:
+        self._slots.admit(admit)
+        if self._drafts is not None:
+            self._drafts.start(admit)
+
+    def _run(self, step: TorchPending, plan: StepPlan) -> None:
         self.mixed.run(step, plan)
         if self._drafts is not None:
             self._drafts.note_sampled(step)
-        for spill in plan.spill:
-            step.spill(spill, self._transfers.gathered(spill))
-        if plan.load:
-            step.loaded += self._transfers.load(plan.load, sent)
-            # What it was loaded from may be used for something else once the step is committed.
-            step.read_later(self._streams.bring([]), lambda: None)
+
+    def _gathered(self, spill: Spill) -> list[torch.Tensor]:
+        return self._transfers.gathered(spill)
+
+    def _loaded_payloads(self, step: TorchPending, loads: Sequence[Load]) -> list[Payload]:
+        if not loads:
+            return []
+        payloads = self._transfers.load(loads, self._sent)
+        # What it was loaded from may be used for something else once the step is committed.
+        step.read_later(step.bring([]), lambda: None)
+        return payloads
+
+    def _finish(self, step: TorchPending, plan: StepPlan) -> None:
         if self.fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
             for payload in (*made, *step.checkpoints.values(), *step.loaded):
                 self.fingerprints.take(payload)
             self.fingerprints.launch(plan.step, self.fingerprints.sum_up)
         self.pools.arena.compact(MOST_MOVED_BYTES)
-
-    def _retire(self, step: TorchPending, retire: Retire) -> None:
-        if retire.captures:
-            self._verifies.fold(retire.slot, retire.end)
-            step.captures += self._captures.of_slot(retire)
-        self.rows.retire(retire.slot)
-        self._slots.retire(retire.slot)
-        self.prompts.retire(retire.slot)
 
     def captured(self) -> Iterator[CapturedSteps[Any]]:
         kinds = (self.decodes.steps, self.prompts.graphs, self.mixed.steps, self._verifies.steps)

@@ -24,7 +24,7 @@ from pippin.backends.mlx.cpu.operations import OperationsReport, find_operations
 from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info, max_buffers, on_cpu, on_metal
 from pippin.backends.mlx.environment import TF32, products_are_exact
-from pippin.backends.mlx.recurrent.gated_delta import gated_delta_chunked, gated_delta_step
+from pippin.backends.mlx.recurrent.recurrences import gated_delta_chunked, gated_delta_step
 from pippin.config import Config
 from pippin.terminal.doctor import ISSUE, Finding, checked
 from pippin.terminal.doctor.engine import (
@@ -56,7 +56,7 @@ def products(model: Module) -> str:
         elif isinstance(part, QuantizedLinear):
             kinds["quantized, by mlx"] += 1
         elif isinstance(part, Linear):
-            shared = type(part) is not Linear  # gpu/stacked_linear.py
+            shared = type(part) is not Linear  # linear_groups.py
             kinds["by mlx, one product for layers of one input" if shared else "by mlx"] += 1
     return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) or "none"
 

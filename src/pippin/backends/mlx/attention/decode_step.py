@@ -13,9 +13,12 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
-from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.plain_attention import columns_of_rows
+from pippin.backends.mlx.attention.packed_rows import (
+    AttentionPaths,
+    columns_of_rows,
+    places_of_tokens,
+    visible_to_tokens,
+)
 from pippin.backends.mlx.layout import LayerCache, Layout
 
 Tree = dict[str, Any]

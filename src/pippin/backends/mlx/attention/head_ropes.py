@@ -71,7 +71,7 @@ class Unrotated:
     """Stands for queries or keys that are yet to be normed and rotated.
 
     A model does no more with them than to scale them, and beside latents to multiply queries by
-    keys, for which its cache has given it something else (latent_kv.py); anything else on it is an
+    keys, for which its cache has given it something else (views.py); anything else on it is an
     error.
     """
 

@@ -37,9 +37,8 @@ from pippin.backends.mlx.cpu.operations import (
     pack,
 )
 from pippin.backends.mlx.linear_groups import SharedResults
-from pippin.backends.mlx.recurrent.blocks import BLOCK_TOKENS
-from pippin.backends.mlx.recurrent.draft_states import DraftStates
-from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
+from pippin.backends.mlx.recurrent.recurrences import BLOCK_TOKENS
+from pippin.backends.mlx.recurrent.replay import DraftStates, ReplayedDeltaNet
 from pippin.backends.mlx.recurrent.taps import (
     active_taps,
     record_block_states,

@@ -8,7 +8,7 @@ ends, by the length that the device has of it (FutureMap). The host's `Row.lengt
 until the step has been waited for. To move tails into mains exact lengths are needed: then, every
 few dozen steps, the step in flight is waited for.
 
-Operations of ours read them by a KV table (attention/table_kv.py), or a kernel or plain operations
+Operations of ours read them by a KV table (attention/views.py), or a kernel or plain operations
 attend.
 """
 
@@ -29,7 +29,7 @@ from pippin.backends.mlx.attention.decode_step import (
     StepShape,
     Tree,
 )
-from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.attention.packed_rows import AttentionPaths
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet, delta_layers

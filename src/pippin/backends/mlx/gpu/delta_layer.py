@@ -14,8 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.agreement import agrees, off_by
-from pippin.backends.mlx.gpu.kernels import constants, run_kernel
+from pippin.backends.mlx.gpu.kernels import agrees, constants, off_by, run_kernel
 from pippin.backends.mlx.recurrent.replay import ReplayedDeltaNet
 from pippin.backends.mlx.recurrent.taps import active_taps
 

@@ -11,8 +11,7 @@ from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV, Packer
 from pippin.backends.mlx.payloads.payload import StatePayload
 from pippin.backends.mlx.prefill.batch import PromptState
-from pippin.backends.mlx.recurrent.state_taps import states_after
-from pippin.backends.mlx.recurrent.taps import StateTaps
+from pippin.backends.mlx.recurrent.taps import StateTaps, states_after
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.types import Component, Payload
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.attention.lent_kv import LentArray, lend
+from pippin.backends.mlx.attention.views import LentArray, lend
 from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.shapes import Exact

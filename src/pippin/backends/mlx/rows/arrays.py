@@ -13,7 +13,7 @@ import numpy as np
 
 from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.recurrent.draft_states import kept_shapes
+from pippin.backends.mlx.recurrent.replay import kept_shapes
 
 TAIL = 64  # columns: steps from one move into mains to the next
 

@@ -15,14 +15,17 @@ from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.attention.decode_step import DecodeStep, StepShape, Tree
 from pippin.backends.mlx.attention.head_ropes import DeferredRopes, deferring
-from pippin.backends.mlx.attention.latent_kv import LatentKV, PackedLatentKV
-from pippin.backends.mlx.attention.packed_kv import PackedRowKV
-from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.attention.table_kv import TableRowKV
+from pippin.backends.mlx.attention.views import (
+    LatentKV,
+    PackedLatentKV,
+    PackedRowKV,
+    RowKV,
+    TableRowKV,
+)
 from pippin.backends.mlx.gpu.added_norms import adding_later
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.recurrent.draft_states import DraftStates, Replay
+from pippin.backends.mlx.recurrent.replay import DraftStates, Replay
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
 

@@ -16,16 +16,16 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.attention.decode_step import StepShape, Tree
-from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.attention.table_kv import reads_table
+from pippin.backends.mlx.attention.packed_rows import AttentionPaths
+from pippin.backends.mlx.attention.views import reads_table
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import arrays
 from pippin.backends.mlx.rows.arrays import RowArrays
 from pippin.backends.mlx.rows.decode_forward import StepResult
-from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.mains import Mains, Row
+from pippin.backends.mlx.rows.memory import Footprint, SpareLimit
 
 
 class DecodeRows:

@@ -5,7 +5,7 @@ all rows lie one after the other, in a few segments per layer and side (segments
 joins is copied once at the most, and no other row is.
 
 A kernel reads segments as they are (gpu/packed_attention.py), and so does an operation of ours on
-CPUs, which is given a table of where rows' columns lie (kv_table.py): there what rows begin with in
+CPUs, which is given a table of where rows' columns lie (segments.py): there what rows begin with in
 common is held, and read, once. Plain operations gather each row's columns in every step.
 """
 
@@ -18,15 +18,12 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.attention.decode_step import PackedShape, Tree
-from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttentionPaths
-from pippin.backends.mlx.attention.plain_attention import columns_at
+from pippin.backends.mlx.attention.packed_rows import MOST_SEGMENTS, AttentionPaths, columns_at
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows import arrays
-from pippin.backends.mlx.rows.footprint import COLUMN_STEP, MOVING_SHARE, SpareLimit
-from pippin.backends.mlx.rows.kv_table import common_len, make_kv_table
-from pippin.backends.mlx.rows.paced_launch import PacedLaunch
-from pippin.backends.mlx.rows.segments import Segment, WindowClass
+from pippin.backends.mlx.rows.memory import COLUMN_STEP, MOVING_SHARE, PacedLaunch, SpareLimit
+from pippin.backends.mlx.rows.segments import Segment, WindowClass, common_len, make_kv_table
 from pippin.backends.mlx.shapes import at_least
 
 FEWEST_COLUMNS = 256  # of a segment that steps are compiled for

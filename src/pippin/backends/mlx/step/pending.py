@@ -47,7 +47,7 @@ class MLXPending(Pending[mx.array]):
         self.written += arrays
 
     def keep(self, capture: Capture) -> None:
-        self.captures.append(capture)
+        super().keep(capture)
         for payload in capture.payloads:
             self._make(payload)
 
@@ -60,7 +60,7 @@ class MLXPending(Pending[mx.array]):
         )
 
     def load(self, payload: Payload) -> None:
-        self.loaded.append(payload)
+        super().load(payload)
         self._make(payload)
 
     def _make(self, payload: Payload) -> None:

@@ -1,24 +1,90 @@
-"""Attention over mains in segments in plain operations: each row's columns are gathered first.
+"""What a layer asks of packed rows in a decode step, and what computes it.
 
-What a kernel is checked against (gpu/packed_attention.py). A column that a row does not see weighs
-nothing, and nothing times infinity is not a number: so a row reads columns of its own in place of
-others'.
+One kernel reads mains where they lie, in one or two launches (gpu/packed_attention.py), or plain
+operations gather each row's columns first: they pass over KV three times, in a dozen launches, and
+kernels are checked against them. A column that a row does not see weighs nothing, and nothing times
+infinity is not a number: so a row reads columns of its own in place of others'.
+
+What each of several tokens of a row sees of its columns and its tail:
+
+    [ main ............ | tail: held | token 0 | token 1 | ... ]
+              [ window of token 0              ]
+                [ window of token 1                      ]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
-from pippin.backends.mlx.agreement import off_by
-from pippin.backends.mlx.attention.drafts_seen import places_of_tokens, visible_to_tokens
-from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
+from pippin.backends.mlx.attention.head_ropes import HeadNorms, Rope
+from pippin.backends.mlx.gpu.kernels import off_by
 from pippin.backends.mlx.payloads.packing import KV
+
+MOST_SEGMENTS = 4  # of the mains of packed rows: a kernel has an argument for each
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """What a layer asks of packed rows in one step."""
+
+    q: mx.array  # [rows, query heads, tokens, D]
+    k: mx.array  # [rows, heads, tokens, D]: this step's
+    v: mx.array  # [rows, heads, tokens, Dv]
+    tail: KV  # [rows, heads, TAIL, D or Dv]
+    mains: Sequence[KV]  # by segment: [heads, columns, D or Dv]
+    # Of each row, and of each of its tokens where there are several:
+    places: mx.array  # int32 [.., segments, 2]: where its columns begin, and how many it sees
+    visible_tail: mx.array  # bool [.., TAIL]
+    cursor: mx.array  # int32 [rows]: the tail column of the first token
+    scale: float
+    sinks: mx.array | None
+    num_columns: int  # of the longest row, or more
+    positions: mx.array | None = None  # int32 [rows]: where each row's token stands
+    ropes: tuple[Rope, Rope] | None = None  # what is yet to be done to `q` and to `k`
+    # Of latents, [rows, query heads, 1, R]: scaled queries of the rotated keys. `k` are then
+    # latents, keys and values at once, `v` rotated keys; `ropes` are of these two.
+    rotated: mx.array | None = None
+
+
+# What the rows attend to, [rows, query heads, tokens, Dv], and the new tails.
+AttendPacked = Callable[[PackedCall], tuple[mx.array, mx.array, mx.array]]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPaths:
+    """Without a kernel rows are joined, or an operation reads them by a table."""
+
+    kernel: AttendPacked | None = None
+    # Rotations are left to attention over packed rows, with these norms before them.
+    norms: HeadNorms | None = None
+    adds_later: bool = False  # a layer's sums are left to the norms that follow
+
+
+def places_of_tokens(places: mx.array, columns: mx.array, window: int | None) -> mx.array:
+    """int32 [rows, tokens, segments, 2] of `places` [rows, segments, 2], of which a window hides
+    the first columns. `columns` int32 [rows, tokens]: of the tail, the tokens' own."""
+    shape = (*columns.shape, *places.shape[1:])
+    if window is None:
+        return mx.contiguous(mx.broadcast_to(places[:, None], shape))
+    starts, counts = places[:, None, :, 0], places[:, None, :, 1]
+    before = mx.cumsum(counts, axis=-1, inclusive=False)
+    num_seen = mx.maximum(window - 1 - columns, 0)[..., None]
+    num_hidden = mx.maximum(counts.sum(axis=-1, keepdims=True) - num_seen, 0)
+    here = mx.clip(num_hidden - before, 0, counts)
+    return mx.stack([starts + here, counts - here], axis=-1)
+
+
+def visible_to_tokens(columns: mx.array, window: int | None, tail_len: int) -> mx.array:
+    """bool [rows, tokens, tail_len]"""
+    age = columns[..., None] - mx.arange(tail_len)
+    return age >= 0 if window is None else (age >= 0) & (age < window)
+
 
 LONG = 2048  # columns
 

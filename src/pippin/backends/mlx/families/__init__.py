@@ -1,1 +1,0 @@
-"""What is special about single families: those that are refused, and code in place of mlx-lm's."""

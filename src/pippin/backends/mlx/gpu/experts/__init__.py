@@ -1,1 +1,0 @@
-"""Layers of experts on Metal, while tokens are few."""
