@@ -10,9 +10,9 @@ queue     from arrival to start         side by side
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,4 +122,8 @@ def main(url: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("url", help="address of the server")
+    parser.add_argument("path", help="file to write")
+    given = parser.parse_args()
+    main(given.url, given.path)
