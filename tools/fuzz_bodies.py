@@ -122,6 +122,8 @@ def _tokens_of(answer: bytes) -> int:
 def serving(*options: str) -> Iterator[Server]:
     with serve("--memory", "300MB", *options, stderr=subprocess.DEVNULL) as served:
         yield Server(served.process, served.url)
+        served.process.terminate()
+        served.process.wait(ANSWER_SECONDS)
 
 
 def token_cost(server: Server) -> float:
