@@ -50,6 +50,13 @@ def split_amount(text: str) -> tuple[str, int]:
     return amount, int(parts) if slash else 1
 
 
+def budget_of(memory: str, total_bytes: int, default_share: float) -> int:
+    """What `--memory` allows on a device of so many bytes."""
+    amount, num_parts = split_amount(memory)
+    part = default_share if amount == "auto" else parse_memory(amount)
+    return (int(part * total_bytes) if isinstance(part, float) else part) // num_parts
+
+
 def show_bytes(nbytes: int) -> str:
     """For people: "6.2 GB"."""
     if nbytes < 1000:

@@ -19,13 +19,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
-from pippin.cli.options import option_name, parse_serve
-from pippin.cli.settings import (
+from pippin.cli.options import (
     KEYS,
     MODELS,
     SECRETS,
     Setting,
     near_name,
+    option_name,
+    parse_serve,
     read_config_file,
     source_of,
 )

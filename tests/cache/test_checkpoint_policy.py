@@ -14,24 +14,13 @@ CHEAP = CheckpointPolicy(state_bytes=10_000, kv_bytes_per_token=1_000)
 DEAR = CheckpointPolicy(state_bytes=1_500_000, kv_bytes_per_token=1_000)
 
 
-def test_cheap_states_stand_on_the_grid() -> None:
+def test_states_stand_on_the_grid_and_at_the_end_with_one_before_it() -> None:
     assert tuple(CHEAP.placements(0, 200, prompt_len=1000)) == (64, 128, 192)
-
-
-def test_dear_states_stand_on_every_other_grid_point() -> None:
     assert tuple(DEAR.placements(0, 512, prompt_len=1000)) == (128, 256, 384, 512)
-
-
-def test_the_prompt_ends_with_a_state_and_has_one_before_it() -> None:
-    assert DEAR.placements(256, 330, prompt_len=330) == {
-        320: Placement.GRID,
-        330: Placement.PROMPT_END,
-    }
-
-
-def test_a_prompt_that_ends_on_the_grid_can_be_repeated() -> None:
     assert tuple(DEAR.placements(0, 192, prompt_len=192)) == (128, 192)
     assert tuple(DEAR.placements(0, 128, prompt_len=128)) == (64, 128)
+    ends = {320: Placement.GRID, 330: Placement.PROMPT_END}
+    assert DEAR.placements(256, 330, prompt_len=330) == ends
 
 
 def test_boundaries_and_branches_are_rounded_down_to_the_grid() -> None:

@@ -22,15 +22,6 @@ def test_leaves_go_least_recent_first() -> None:
     assert [checked.match([token] * 4).length for token in (1, 2, 3)] == [4, 0, 4]
 
 
-def test_a_path_goes_from_its_end() -> None:
-    checked = CheckedCache([A])
-    prompt = list(range(12))
-    for end in (4, 8, 12):
-        checked.insert(prompt[:end], end - 4)
-    checked.evict(1)
-    assert checked.match(prompt).length == 8
-
-
 def test_kv_below_the_last_state_goes_before_anything_reachable() -> None:
     checked = CheckedCache([A, S])
     checked.insert([1] * 8, 0, states=[8])
@@ -106,22 +97,6 @@ def test_the_new_comes_in_even_if_the_old_was_popular() -> None:
     checked.insert([8] * 64, 0, states=[64])
     assert checked.match([8] * 64).length == 64
     assert checked.match(prompt).length == 0
-
-
-def test_evicting_the_last_state_frees_the_tail_it_carried() -> None:
-    checked = CheckedCache([A, S])
-    checked.insert([1] * 8, 0, states=[4])
-    checked.evict(1 << 30)
-    assert checked.cache.radix.num_tokens == 0
-
-
-def test_state_only_leaves_vanish_with_their_state() -> None:
-    checked = CheckedCache([S])
-    checked.insert([1] * 8, 0, states=[4, 8])
-    checked.evict(1)
-    assert checked.cache.radix.num_tokens in (4, 8)
-    checked.evict(1)
-    assert checked.cache.radix.num_tokens == 0
 
 
 def test_interior_windows_go_before_leaves_but_not_those_a_leaf_looks_back_on() -> None:
@@ -207,14 +182,6 @@ def test_an_end_that_was_too_far_below_one_split_is_taken_off_all_at_the_next(
     assert checked.match(prompt).length == 10
 
 
-def test_lowering_the_ceiling_evicts() -> None:
-    checked = CheckedCache([A])
-    for token in range(5):
-        checked.insert([token] * 4, 0)
-    checked.set_capacity(9 * NBYTES[A])
-    assert checked.cache.radix.num_tokens == 8
-
-
 @pytest.mark.parametrize("layout", [[A], [A, S], [A, W], [A, W, S]])
 def test_what_goes_has_the_least_rank_of_all(
     layout: list[Component], monkeypatch: pytest.MonkeyPatch
@@ -260,12 +227,3 @@ def test_of_many_ranks_that_are_out_of_date_a_few_are_corrected_and_the_least_go
     assert gone == [MAX_CANDIDATES - 1, 2 * MAX_CANDIDATES - 1, 3 * MAX_CANDIDATES - 1]
     checked.evict(1)  # every rank is known now
     assert checked.cache.probe(prompts[-2], limit=127) == 0
-
-
-def test_the_eviction_queue_does_not_grow_with_what_is_gone() -> None:
-    checked = CheckedCache([A, S])
-    for round_number in range(20):
-        checked.insert([round_number, 1], 0, states=[1, 2])
-        checked.insert([round_number, 1, 2], 2)
-        checked.evict(1 << 30) if round_number % 2 else checked.flush()
-        assert len(checked.cache.queue) == 0

@@ -5,10 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from naive_cache import SALTS, A, CheckedCache, H, S, W, with_salt
+from naive_cache import A, CheckedCache, H, S, W, with_salt
 
 from pippin.cache.tree.canary import Canary
 
@@ -97,73 +94,3 @@ def test_thousands_of_random_operations_agree_with_the_naive_model(
     checked.flush()
     assert not checked.ledger.live
     assert checked.ledger.num_made > NUM_OPERATIONS / 4
-
-
-TOKENS = st.builds(
-    with_salt,
-    st.lists(st.integers(0, 1), min_size=1, max_size=10),
-    st.integers(0, len(SALTS) - 1),
-)
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """The same, driven by hypothesis, so that a failure shrinks to a few operations."""
-
-    @initialize(layout=st.sampled_from(sorted(LAYOUTS)), capacity=st.sampled_from([150, 1 << 40]))
-    def start(self, layout: str, capacity: int) -> None:
-        components, window = LAYOUTS[layout]
-        self.checked = CheckedCache(components, window=window, capacity=capacity)
-
-    @rule(tokens=TOKENS, short=st.booleans())
-    def match(self, tokens: list[int], short: bool) -> None:
-        self.checked.match(tokens, len(tokens) - 1 if short else None)
-        self.checked.match_prompt(tokens)
-
-    @rule(tokens=TOKENS)
-    def lock(self, tokens: list[int]) -> None:
-        self.checked.lock(tokens)
-
-    @precondition(lambda self: self.checked.locks or self.checked.growing)
-    @rule(which=st.integers(0, 7))
-    def unlock(self, which: int) -> None:
-        self.checked.unlock(which)
-
-    @rule(tokens=TOKENS, data=st.data())
-    def insert(self, tokens: list[int], data: st.DataObject) -> None:
-        start = data.draw(st.sampled_from([0, self.checked.match(tokens).length, len(tokens) // 2]))
-        states = data.draw(st.sets(st.integers(1, len(tokens)), max_size=3))
-        kv = data.draw(st.sampled_from([None, [A], [W], []]))
-        hidden = data.draw(st.booleans())
-        result = self.checked.insert(tokens, start, states, kv, hidden=hidden)
-        if data.draw(st.booleans()):
-            self.checked.lock_inserted(tokens, result)
-
-    @rule(nbytes=st.sampled_from([1, 20, 100, 1 << 40]))
-    def evict(self, nbytes: int) -> None:
-        self.checked.evict(nbytes)
-
-    @rule(capacity=st.sampled_from([0, 80, 1 << 40]))
-    def set_capacity(self, capacity: int) -> None:
-        self.checked.set_capacity(capacity)
-
-    @rule()
-    def flush(self) -> None:
-        self.checked.begin_flush()
-
-    @rule(num_nodes=st.sampled_from([1, 2, 100]))
-    def free_flushed(self, num_nodes: int) -> None:
-        self.checked.free_flushed(num_nodes)
-
-    @invariant()
-    def agrees(self) -> None:
-        if hasattr(self, "checked"):
-            self.checked.check()
-            self.checked.check_by_evicting_a_copy()
-
-
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(
-    max_examples=40,
-    stateful_step_count=30,
-    suppress_health_check=[HealthCheck.too_slow],
-)

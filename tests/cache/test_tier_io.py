@@ -29,18 +29,6 @@ def test_a_load_finds_its_memory_ready() -> None:
     assert memory.given == [100] * PIECES_AHEAD
 
 
-def test_more_loads_and_larger_pieces_get_memory_of_their_own() -> None:
-    memory = Memory()
-    buffers = Buffers(memory.allocate, 100)
-    taken = [buffers.claim(1) for _ in range(PIECES_AHEAD + 1)]
-    assert memory.given[PIECES_AHEAD:] == [100]
-    assert buffers.claim(300).nbytes == 300
-    for buffer in taken:
-        buffers.release(buffer)
-    assert buffers.claim(300).nbytes == 300
-    assert memory.given[PIECES_AHEAD:] == [100, 300, 300]
-
-
 def test_the_largest_buffers_are_kept() -> None:
     memory = Memory()
     buffers = Buffers(memory.allocate, 100)

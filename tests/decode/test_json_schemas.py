@@ -12,7 +12,7 @@ from cases import cases
 from decode.schemas import SCHEMAS
 from decode.walks import bundled_vocabulary, walk
 from pippin.decode.compile import CompiledGrammar, Vocabulary, compile_grammar
-from pippin.decode.json_schema import MAX_ADDED_CHARS, check_schema, closed, expressed
+from pippin.decode.json_schema import check_schema, closed, expressed
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec
 
@@ -20,28 +20,6 @@ NUM_WALKS = 12
 COLOURS = {"enum": ["red", "green", "blue"]}
 # With values that they accept, and values that they reject. All are draft 2020-12.
 EXACT: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
-    "unique strings": (
-        {"type": "array", "items": COLOURS, "uniqueItems": True},
-        [[], ["red"], ["blue", "red"], ["green", "red", "blue"]],
-        [["red", "red"], ["red", "blue", "red"], ["pink"], "red"],
-    ),
-    "unique, with bounds": (
-        {
-            "type": "array",
-            "items": {"type": "integer", "enum": [1, 2, 2, 3]},
-            "uniqueItems": True,
-            "minItems": 2,
-            "maxItems": 2,
-            "description": "two of three",
-        },
-        [[1, 2], [3, 1]],
-        [[1], [1, 1], [1, 2, 3]],
-    ),
-    "unique booleans": (
-        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
-        [[], [True], [False, True]],
-        [[True, True]],
-    ),
     "one item is unique": (
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 1},
         [[], [5]],
@@ -59,7 +37,7 @@ EXACT: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
             "additionalProperties": {"type": "integer"},
             "$defs": {"Colour": {"title": "Colour", "type": "string", **COLOURS}},
         },
-        [{}, {"red": 1}, {"red": 1, "blue": 2}],
+        [{}, {"red": 1}, {"blue": 2, "red": 1}],
         [{"pink": 1}, {"red": "1"}],
     ),
     "names of a pattern": (
@@ -186,12 +164,10 @@ def test_nullable_is_the_type_or_null(
 
 UNENFORCED: list[tuple[dict[str, Any], str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    ({"type": "array", "items": {"enum": [1, "1"]}, "uniqueItems": True}, "uniqueItems"),
-    ({"type": "array", "items": {"enum": [*range(7)]}, "uniqueItems": True}, "uniqueItems"),
-    ({"type": "array", "items": {"enum": [*range(5000)]}, "uniqueItems": True}, "uniqueItems"),
     ({"items": COLOURS, "uniqueItems": True}, "uniqueItems"),
     ({"type": "object", "propertyNames": {"format": "email"}}, "propertyNames"),
     ({"type": "object", "properties": {"a": {}}, "propertyNames": COLOURS}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"enum": []}}, "propertyNames"),
     ({"type": "object", "not": {"required": ["a"]}}, "not"),
     ({"type": "array", "contains": {"type": "string"}}, "contains"),
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
@@ -212,21 +188,6 @@ def test_what_has_no_equal_is_refused_or_left_out(
     assert expressed(found, left_out.append) == found
     compiled(found, vocabulary)
     assert found["properties"]["x"] == {k: v for k, v in schema.items() if k != keyword}
-
-
-def test_a_schema_does_not_grow_beyond_a_bound() -> None:
-    unique = {"type": "array", "items": {"enum": [*range(6)]}, "uniqueItems": True, "maxItems": 2}
-    named = {
-        "type": "object",
-        "propertyNames": {"enum": [f"name {i}" for i in range(1000)]},
-        "additionalProperties": {"enum": ["a long value" * 100]},
-    }
-    for many in (unique, named):
-        schema = {"type": "object", "properties": {f"p{i}": many for i in range(500)}}
-        left_out: list[str] = []
-        found = expressed(schema, left_out.append)
-        assert left_out
-        assert len(json.dumps(found)) < len(json.dumps(schema)) + 2 * MAX_ADDED_CHARS
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,12 @@ from pippin.engine.engine_client import (
     REMEMBERED_SUSPECTS,
     DeltaQueue,
     Suspects,
-    joined_deltas,
 )
 from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError, PoisonRequest
 from pippin.messages import (
     Abort,
     Answer,
     Compiled,
-    Finish,
     FlushCache,
     GetStatus,
     Started,
@@ -109,17 +107,6 @@ async def test_closing_a_request_early_aborts_it(client: Client) -> None:
         say(client, TokenDelta("a", [1]))
         await first
     assert client.sent == [submit(), Abort("a")]
-
-
-@with_engine
-async def test_a_request_finished_here_is_not_aborted(client: Client) -> None:
-    async with aclosing(client.generate(submit())) as deltas:
-        first = asyncio.create_task(anext(deltas))
-        await asyncio.sleep(0)
-        say(client, TokenDelta("a", [1]))
-        await first
-        client.finish("a")
-    assert client.sent == [submit(), Finish("a")]
 
 
 @with_engine
@@ -409,24 +396,6 @@ def test_what_has_arrived_is_one_delta_with_all_tokens_and_logprobs() -> None:
     assert delta.peer_tokens == 1
     assert (delta.queued_s, delta.prompt_logprobs) == (0.5, FIRST.prompt_logprobs)
     assert (delta.accepted_drafts, delta.finish) == (2, "length")
-
-
-def test_a_reader_that_keeps_up_gets_each_as_it_was_sent() -> None:
-    async def run() -> None:
-        queue = DeltaQueue()
-        for delta in (FIRST, SECOND, LAST):
-            reading = asyncio.create_task(queue.get())
-            await asyncio.sleep(0)
-            queue.put(delta)
-            assert await reading is delta
-
-    asyncio.run(run())
-
-
-def test_without_logprobs_there_are_none() -> None:
-    plain = [TokenDelta("a", [1]), TokenDelta("a", [2]), TokenDelta("a", finish="stop")]
-    delta = joined_deltas(plain)
-    assert (delta.tokens, delta.logprobs, delta.finish) == ([1, 2], None, "stop")
 
 
 @pytest.mark.parametrize("finish", ["error", "abort"])

@@ -10,7 +10,7 @@ import pytest
 
 from pippin.engine.engine_pool import EnginePool
 from pippin.engine.kv_events import BLOCK_TOKENS, prompt_hashes
-from pippin.errors import EngineDead, NotReady, Overloaded, PoisonRequest, RequestError
+from pippin.errors import EngineDead, NotReady, Overloaded, RequestError
 from pippin.messages import (
     Abort,
     Answer,
@@ -124,15 +124,6 @@ async def test_a_prefix_of_one_salt_is_none_of_another(engines: Engines) -> None
 
 
 @with_engines
-async def test_what_was_evicted_draws_no_requests(engines: Engines) -> None:
-    engines.report(1, PREFIX)
-    hashes = prompt_hashes(pack_tokens(PREFIX), b"")
-    engines.pool.replicas[1].deliver(RestorablePrefixes(removed=hashes))
-    await engines.ask("a", [*PREFIX, 7])
-    assert engines.sent[0].ids == ["a"]
-
-
-@with_engines
 async def test_without_prefixes_requests_are_spread(engines: Engines) -> None:
     engines = Engines(3)
     for number in range(9):
@@ -178,30 +169,6 @@ async def test_requests_wait_while_no_engine_serves_and_the_first_that_does_take
     assert sent.ids == ["a"]
     engines.say(1 - home, TokenDelta("a", [4], finish="stop"))
     assert await asked == [TokenDelta("a", [4], finish="stop")]
-
-
-@with_engines
-async def test_a_request_that_two_engines_died_of_is_refused_by_all(engines: Engines) -> None:
-    for number in (0, 1):
-        engines.pool.replicas[number].engine_lost(LOST)
-        sent = engines.start(number)
-        engines.report(number, PREFIX)
-        asked = await engines.ask(f"request-{number}", PREFIX)
-        assert sent.ids == [f"request-{number}"]
-        engines.pool.replicas[number].engine_lost(LOST)
-        assert (await asked)[-1].error_code == EngineDead.code
-        engines.start(number)
-    with pytest.raises(PoisonRequest):
-        await collect(engines.pool, Submit("again", pack_tokens(PREFIX), SamplingParams()))
-
-
-@with_engines
-async def test_a_lost_engine_has_no_prefixes(engines: Engines) -> None:
-    engines.report(1, PREFIX)
-    engines.pool.replicas[1].engine_lost(LOST)
-    engines.start(1)
-    await engines.ask("a", PREFIX)
-    assert engines.pool.replicas[0].num_open == 1
 
 
 # ---- what else is asked of an engine -----------------------------------------------------------

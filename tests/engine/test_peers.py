@@ -24,30 +24,28 @@ from pippin.cache.host_store import HostStore
 from pippin.config import Config, EngineConfig, PeersConfig
 from pippin.engine.peers import connection
 from pippin.engine.peers.connection import (
+    PROTOCOL,
+    Ask,
+    Cancel,
     Connection,
+    EntryFrame,
     Facts,
+    Frame,
+    Hello,
+    Mapped,
+    Memory,
+    Opening,
+    OutgoingMemory,
+    Proof,
+    Refusal,
+    Taken,
+    ToPrefill,
     WireThread,
     difference,
     peer_facts,
     prove,
 )
 from pippin.engine.peers.peer_listener import MAX_OPENING
-from pippin.engine.peers.shared_memory import OutgoingMemory
-from pippin.engine.peers.wire_frames import (
-    PROTOCOL,
-    Ask,
-    Cancel,
-    EntryFrame,
-    Frame,
-    Hello,
-    Mapped,
-    Memory,
-    Opening,
-    Proof,
-    Refusal,
-    Taken,
-    ToPrefill,
-)
 from pippin.errors import ConfigError, LoadError
 from pippin.types import Component
 from processes import wait_until

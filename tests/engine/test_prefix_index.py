@@ -122,12 +122,6 @@ def test_two_replicas_restore_nearly_as_much_as_one_cache(workload: str, nbytes:
     assert in_turn < routed
 
 
-def test_where_rows_take_most_of_the_memory_conversations_stay_where_they_began() -> None:
-    sizes = {"num_replicas": 2, "nbytes": 5_000_000, "seeds": range(6)}
-    whole = mean_hit_rate("one cache", "conversations", **sizes)
-    assert mean_hit_rate("routed by prefix", "conversations", **sizes) >= 0.9 * whole
-
-
 @pytest.mark.parametrize("nbytes", [AMPLE, 2 * TIGHT])
 def test_clients_of_one_long_system_prompt_are_spread(nbytes: int) -> None:
     """A copy for all of them costs less than to leave a replica idle."""

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from cases import cases
-from pippin.engine.peers import shared_memory
-from pippin.engine.peers.shared_memory import IncomingMemory, OutgoingMemory
+from pippin.engine.peers import connection
+from pippin.engine.peers.connection import IncomingMemory, OutgoingMemory
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(shared_memory, "FOLDERS", (str(tmp_path / "none"), str(tmp_path)))
+    monkeypatch.setattr(connection, "FOLDERS", (str(tmp_path / "none"), str(tmp_path)))
     return tmp_path
 
 
@@ -89,7 +89,7 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(
     def fail(descriptor: int, nbytes: int) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(shared_memory, "_map", fail)
+    monkeypatch.setattr(connection, "_map", fail)
     with pytest.raises(OSError, match="No space left"):
         OutgoingMemory(4096)
     assert not list(folder.iterdir())

@@ -261,13 +261,6 @@ def test_a_request_that_fails_raises_its_own_error_and_leaves_others_alone() -> 
         assert len(llm.generate([[1, 2], [3, 4]], GREEDY)) == 2
 
 
-def test_a_model_is_named_once() -> None:
-    config = Config(model=TOY)
-    for given in ({"model": "other"}, {"dtype": "float32"}, {"engine": EngineConfig()}):
-        with pytest.raises(ValueError, match="not both"):
-            LLM(config=config, **given)  # type: ignore[arg-type]
-
-
 @pytest.fixture
 def hears_interrupts() -> Iterator[None]:
     """As in a terminal: a job in the background of a shell is started to ignore them."""

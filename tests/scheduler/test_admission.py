@@ -10,7 +10,6 @@ from pippin.scheduler.admission import (
     MAX_EXAMINED,
     MAX_PASSED_OVER,
     InflightPrefixes,
-    common_prefix_len,
 )
 from pippin.scheduler.prompts import MAX_SKIPPED
 from pippin.scheduler.request import Request
@@ -72,70 +71,6 @@ def test_nobody_is_passed_over_more_often_than_the_limit(overlap: bool) -> None:
         assert hits < 100, "the cold requests starve"
     assert max(request.passed_over for request in cold) == MAX_PASSED_OVER
     client.run()
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "length"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 5], [1, 2], 1), ([4], [5], 0)]
-)
-def test_common_prefix_len(a: list[int], b: list[int], length: int) -> None:
-    import numpy as np
-
-    assert common_prefix_len(np.array(a), np.array(b)) == length
-
-
-@both_modes
-def test_more_requests_than_bytes_queue_and_all_finish(overlap: bool) -> None:
-    capacity = bytes_for(100 + 256, 100 + 256)
-    client = make_client(
-        overlap=overlap, components=(A,), num_slots=8, chunk=512, capacity_bytes=capacity
-    )
-    for number in range(6):
-        client.submit(make_prompt(100, number), max_tokens=250)
-    most = 0
-    while not client.loop.idle:
-        client.step()
-        most = max(most, len(client.loop.scheduler.running))
-        scheduler = client.loop.scheduler
-        assert scheduler.cache is not None
-        assert scheduler.budget.claimed + scheduler.cache.nbytes <= capacity
-    assert most == 2
-    for number, reply in enumerate(client.replies.values()):
-        expected = oracle(make_prompt(100, number), components=(A,), max_tokens=250)
-        assert (reply.tokens, reply.finish) == expected
-    check_idle(client)
-
-
-@both_modes
-def test_the_tree_makes_room_for_rows(overlap: bool) -> None:
-    capacity = 2 * bytes_for(300)
-    client = make_client(overlap=overlap, components=(A,), capacity_bytes=capacity, chunk=512)
-    for number in range(4):
-        prompt = make_prompt(280, number)
-        assert (
-            client.ask(prompt, max_tokens=20).tokens
-            == oracle(prompt, components=(A,), max_tokens=20)[0]
-        )
-    cache = client.loop.scheduler.cache
-    assert cache is not None
-    assert cache.stats.bytes_evicted > 0
-    check_idle(client)
-
-
-@both_modes
-def test_rows_that_cannot_grow_wait_for_others_to_end(overlap: bool) -> None:
-    """Both start with head room, and both outgrow it while there is only room for one."""
-    capacity = bytes_for(10 + 256, 10 + 256) + bytes_for(64) // 2
-    client = make_client(
-        overlap=overlap, components=(A,), cache=False, num_slots=2, capacity_bytes=capacity
-    )
-    replies = [
-        client.submit(make_prompt(10, 1), max_tokens=256 + 200),
-        client.submit(make_prompt(10, 2), max_tokens=256),
-    ]
-    client.run()
-    assert [reply.finish for reply in replies] == ["length", "length"]
-    assert replies[0].tokens == oracle(make_prompt(10, 1), components=(A,), max_tokens=456)[0]
-    check_idle(client)
 
 
 @both_modes

@@ -42,7 +42,7 @@ class SlowCompiler:
 
 def make_compiling_client(**kwargs: Any) -> tuple[Client, SlowCompiler]:
     loop, compiler = make_loop(**kwargs), SlowCompiler()
-    loop.scheduler.compiling.compiler = compiler  # type: ignore[assignment]
+    loop.scheduler.grammars.compiler = compiler  # type: ignore[assignment]
     return Client(loop), compiler
 
 
@@ -67,7 +67,7 @@ def test_a_request_waits_for_its_grammar_and_others_go_on(overlap: bool) -> None
 def test_it_is_told_which_requests_are_compiled_no_more() -> None:
     client, compiler = make_compiling_client()
     told: list[list[str]] = []
-    client.loop.scheduler.compiling.on_compiled = told.append
+    client.loop.scheduler.grammars.on_compiled = told.append
     replies = [client.submit(make_prompt(20, n), regex=str(n + 4)) for n in range(3)]
     client.submit(make_prompt(20, 3))
     client.step()

@@ -96,24 +96,6 @@ def test_a_plan_without_grammar_rows_is_sampled_at_its_launch() -> None:
     assert not [event for event in events if event.startswith("sample")]
 
 
-@both_modes
-def test_grammar_rows_and_plain_rows_end_and_join_together(overlap: bool) -> None:
-    client, _ = make_recording_client(overlap, num_slots=3)
-    kwargs = [
-        {"max_tokens": 3 + number, "stop_ids": range(10 * (number % 3))} for number in range(9)
-    ]
-    for number in range(9):
-        grammar = ToyGrammar(4) if number % 2 else None
-        client.submit(make_prompt(20, number), grammar=grammar, **kwargs[number])
-        client.step()
-    client.run()
-    for number, reply in enumerate(client.replies.values()):
-        grammar = ToyGrammar(4) if number % 2 else None
-        expected = oracle(make_prompt(20, number), grammar=grammar, **kwargs[number])
-        assert (reply.tokens, reply.finish) == expected
-    check_idle(client)
-
-
 def test_a_ghost_does_not_move_its_grammar() -> None:
     client, events = make_recording_client()
     tokens = oracle(make_prompt(5), grammar=ToyGrammar(), max_tokens=9)[0]
@@ -161,10 +143,10 @@ class Slow(ToyGrammar):
 
 def block(client: Client, *grammars: Slow) -> None:
     """Step until each of these grammars waits, or is in line for a thread."""
-    following = client.loop.scheduler.following
+    following = client.loop.scheduler.grammars
     for _ in range(1000):
         client.step()
-        waiting = [r for r in following._pending if r.grammar in grammars]
+        waiting = [r for r in following.pending if r.grammar in grammars]
         busy = sum(grammar.num_masks > grammar.blocks_from for grammar in grammars)
         if len(waiting) == len(grammars) and busy == min(len(grammars), NUM_THREADS):
             return

@@ -42,25 +42,6 @@ def empty_memory(client: Client) -> None:
     client.loop.scheduler.cache.flush()
 
 
-@pytest.mark.parametrize("components", LAYOUTS, ids=IDS)
-def test_what_the_device_gave_up_comes_back(components: tuple[Component, ...]) -> None:
-    client = start(make_host(), components=components)
-    prompt = make_prompt(500)
-    first = client.ask(prompt, max_tokens=40)
-    assert first.tokens == oracle(prompt, components=components, max_tokens=40)[0]
-    empty_memory(client)
-    again = client.ask(prompt, max_tokens=40)
-    assert (again.tokens, again.cached_tokens, again.host_tokens) == (first.tokens, 500, 500)
-    empty_memory(client)
-    turn = [*prompt, *first.tokens, *make_prompt(30, 9)]
-    third = client.ask(turn)
-    assert third.tokens == oracle(turn, components=components)[0]
-    assert (third.cached_tokens, third.host_tokens, third.disk_tokens) == (540, 540, 0)
-    assert client.loop.counters()["metrics"]["host_tokens"] == 1_040
-    assert client.loop.counters()["disk"] is None
-    check_idle(client)
-
-
 @pytest.mark.slow
 def test_under_pressure_prompts_come_back_and_the_ceiling_holds() -> None:
     host = make_host(1 << 16)
@@ -93,22 +74,6 @@ def test_the_host_comes_first_and_the_disk_adds_what_it_lacks() -> None:
     empty_memory(client)
     again = client.ask(prompt)
     assert (again.host_tokens, again.disk_tokens) == (600, 0)
-    check_idle(client)
-    client.loop.close()
-
-
-def test_what_the_host_gives_up_is_on_disk() -> None:
-    disk = MemoryStore(b"toy", 1 << 30)
-    client = start(
-        make_host(4 * BATCH_BYTES), disk, capacity_bytes=FakeBackend().row_bytes(700) * 3
-    )
-    prompts = [make_prompt(400, family) for family in range(20)]
-    for prompt in prompts:
-        client.ask(prompt)
-    again = [client.ask(prompt) for prompt in prompts]
-    assert [reply.tokens for reply in again] == [oracle(prompt)[0] for prompt in prompts]
-    assert all(reply.cached_tokens == 400 for reply in again)
-    assert any(reply.disk_tokens for reply in again)
     check_idle(client)
     client.loop.close()
 
@@ -158,19 +123,6 @@ def test_what_the_host_lost_is_written_from_the_device(how: str) -> None:
     assert not any(area.num_readers for area in host._areas), "something lent was not given back"
     client.loop.close()
     assert start(None, disk).ask(prompt).disk_tokens == 500
-
-
-def test_a_host_that_keeps_little_costs_the_disk_nothing() -> None:
-    disk = MemoryStore(b"toy", 1 << 30)
-    client = start(make_host(2 * BATCH_BYTES), disk)
-    prompts = [make_prompt(700, family) for family in range(6)]
-    for prompt in prompts:
-        client.submit(prompt)
-    client.run()
-    client.loop.close()
-    assert told(client)["failed_spills"] == 0
-    later = start(None, disk)
-    assert [later.ask(prompt).disk_tokens for prompt in prompts] == [700] * 6
 
 
 def started(host: HostStore, **kwargs: Any) -> tuple[Client, Workers]:

@@ -66,11 +66,6 @@ def steady(pace: Pace, streams: int, prompts: int = 1) -> int:
     return next(tokens for _ in range(3) if (tokens := pace.budget(streams, prompts)))
 
 
-def test_without_streams_a_step_takes_all_it_may() -> None:
-    assert Pace(512).budget(0) == 512
-    assert measured(device(0.01, 0.0, 1.0)).budget(0) == 8192
-
-
 def test_at_first_streams_have_a_step_to_themselves_then_a_block_beside_them() -> None:
     """The step without prompts tells what streams cost."""
     assert [Pace(512).budget(1), steady(Pace(512), 1)] == [0, GRID]
@@ -111,19 +106,6 @@ def test_a_step_with_prefill_stays_near_its_stretch(token: float, noise: float) 
     decode = 0.01 + 0.0002 * 4
     ideal = (stretch(4) - 1.0) * decode / token - FORWARD_TOKENS
     assert steady(pace, 4) == pytest.approx(ideal, rel=0.05 + 3 * noise)
-
-
-def test_the_more_prompts_wait_the_longer_a_step_may_take_up_to_a_limit() -> None:
-    pace = measured(device(0.01, 0.0, 1e-4))
-    budgets = [steady(pace, 4, num_prompts) for num_prompts in (1, 2, 6, 100)]
-    assert budgets[0] < budgets[1] < budgets[2] == budgets[3]
-    assert budgets[3] <= (LONGEST_STRETCH - 1.0) * 0.0101 / 1e-4
-
-
-def test_prompts_are_never_starved_nor_given_more_than_the_limit() -> None:
-    assert SMALLEST_CHUNK <= steady(measured(device(0.001, 0.0, 1.0)), 8) < GRID
-    assert steady(measured(device(0.001, 0.0, 1.0), prefill_tokens=4), 8) == 4
-    assert steady(measured(device(10.0, 0.0, 1e-6), prefill_tokens=512), 8) == 512
 
 
 def test_it_learns_what_streams_cost_while_prompts_never_stop() -> None:
@@ -235,12 +217,6 @@ def test_no_step_beside_streams_is_planned_to_take_longer_than_the_largest_gap()
         assert max(seconds(4, tokens) for tokens in budgets) < 1.01 * max_gap
     assert steady(pace, 4, 100) < 512
     assert pace.budget(0) == 512  # nobody waits for a token
-
-
-def test_a_gap_that_nothing_fits_into_leaves_the_smallest_chunk() -> None:
-    pace = Pace(512, 0.005)
-    budgets = run(pace, device(0.01, 0.0, 1e-4), streams=4, prompts=1, steps=100)
-    assert budgets[-1] == SMALLEST_CHUNK
 
 
 def test_short_chunks_are_of_few_lengths_and_no_costs_are_mistaken_for_it() -> None:

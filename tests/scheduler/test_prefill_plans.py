@@ -112,18 +112,6 @@ def test_the_next_turn_waits_for_a_reply_that_is_on_its_way_into_the_tree(
     check_idle(client)
 
 
-def test_an_aborted_first_frees_those_who_wait_for_its_prefix() -> None:
-    client = make_client(num_slots=8, chunk=64)
-    first = client.submit(make_prompt(640))
-    second = client.submit([*make_prompt(640), 1, 2])
-    client.step(3)
-    client.loop.abort(first.id)
-    client.run()
-    assert second.finish == "length"
-    assert 0 < (second.cached_tokens or 0) < 640
-    check_idle(client)
-
-
 def test_prompt_logprobs_compute_all_of_the_prompt_and_make_nobody_wait() -> None:
     client = make_client(num_slots=8, chunk=64)
     client.ask(make_prompt(128))
@@ -200,12 +188,6 @@ def test_a_prompt_that_goes_on_off_the_grid_comes_back_to_it() -> None:
     first = client.ask(make_prompt(28), max_tokens=1)
     client.submit([*make_prompt(28), *first.tokens, *make_prompt(200, 1)])
     assert [chunk_lens(client) for _ in range(4)] == [[50], [49], [32], [32]]
-
-
-def test_without_states_a_chunk_is_all_that_a_step_may_take() -> None:
-    client = make_client(num_slots=8, components=(A, W), chunk=75)
-    client.submit(make_prompt(200))
-    assert [chunk_lens(client) for _ in range(3)] == [[75], [75], [50]]
 
 
 def test_a_prompt_that_takes_two_steps_is_halved() -> None:

@@ -355,38 +355,6 @@ def test_a_later_larger_hit_does_not_hold_up_an_earlier_smaller_request(with_lar
     client.run()
 
 
-def test_one_that_does_not_fit_is_passed_over_and_then_holds_others_up() -> None:
-    rows = FakeBackend(components=(A,))
-    capacity = rows.row_bytes(1000) + rows.row_bytes(300)
-    client = make_client(components=(A,), cache=False, num_slots=4, capacity_bytes=capacity)
-    client.submit(make_prompt(500, 0), max_tokens=490, id="runs")
-    client.step()
-    large = client.submit(make_prompt(900, 1), max_tokens=2, id="large")
-    finished: list[str] = []
-    for number in range(20):
-        client.submit(make_prompt(10, 10 + number), max_tokens=1, id=f"small{number}")
-    while large.finish is None:
-        client.step()
-        done = [r.id for r in client.replies.values() if r.finish and r.id not in finished]
-        finished += done
-    assert 8 <= finished.index("large") < 20
-    client.run()
-    check_idle(client)
-
-
-def test_a_higher_priority_starts_first() -> None:
-    client = make_client(num_slots=1)
-    client.submit(make_prompt(10, 0), id="running", max_tokens=3)
-    client.step()
-    for number, priority in enumerate((0, -1, 5, 0)):
-        client.submit(make_prompt(10, 1 + number), priority=priority, max_tokens=1, id=str(number))
-    ended: list[str] = []
-    while not client.loop.idle:
-        client.step()
-        ended += [r.id for r in client.replies.values() if r.finish and r.id not in ended]
-    assert ended == ["running", "2", "0", "3", "1"]
-
-
 def test_the_queue_is_bounded_in_tokens() -> None:
     client = make_client(num_slots=1, max_queue_tokens=100)
     replies = [client.submit(make_prompt(60, number), max_tokens=1) for number in range(3)]
@@ -405,18 +373,6 @@ def test_a_short_prompt_is_not_held_up_by_a_long_one() -> None:
     client.step(4)
     assert short.finish == "length"
     assert not long.tokens
-    client.run()
-
-
-def test_a_long_prompt_is_not_held_up_for_ever_by_short_ones() -> None:
-    client = make_client(num_slots=16, chunk=64)
-    long = client.submit(make_prompt(1000, 1), max_tokens=1)
-    for number in range(200):
-        client.submit(make_prompt(30, 2 + number), max_tokens=1)
-        client.step()
-        if long.finish is not None:
-            break
-    assert long.finish == "length"
     client.run()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from builders import (
@@ -21,9 +20,8 @@ from builders import (
     oracle,
 )
 from cases import cases
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
-from pippin.backends.fake import FakeBackend, FakePayload, FakePending
-from pippin.types import SamplingParams
+from pippin.backends.base import StepPlan
+from pippin.backends.fake import FakeBackend, FakePending
 
 
 class HookedBackend(FakeBackend):
@@ -200,23 +198,6 @@ def test_a_failed_step_fails_its_own_requests_and_nobody_else(
     check_idle(client)
 
 
-def test_a_slot_whose_retiring_failed_is_freed_again() -> None:
-    class FailsToRetire(FakeBackend):
-        num_failures = 0
-
-        def launch(self, plan: StepPlan) -> FakePending:
-            if plan.retire and not self.num_failures:
-                self.num_failures += 1
-                raise RuntimeError("the device is out of memory")
-            return super().launch(plan)
-
-    client = Client(make_loop(backend=FailsToRetire(num_slots=4), num_slots=4))
-    client.ask(make_prompt(10, 1))
-    after = client.ask(make_prompt(10, 2))
-    assert (after.tokens, after.finish) == oracle(make_prompt(10, 2))
-    check_idle(client)
-
-
 def test_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     client = Client(make_loop(backend=FailingBackend("wait", 1, num_slots=4)))
     client.ask(make_prompt(10))
@@ -225,49 +206,6 @@ def test_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 # ---- bugs of overlap loops elsewhere, by name ----------------------------------------------------
-
-
-def test_input_ids_missing_at_prefill_in_the_overlap_loop() -> None:
-    """A prefill planned while a decode is in flight carries its own tokens, every one of them."""
-    backend = HookedBackend(num_slots=4)
-    client = Client(make_loop(backend=backend, num_slots=4, chunk=32))
-    client.submit(make_prompt(10, 1), max_tokens=30)
-    client.step(3)
-    late = client.submit(make_prompt(100, 2))
-    client.run()
-    mixed = [plan for plan in backend.plans if plan.prefill and plan.decode]
-    assert mixed
-    assert all(len(row.tokens) > 0 for plan in mixed for row in plan.prefill)
-    assert late.tokens == oracle(make_prompt(100, 2))[0]
-
-
-def test_empty_batch_in_the_loop() -> None:
-    client = make_client()
-    assert client.loop.step() == []
-    assert client.loop.idle
-
-
-def test_snapshot_before_the_write_has_finished() -> None:
-    """A capture is a promise until its step is committed: reading it earlier raises."""
-    backend = FakeBackend(num_slots=2)
-    prompt = np.arange(8, dtype=np.int32)
-    pending = backend.launch(
-        StepPlan(
-            0,
-            admit=(Admit(1, SamplingParams(), (), prompt, 0),),
-            prefill=(PrefillRow(1, 0, prompt, samples=True, checkpoints=(8,), captures=True),),
-        )
-    )
-    (capture,) = pending.captures
-    for payload in [*capture.kv.values(), *capture.states.values()]:
-        assert isinstance(payload, FakePayload)
-        with pytest.raises(RuntimeError, match="before the device wrote it"):
-            payload.read()
-    pending.wait()
-    payloads = [*capture.kv.values(), *capture.states.values()]
-    before = [payload.fingerprint() for payload in payloads]
-    backend.launch(StepPlan(1, decode=(DecodeRow(1, 8),))).wait()
-    assert [payload.fingerprint() for payload in payloads] == before, "a later step changed it"
 
 
 def test_copy_on_write_done_twice() -> None:

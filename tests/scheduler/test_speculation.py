@@ -147,18 +147,6 @@ def test_a_reply_ends_at_max_tokens(kind: Kind, overlap: bool, max_tokens: int) 
     check_idle(client)
 
 
-@both_modes
-@both_kinds
-@cases("place", range(8))
-def test_a_reply_ends_at_a_stop_id_among_drafts(kind: Kind, overlap: bool, place: int) -> None:
-    tokens, _ = oracle(make_prompt(10), max_tokens=20)
-    client = make_client(kind, overlap=overlap)
-    reply = client.ask(make_prompt(10), max_tokens=20, stop_ids=[tokens[place]])
-    assert reply.tokens == tokens[: tokens.index(tokens[place]) + 1]
-    assert reply.finish == "stop"
-    check_idle(client)
-
-
 def test_drafts_wait_until_stop_ids_may_be_sampled() -> None:
     client = make_client()
     kwargs: dict[str, Any] = {"max_tokens": 30, "min_tokens": 12, "stop_ids": range(48)}
@@ -258,26 +246,6 @@ def test_replies_are_preempted_and_resumed_with_drafts_in_flight(kind: Kind, ove
     for number, reply in enumerate(client.replies.values()):
         expected = oracle(make_prompt(10, number), components=(A, S), max_tokens=390)
         assert (reply.tokens, reply.finish) == expected
-    check_idle(client)
-
-
-def test_a_row_without_bytes_for_drafts_runs_its_token() -> None:
-    backend = FakeBackend(components=(A,))
-    client = make_client(
-        components=(A,), depth=7, capacity_bytes=backend.row_bytes(10 + 40), cache=False
-    )
-    reply = client.ask(make_prompt(10), max_tokens=40)
-    assert (reply.tokens, reply.finish) == oracle(make_prompt(10), components=(A,), max_tokens=40)
-    check_idle(client)
-
-
-def test_an_aborted_request_leaves_nothing_behind() -> None:
-    client = make_client("device", share=0.7)
-    reply = client.submit(make_prompt(10), max_tokens=100)
-    client.step(7)
-    client.loop.abort(reply.id)
-    client.run()
-    assert reply.tokens == oracle(make_prompt(10), max_tokens=100)[0][: len(reply.tokens)]
     check_idle(client)
 
 

@@ -20,9 +20,7 @@ from pippin.scheduler.suffix import (
     MAX_SALTS,
     MAX_TOKENS,
     MIN_MATCH,
-    SEPARATOR,
     SLICE,
-    SharedTexts,
     SuffixDrafter,
     TextIndex,
 )
@@ -79,43 +77,11 @@ def test_the_longest_match_is_found(slices: tuple[int, ...]) -> None:
             assert before == tail[len(tail) - match.length :]
 
 
-@pytest.mark.parametrize("period", [1, 2, 5, 17])
-def test_periodic_text_continues_with_its_period(period: int) -> None:
-    tokens = [7 + number % period for number in range(100)]
-    assert propose(index_of(tokens), 40) == [7 + number % period for number in range(100, 140)]
-
-
-def test_text_that_never_repeats_has_no_proposal() -> None:
-    assert propose(index_of(range(5000)), 4) == []
-
-
-def test_two_tokens_alike_are_no_match() -> None:
-    assert propose(index_of([1, 2, 3, 4, 5, 9, 2, 3]), 4) == []
-    assert propose(index_of([1, 2, 3, 4, 5, 9, 1, 2, 3]), 2) == [4, 5]
-
-
 def test_after_a_wrong_draft_the_next_longest_match_is_proposed() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 50, 51, 0, 3, 4, 5, 8, 60, 61, 0, 1, 2, 3, 4, 5]
     assert propose(index_of(tokens), 3) == [6, 50, 51]
     assert propose(index_of([*tokens, 8]), 2) == [60, 61]
     assert propose(index_of([*tokens, 9]), 2) == []
-
-
-def test_a_proposal_ends_with_its_text() -> None:
-    text = index_of([1, 2, 3, 4, SEPARATOR, 5, 6, 7, 8, SEPARATOR])
-    match = text.find([1, 2, 3])
-    assert match is not None
-    assert text.continuation(match, 9, repeats=False).tolist() == [4]
-    assert text.find([2, 3, 4]) is None
-
-
-def test_a_text_that_grows_finds_what_it_found_before() -> None:
-    tokens = list(range(300)) * 2
-    text = TextIndex(256)
-    for token in tokens:
-        text.extend([token])
-        text.index(SLICE)
-    assert propose(text, 3) == [0, 1, 2]
 
 
 # ---- what it costs -------------------------------------------------------------------------------
@@ -175,14 +141,11 @@ def test_memory_is_bounded() -> None:
         request.end("abort")
         drafter.forget(request)
     assert not drafter._texts
-    shared = SharedTexts()
     for number in range(3 * MAX_SALTS):
         for _ in range(8):
-            shared.add(str(number).encode(), np.arange(MAX_TOKENS // 3, dtype=np.int32))
-    kept = [shared.of(str(number).encode()) for number in range(3 * MAX_SALTS)]
-    texts = [text for text in kept if text is not None]
-    assert len(texts) == MAX_SALTS
-    assert all(len(text) <= MAX_TOKENS for text in texts)
+            drafter._share(str(number).encode(), np.arange(MAX_TOKENS // 3, dtype=np.int32))
+    assert len(drafter._shared) == MAX_SALTS
+    assert all(len(text) <= MAX_TOKENS for text in drafter._shared.values())
 
 
 # ---- whose text ----------------------------------------------------------------------------------

@@ -154,15 +154,6 @@ def test_a_load_that_is_late_is_given_up_and_its_disk_not_asked_again_soon() -> 
     check_idle(client)
 
 
-def test_a_disk_is_taken_for_fast_until_it_was_seen_to_be_slow() -> None:
-    """Else a model that computes 32,000 tokens in a quarter of a second would never try it."""
-    client = start(make_store())
-    ((tiers, _),), nbytes = client.loop.scheduler.tiers, 400_000_000
-    assert tiers.rates.seconds(nbytes) < 0.25 * 0.3
-    tiers.rates.observe_late(nbytes, 0.5)
-    assert tiers.rates.seconds(nbytes) > 0.5
-
-
 class DamagedStore(MemoryStore):
     """Notices when it reads them that some entries are damaged, and drops them."""
 

@@ -37,8 +37,7 @@ from pippin.bench.report import (
 )
 from pippin.bench.serve import LIST, POSITIVE, Files
 from pippin.cli import fail
-from pippin.cli.options import takes_config
-from pippin.cli.settings import SETTINGS
+from pippin.cli.options import SETTINGS, takes_config
 from pippin.config import Speculate
 from pippin.engine.build_loop import build_loop
 from pippin.errors import PippinError

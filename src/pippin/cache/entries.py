@@ -217,32 +217,21 @@ def views(parts: Sequence[Bytes | bytes]) -> list[memoryview]:
 
 
 class Workers:
-    """A few threads, and the caller's own, that share what is to be done."""
+    """A few threads that share what is to be done, where that is much."""
 
     def __init__(self, name: str, max_threads: int) -> None:
-        self._num_threads = min(max_threads, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=name)
+        num_threads = min(max_threads, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     def map(
         self, work: Callable[[Part], Result], parts: Sequence[Part], nbytes: int
     ) -> list[Result]:
         """What `work` returns for each part, in order; none is running when this returns."""
-        results: dict[int, Result] = {}
-        left = enumerate(parts)  # each thread takes the next one
-
-        def run() -> None:
-            for number, part in left:
-                results[number] = work(part)
-
-        num_helpers = min(self._num_threads, len(parts)) - 1 if nbytes >= ALONE_BYTES else 0
-        helpers = [self._pool.submit(run) for _ in range(num_helpers)]
-        try:
-            run()
-        finally:
-            wait(helpers)
-        for helper in helpers:
-            helper.result()
-        return [results[number] for number in range(len(parts))]
+        if nbytes < ALONE_BYTES:
+            return [work(part) for part in parts]
+        futures = [self._pool.submit(work, part) for part in parts]
+        wait(futures)
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -425,25 +414,15 @@ class Placed:
         return b"".join(reversed(pieces))
 
 
-@dataclass(frozen=True)
-class Rebuilt:
-    placed: list[Placed]  # parents before children
-    orphans: list[Key]  # without a path from the root: not to be used
-
-
-def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> Rebuilt:
-    """Order entries into paths from the root."""
+def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> tuple[list[Placed], list[Key]]:
+    """Order entries into paths from the root, parents before children; and the keys of those
+    without a path, which are not to be used."""
     waiting: dict[bytes, list[Entry]] = defaultdict(list)  # by the chain key where they begin
-    starts: set[int] = set()
-    at_root: dict[bytes, None] = {}
-    num_entries = 0
     for entry in entries:
         waiting[entry.parent].append(entry)
-        starts.add(entry.start)
-        if not entry.start:
-            at_root[entry.parent] = None
-        num_entries += 1
+    starts = {entry.start for each in waiting.values() for entry in each}
     plain = Chain(fingerprint)
+    at_root = [key for key, each in waiting.items() if any(not entry.start for entry in each)]
     roots = [plain, *(Chain.of_root(key) for key in at_root if key != plain.key)]
     found = [
         Placed(entry, root, None, root.key) for root in roots for entry in waiting.pop(root.key, ())
@@ -459,9 +438,7 @@ def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> Rebuilt:
         for chain in places:
             below = waiting.pop(chain.key, ())
             found += [Placed(entry, chain, above, above.root) for entry in below]
-    orphans += [entry.key for left in waiting.values() for entry in left]
-    assert len(placed) + len(orphans) == num_entries
-    return Rebuilt(placed, orphans)
+    return placed, orphans + [entry.key for left in waiting.values() for entry in left]
 
 
 def _places_inside(above: Placed, starts: set[int]) -> list[Chain]:

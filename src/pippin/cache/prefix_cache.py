@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pippin.cache.policy import CheckpointPolicy, Placement
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.components import INDEX, STATE, Rules
-from pippin.cache.tree.payload_tree import Incoming, PayloadTree
+from pippin.cache.tree.payload_tree import PayloadTree
 from pippin.cache.tree.radix import Node, TokenArray, as_tokens
 from pippin.types import Component, Payload
 
@@ -183,19 +183,22 @@ class PrefixCache(PayloadTree):
         `placements` says why each state was captured: for eviction and the counters.
         Above the limit, what was there before is evicted first, then the least of this insert.
         """
-        ids = as_tokens(tokens)
-        incoming = Incoming(start, len(ids), kv, states, hidden, placements or {})
-        incoming.check(self.rules)
+        ids, rules = as_tokens(tokens), self.rules
+        end = len(ids)
+        self._check_incoming(start, end, kv, states)
         path, reach = self.radix.walk(ids, salt)
-        if self.rules.has_attention and reach < start:
+        if rules.has_attention and reach < start:
             self.stats.gaps += 1
-            self.refuse(*incoming.payloads)
+            self.refuse(*kv.values(), *states.values(), *([] if hidden is None else [hidden]))
             return InsertResult(0, start - reach, self.radix.root)
 
-        ids = ids[: incoming.path_end(self.rules, reach)]
+        # A node of an attention model never lacks attention KV.
+        grows = Component.ATTENTION in kv if rules.has_attention else bool(kv)
+        if not grows:
+            ids = ids[: reach if rules.has_attention else max([reach, *states])]
         tip = self.grow(path, reach, ids, salt, cuts=states)
         tick = self.touch(tip)
-        filled = incoming.fill(self, tip)
+        filled = self.fill(tip, start, end, kv, states, hidden, placements or {})
         if self.capacity_bytes is not None:
             self.keep_within(self.capacity_bytes, tick, filled)
         if not tip.attached:
@@ -296,6 +299,19 @@ class PrefixCache(PayloadTree):
         return self.counters() | {"recent_paths": paths}
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _check_incoming(
+        self, start: int, end: int, kv: Mapping[Component, Payload], states: Mapping[int, Payload]
+    ) -> None:
+        keeps = self.rules.components
+        for component, payload in kv.items():
+            assert component in keeps, f"{component} for a model that keeps {keeps}"
+            assert component.divides, f"{component} is no KV"
+            assert payload.num_tokens == end - start, (
+                f"{component} covers {payload.num_tokens} tokens, [{start}, {end}) is {end - start}"
+            )
+        assert not states or self.rules.has_state, f"states for a model that keeps {keeps}"
+        assert all(0 < position <= end for position in states), f"states outside of (0, {end}]"
 
     def _walk_sound(self, ids: TokenArray, salt: bytes) -> tuple[list[Node], int]:
         """The nodes that share tokens with these, up to where damage begins."""

@@ -13,8 +13,7 @@ from cyclopts import App
 
 from pippin import __version__
 from pippin.cli.commands import add_completion, chat, doctor, run, serve, status
-from pippin.cli.options import HELP_ALL, HelpPage, option_name
-from pippin.cli.settings import SETTINGS, config
+from pippin.cli.options import HELP_ALL, SETTINGS, HelpPage, config, option_name
 from pippin.errors import ConfigError, PippinError
 
 help_page = HelpPage()

@@ -9,8 +9,15 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
 
-from pippin.cli.options import SECTIONS, Url, option_name, takes_config
-from pippin.cli.settings import OPTION, SETTINGS, configs_of
+from pippin.cli.options import (
+    OPTION,
+    SECTIONS,
+    SETTINGS,
+    Url,
+    configs_of,
+    option_name,
+    takes_config,
+)
 from pippin.config import Config
 from pippin.errors import ConfigError
 

@@ -1,23 +1,37 @@
-"""Turns config sections into command-line options.
+"""Options of the command line out of config sections, and their values that are not on it.
 
-cyclopts reads the dataclasses: a field becomes `--its-name`, the string after it the help text.
-Values that are not on the command line are in `settings.py`.
+    option  >  PIPPIN_ITS_NAME  >  pippin.toml  >  default
+
+cyclopts reads the dataclasses: a field becomes `--its-name`, the string after it the help text. It
+calls `Settings` for every command, after it has read the command line. Only the fields of config
+sections are looked up; a command's own options, such as --url, are read from its command line
+alone.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import json
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+import stat
+import sys
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
-from cyclopts import App, Group, Parameter
+import msgspec
+from cyclopts import App, Argument, ArgumentCollection, Group, Parameter, Token
+from cyclopts.config import Dict, Env
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel
+from platformdirs import user_config_path
 
 from pippin.config import Config
+from pippin.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -118,7 +132,7 @@ ConfigFile = Annotated[
         "prints which one was read).",
     ),
 ]
-# Options of vLLM that have no field of their own here; `settings.py` moves their values.
+# Options of vLLM that have no field of their own here; `Settings` moves their values.
 VLLM = Parameter(group=HEADINGS["API"], negative="", show_default=False)
 ServedModelName = Annotated[
     tuple[str, ...],
@@ -227,3 +241,367 @@ def parse_serve(words: Sequence[str], values: Any) -> Config:
     app.default(_serve_config)
     config: Config = app(list(words))
     return config
+
+
+NAME = "pippin.toml"
+MODELS = "models"  # the only table: of several models
+SECRETS = {"api-key", "admin-key"}  # never printed, nor read from a file that other users can read
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str  # as the option is spelt, without its dashes
+    value: Any
+    place: str  # file:line
+    places: Mapping[tuple[str, str], str] = field(default_factory=dict)  # of a models table's keys
+
+
+def default_paths() -> list[Path]:
+    """Candidate files in order; only the first one that exists is read."""
+    return [Path(NAME), user_config_path("pippin") / NAME]
+
+
+def find_config_file(named: str | None) -> Path | None:
+    """The file that was named, which must exist, or the first of the default ones that does."""
+    if named is None:
+        return next((path for path in default_paths() if path.is_file()), None)
+    path = Path(named).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"--config {path} is a directory: give a file such as {path / NAME}")
+    return path
+
+
+def read_config_file(
+    path: Path, known: Mapping[str, str], sections: Collection[str] = ()
+) -> list[Setting]:
+    """Its settings in order; `known` has the option that each key sets, `sections`
+    are tables beside [models].
+
+    A key or a line that cannot be read is an error that names its place.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read()
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        table = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    settings: dict[str, Setting] = {}
+    for key, value in table.items():
+        spelt = key.replace("_", "-")
+        place = f"{path}:{_line_of(key, text)}"
+        if spelt == MODELS and isinstance(value, dict):
+            settings[MODELS] = Setting(MODELS, value, place, dict(_places(path, value, text)))
+            continue
+        if spelt in sections:
+            settings[spelt] = Setting(spelt, value, place)
+            continue
+        if spelt not in known or isinstance(value, dict):
+            raise ConfigError(f"{place}: {_unknown(spelt, value, known, sections)}")
+        name = known[spelt]
+        if name in settings:
+            raise ConfigError(
+                f"{place}: {name} is already set at {settings[name].place}: remove one of them"
+            )
+        if name in SECRETS and mode & 0o077:
+            raise ConfigError(
+                f"{place}: other users can read the value of {name} in this file (mode {mode:o}): "
+                f"run `chmod 600 {path}`, or put the keys into a separate file and set {name}-file"
+            )
+        settings[name] = Setting(name, value, place)
+    return list(settings.values())
+
+
+def _unknown(name: str, value: Any, known: Iterable[str], sections: Collection[str]) -> str:
+    if isinstance(value, dict) and sections:
+        there = " and ".join(f"[{section}]" for section in sections)
+        return f"section [{name}] is not known: there are {there}"
+    if isinstance(value, dict) and difflib.get_close_matches(name, [MODELS]):
+        return f"section [{name}] is not known: a model's table is [{MODELS}.NAME]"
+    if isinstance(value, dict):
+        return f"section [{name}] is not supported: write options at the top level: port = 8000"
+    meant = near_name(name, known, "`pippin serve --help-all` lists the options")
+    return f"{name} is not an option of `pippin serve`; {meant}"
+
+
+def near_name(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def _places(
+    path: Path, models: Mapping[str, Any], text: str
+) -> Iterator[tuple[tuple[str, str], str]]:
+    for name, table in models.items():
+        header = rf"""^[ \t]*\[[ \t]*{MODELS}[ \t]*\.[ \t]*["']?{re.escape(name)}["']?[ \t]*\]"""
+        found = re.search(header, text, re.MULTILINE)
+        start = found.start() if found else 0
+        before = text.count("\n", 0, start)
+        for key in ("", *table) if isinstance(table, dict) else ("",):
+            line = _line_of(key, text[start:]) if key else 1
+            yield (name, key), f"{path}:{before + line}"
+
+
+def _line_of(key: str, text: str) -> int:
+    """The line that sets a key first: the parser does not report it."""
+    spelt = rf"""(?:{re.escape(key)}|"{re.escape(key)}"|'{re.escape(key)}')"""
+    found = re.search(rf"^[ \t]*(?:\[+[ \t]*)?{spelt}[ \t]*[=.\]]", text, re.MULTILINE)
+    return text.count("\n", 0, found.start()) + 1 if found else 1
+
+
+PREFIX = "PIPPIN_"
+OPTION = "option"
+ENVIRONMENT = Env(PREFIX, command=False, show=False)
+TYPES = {
+    name: hint for section in SECTIONS.values() for name, hint in get_type_hints(section).items()
+}
+FIELDS = {option_name(f.name) for section in SECTIONS.values() for f in fields(section)}
+OTHER_VARIABLES = {"PIPPIN_BLAS", "PIPPIN_CONFIG"}
+IS_NEAR = 0.85  # of a variable's name, which begins like all others
+# The keys of pippin.toml, and which option each sets.
+KEYS = {
+    **{name: name for name in FIELDS},
+    **{
+        alias.removeprefix("--"): option_name(section_field)
+        for section_field, alias in ALIASES.items()
+    },
+    SERVED_MODEL_NAME.removeprefix("--"): "served-name",
+}
+
+
+class Settings:
+    """Sets options that are not on the command line, and records the origin of each value."""
+
+    def __init__(self) -> None:
+        self.file: Path | None = None
+        self.origins: dict[str, str] = {}  # by option, of those that are not defaults
+        self.models: Setting | None = None  # the table of several models
+
+    def place_of(self, option: str) -> str | None:
+        """The variable, or the file and line, that set an option which the command line did not."""
+        origin = self.origins.get(option)
+        return None if origin == OPTION else origin
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        self.file, self.origins, self.models = None, {}, None
+        given = ArgumentCollection(a for a in arguments if _is_field(a))
+        if not given:
+            return
+        _split_served_model_name(arguments)
+        _refuse_empty_variables(given)
+        _note_misspelt_variables()
+        ENVIRONMENT(app, commands, given)
+        self.file = find_config_file(_named_file(arguments))
+        for setting in read_config_file(self.file, KEYS) if self.file is not None else ():
+            if setting.name == MODELS:
+                self.models = setting
+                continue
+            # What this command does not have is ignored: one file serves all commands.
+            if any(f"--{setting.name}" in option.names for option in given):
+                source_of(setting)(app, commands, given)
+        self.origins = {
+            argument.name.removeprefix("--"): _origin(argument.tokens[0])
+            for argument in given
+            if argument.tokens
+        }
+
+
+def _is_field(argument: Argument) -> bool:
+    """Not a command's own option of the same name: those are no fields of a section."""
+    return len(argument.keys) == 1 and argument.name.removeprefix("--") in FIELDS
+
+
+def _split_served_model_name(arguments: ArgumentCollection) -> None:
+    """`--served-model-name a b`, as vLLM has it, is `--served-name a --alias b`."""
+    by_name = {argument.name: argument for argument in arguments}
+    given = by_name.get(SERVED_MODEL_NAME)
+    if given is None or not given.tokens:
+        return
+    if by_name["--served-name"].tokens:
+        raise ConfigError(
+            f"served_name was given twice, as --served-name and as {SERVED_MODEL_NAME}: give one"
+        )
+    first, *others = given.tokens
+    given.tokens.clear()
+    by_name["--served-name"].append(first.evolve(index=0))
+    for token in others:
+        by_name["--alias"].append(token.evolve(index=len(by_name["--alias"].tokens)))
+
+
+def _named_file(arguments: ArgumentCollection) -> str | None:
+    for argument in arguments:
+        if CONFIG_FILE in argument.names and argument.tokens:
+            return argument.tokens[0].value
+    return None
+
+
+def _refuse_empty_variables(options: ArgumentCollection) -> None:
+    """An empty variable has no value; for a key it would mean that none is required."""
+    for option in options:
+        variable = _variable(option.name.removeprefix("--"))
+        if os.environ.get(variable) == "":
+            raise ConfigError(f"{variable} is set and empty: set a value, or unset the variable")
+
+
+def _note_misspelt_variables() -> None:
+    """No error: other programs may set variables, as Kubernetes does for a service `pippin`."""
+    known = {_variable(section_field) for section_field in FIELDS} | OTHER_VARIABLES
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            for near in difflib.get_close_matches(name, sorted(known), 1, IS_NEAR):
+                print(f"pippin: {name} is not read; did you mean {near}?", file=sys.stderr)
+
+
+def _variable(option: str) -> str:
+    return PREFIX + option.replace("-", "_").upper()
+
+
+def source_of(setting: Setting) -> Dict:
+    values = {setting.name: setting.value}
+    return Dict(values, source=setting.place, use_commands_as_keys=False)
+
+
+def _origin(token: Token) -> str:
+    if token.source == "env":
+        return str(token.keyword)
+    return OPTION if token.source == "cli" else token.source
+
+
+SETTINGS = Settings()
+
+
+@takes_config(*SECTIONS)
+def config(config: Config) -> None:
+    """Print the values that `pippin serve` would use, in the format of pippin.toml.
+
+    After each value it prints where the value was set: an option, an environment variable, or a
+    line of a file. Defaults are commented out. API keys are counted, not printed.
+    """
+    print("\n".join(describe(config)), flush=True)
+
+
+def describe(config: Config) -> Iterator[str]:
+    looked = " or ".join(map(str, default_paths()))
+    found = SETTINGS.file
+    yield f"# read from {found}" if found is not None else f"# no file was found at {looked}"
+    for section in SECTIONS:
+        yield ""
+        yield f"# {section}"
+        values = getattr(config, section)
+        for each in fields(values):
+            yield _line(option_name(each.name), getattr(values, each.name))
+    if (tables := SETTINGS.models) is None:
+        return
+    for name, table in tables.value.items():
+        yield ""
+        yield f"[models.{_toml(name)}]  # {tables.place}"
+        for key, value in table.items() if isinstance(table, dict) else ():
+            yield f"{key} = {_toml(value)}"
+
+
+def _line(name: str, value: Any) -> str:
+    origin = SETTINGS.origins.get(name)
+    if name in SECRETS and value:
+        return f"# {name} = ({len(value)} set, not printed)  # {origin}"
+    if origin is None:
+        return f"# {name} =" if value in (None, ()) else f"# {name} = {_toml(value)}"
+    return f"{name} = {_toml(value)}  # {origin}"
+
+
+def _toml(value: Any) -> str:
+    """Strings, numbers, booleans and lists of strings are in TOML what they are in JSON."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+OF_ONE_MODEL = (  # what its table may set
+    *("model", "backend", "dtype", "revision", "max_len"),
+    *("memory", "max_running", "speculate", "draft_model"),
+    *("alias", "tool_parser", "reasoning_parser", "keep_alive"),
+)
+
+
+def configs_of(config: Config, named: Sequence[str], table: Setting | None) -> list[Config]:
+    """One for each model that was named, or without a name for each in the table.
+
+    Empty: the config itself is that of the only model.
+    """
+    models: Mapping[str, Any] = {} if table is None else table.value
+    names = list(named) or list(models)
+    for name in names:
+        _check_known(name, models, table)
+    if len(names) < 2 and not any(name in models for name in names):
+        return []
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"model {name!r} is given twice: give it once")
+    return [
+        _config_of(config, name, models.get(name), table, is_first=number == 0)
+        for number, name in enumerate(names)
+    ]
+
+
+def _check_known(name: str, models: Mapping[str, Any], table: Setting | None) -> None:
+    """A name that is nearly one of the table's is a mistake, unless it names a model itself."""
+    near = difflib.get_close_matches(name, list(models), n=1)
+    if table is None or name in models or not near or "/" in name or Path(name).exists():
+        return
+    from pippin.startup.checkpoint import bundled_models
+
+    if name in bundled_models():
+        return
+    raise ConfigError(
+        f"no model {name!r} is in the table at {table.place}, which has {', '.join(models)}; did "
+        f"you mean {near[0]}?"
+    )
+
+
+def _config_of(
+    config: Config, name: str, given: Any, table: Setting | None, *, is_first: bool
+) -> Config:
+    # The budget at the top level is for all: a model's own is in its table.
+    values: dict[str, Any] = {"model": name, "memory": "auto"}
+    if not is_first:
+        values["alias"] = ()
+    if given is not None:
+        assert table is not None, "it has an entry"
+        values |= {"served_name": name, **_checked(name, given, table)}
+    try:
+        return replace(
+            config,
+            **{
+                section: replace(
+                    getattr(config, section),
+                    **{f.name: values[f.name] for f in fields(kind) if f.name in values},
+                )
+                for section, kind in SECTIONS.items()
+            },
+        )
+    except ConfigError as error:
+        if table is None:
+            raise
+        place = table.places.get((name, ""), table.place)
+        raise ConfigError(f"{place}: models.{name}: {error.message}") from error
+
+
+def _checked(name: str, given: Any, table: Setting) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"{table.place}: models.{name} must be a table such as [models.{name}] with "
+            'model = "Qwen/Qwen3.5-0.8B"'
+        )
+    known = {key: option.replace("-", "_") for key, option in KEYS.items()}
+    known = {key: field for key, field in known.items() if field in OF_ONE_MODEL}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        place = f"{table.places.get((name, key), table.place)}: models.{name}.{key}"
+        field = known.get(spelt := key.replace("_", "-"))
+        if field is None:
+            meant = near_name(spelt, known, f"known are {', '.join(sorted(known))}")
+            raise ConfigError(f"{place} is not an option of one model; {meant}")
+        try:
+            values[field] = msgspec.convert(value, TYPES[field])
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{place}: {error}") from error
+    return values

@@ -22,8 +22,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from platformdirs import user_config_path, user_log_path
 
-from pippin.cli.options import Flag, parse_serve
-from pippin.cli.settings import OPTION, PREFIX, SECRETS, SETTINGS
+from pippin.cli.options import OPTION, PREFIX, SECRETS, SETTINGS, Flag, parse_serve
 from pippin.config import Config
 from pippin.errors import ConfigError, PippinError
 from pippin.hub import HUB_ID
@@ -103,17 +102,18 @@ class Launchd:
         must_run("launchctl", "enable", self._target)
         must_run("launchctl", "bootstrap", self._domain, str(self.file))
 
-    def status(self) -> Status:
+    def status(self) -> tuple[bool, str]:
+        """Whether it runs, and what the manager says of it."""
         shown = run_command("launchctl", "print", self._target)
         if shown.returncode != 0:
-            return Status(False, "not loaded")
+            return False, "not loaded"
         # "state = running", "pid = 123", "last exit code = 1": one tab deep, each on its line
         facts = dict(re.findall(r"^\t([\w ]+) = (.*)$", shown.stdout, re.MULTILINE))
         state = facts.get("state", "unknown")
         description = state + (f", process {facts['pid']}" if "pid" in facts else "")
         if state != "running" and "last exit code" in facts:
             description += f", last exit status {facts['last exit code']}"
-        return Status(state == "running", description)
+        return state == "running", description
 
     def uninstall(self) -> None:
         if self._is_loaded():
@@ -176,7 +176,7 @@ class Systemd:
         must_run("systemctl", "--user", "enable", self.unit)
         must_run("systemctl", "--user", "restart", self.unit)
 
-    def status(self) -> Status:
+    def status(self) -> tuple[bool, str]:
         shown = must_run(
             *("systemctl", "--user", "show", self.unit),
             "--property=ActiveState,SubState,MainPID,NRestarts",
@@ -187,7 +187,7 @@ class Systemd:
             description += f", process {facts['MainPID']}"
         if facts.get("NRestarts", "0") != "0":
             description += f", restarted {facts['NRestarts']} times"
-        return Status(facts.get("ActiveState") == "active", description)
+        return facts.get("ActiveState") == "active", description
 
     def uninstall(self) -> None:
         must_run("systemctl", "--user", "disable", "--now", self.unit)
@@ -236,12 +236,6 @@ def installed(name: str) -> Manager:
             f"no service is installed ({manager.file} does not exist): run `pippin service install`"
         )
     return manager
-
-
-@dataclass(frozen=True)
-class Status:
-    is_running: bool
-    description: str  # in the words of the manager
 
 
 def write_privately(file: Path, text: str) -> None:
@@ -316,11 +310,11 @@ def install(
 def status(*, name: Name = "pippin") -> None:
     """Print the state of the service and where its logs are. Exit status 3 if it is not running."""
     manager = installed(name)
-    found = manager.status()
-    print(f"{name} is {found.description}")
+    is_running, description = manager.status()
+    print(f"{name} is {description}")
     print(f"File: {manager.file}")
     print(f"Logs: {manager.logs}")
-    if not found.is_running:
+    if not is_running:
         raise SystemExit(3)
 
 

@@ -112,46 +112,16 @@ class Groups:
         return len(self._counts) - 1
 
 
-# Nothing here looks twice at the same characters: what is never closed reaches to the end.
-_TOKENS = re.compile(
-    r"(?P<plain>[^\\\[(){}*+?|]+)"
-    r"|(?P<one>\\(?:[pPx]\{[^}]{0,64}\}|.)|\[\^?\]?(?:\\.|[^\]\\])*\]?)"
-    r"|(?P<open>\((?:\?(?:P?<\w{1,64}>|[a-zA-Z-]{0,16}:))?)"
-    r"|(?P<close>\))"
-    r"|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}"
-    r"|(?P<bar>\|)"
-    r"|[*+?{}\\]",
-    re.DOTALL,
-)
-
-
-def check_regex_size(regex: str) -> None:
-    groups, num_bars = Groups(), 0
-    for token in _TOKENS.finditer(regex):
-        match token.lastgroup:
-            case "plain":
-                length = len(token[0])
-                if length > 1:
-                    groups.add(size=length - 1)
-                groups.add()  # what a repetition behind it repeats
-            case "one":
-                groups.add()
-            case "open":
-                groups.open()
-            case "close":
-                groups.close()
-            case "least" | "most":
-                groups.repeat(token["most"] or token["least"])
-            case "bar":
-                num_bars += 1
-    check_limit("alternatives", num_bars + 1, MAX_ALTERNATIVES)
-    expanded = sum(size for _, size in groups.written_out())
-    check_limit("characters, with repetitions written out", expanded, MAX_EXPANSION)
-
-
 # llguidance's own test of which language a text is in.
 _IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:)", re.MULTILINE)
 # Nothing here looks twice at the same characters: what is never closed reaches to the end.
+_REGEX = re.compile(
+    r"(?P<plain>[^\\[(){}*+?|]+)"
+    r"|(?P<one>\\(?:[pPx]\{[^}]{0,64}\}|.)|\[\^?\]?(?:\\.|[^\]\\])*\]?)"
+    r"|(?P<open>\((?:\?(?:P?<\w{1,64}>|[a-zA-Z-]{0,16}:))?)|(?P<close>\))"
+    r"|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|(?P<bar>\|)|[*+?{}\\]",
+    re.DOTALL,
+)
 _COMMON = (
     r'(?P<text>"(?:[^"\\\n]|\\.)*"?)'
     r"|(?P<open>\()|(?P<close>\))|(?P<bar>\|)"
@@ -178,74 +148,64 @@ _DECODER = json.JSONDecoder()
 class _Grammar:
     """Rules by name; a grammar that is nested in another has a number before its names."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str, tokens: re.Pattern[str]) -> None:
         self.rules: dict[str, Groups] = {}
         self.num_alternatives = 0
-        self._scopes = [0]
-        self._num_scopes = 1
-        self.body = Groups()  # of the rule that is read; directives before the first have one too
+        self.body = Groups()  # of the rule that is read; a regex and directives have one too
+        scopes, num_scopes, at = [0], 1, 0
+        while (token := tokens.match(text, at)) is not None:
+            at = token.end()
+            match token.lastgroup:
+                case "rule":
+                    self.num_alternatives += 1
+                    self.body = self.rules.setdefault(f"{scopes[-1]}:{token['ruled']}", Groups())
+                    check_limit("rules", len(self.rules), MAX_RULES)
+                case "name":
+                    self.body.add(f"{scopes[-1]}:{token[0]}")
+                case "plain":
+                    self.body.add(size=len(token[0]) - 1)
+                    self.body.add()  # what a repetition behind it repeats
+                case "text":
+                    self.body.add(size=max(1, len(token[0]) - 2))
+                case "one":
+                    self.body.add()
+                case "regex":
+                    check_regex_size(token[0][1:])
+                    self.body.add()
+                case "json":
+                    at = _skip_schema(text, at)
+                    self.body.add()
+                case "nested":
+                    scopes.append(num_scopes)
+                    num_scopes += 1
+                    check_nesting(len(scopes) - 1)
+                    self.body.add(f"{scopes[-1]}:start")
+                case "end" if len(scopes) > 1:
+                    scopes.pop()
+                case "from" | "to":
+                    self.body.repeat(token["to"] or token["from"])
+                case "least" | "most":
+                    self.body.repeat(token["most"] or token["least"])
+                case "open" | "open_maybe":
+                    self.body.open()
+                case "close" | "close_maybe":
+                    self.body.close()
+                case "bar":
+                    self.num_alternatives += 1
 
-    def scoped(self, name: str) -> str:
-        return f"{self._scopes[-1]}:{name}"
 
-    def begin(self, name: str) -> None:
-        self.num_alternatives += 1
-        self.body = self.rules.setdefault(self.scoped(name), Groups())
-        check_limit("rules", len(self.rules), MAX_RULES)
-
-    def enter(self) -> None:
-        """A grammar inside a rule."""
-        self._scopes.append(self._num_scopes)
-        self._num_scopes += 1
-        check_nesting(len(self._scopes) - 1)
-        self.body.add(self.scoped("start"))
-
-    def leave(self) -> None:
-        if len(self._scopes) > 1:
-            self._scopes.pop()
+def check_regex_size(regex: str) -> None:
+    read = _Grammar(regex, _REGEX)
+    check_limit("alternatives", read.num_alternatives + 1, MAX_ALTERNATIVES)
+    expanded = sum(size for _, size in read.body.written_out())
+    check_limit("characters, with repetitions written out", expanded, MAX_EXPANSION)
 
 
 def check_lark_size(text: str) -> None:
     is_lark = _IS_LARK.search(text) is not None
-    grammar = _read_grammar(text, _LARK if is_lark else _GBNF)
+    grammar = _Grammar(text, _LARK if is_lark else _GBNF)
     check_limit("alternatives", grammar.num_alternatives, MAX_ALTERNATIVES)
     _check_references(grammar, is_lark)
-
-
-def _read_grammar(text: str, tokens: re.Pattern[str]) -> _Grammar:
-    grammar, at = _Grammar(), 0
-    while (token := tokens.match(text, at)) is not None:
-        at = token.end()
-        match token.lastgroup:
-            case "rule":
-                grammar.begin(token["ruled"])
-            case "name":
-                grammar.body.add(grammar.scoped(token[0]))
-            case "text":
-                grammar.body.add(size=max(1, len(token[0]) - 2))
-            case "one":
-                grammar.body.add()
-            case "regex":
-                check_regex_size(token[0][1:])
-                grammar.body.add()
-            case "json":
-                at = _skip_schema(text, at)
-                grammar.body.add()
-            case "nested":
-                grammar.enter()
-            case "end":
-                grammar.leave()
-            case "from" | "to":
-                grammar.body.repeat(token["to"] or token["from"])
-            case "least" | "most":
-                grammar.body.repeat(token["most"] or token["least"])
-            case "open" | "open_maybe":
-                grammar.body.open()
-            case "close" | "close_maybe":
-                grammar.body.close()
-            case "bar":
-                grammar.num_alternatives += 1
-    return grammar
 
 
 def _skip_schema(text: str, at: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pippin.amounts import option_bytes, parse_bytes, parse_memory, show_bytes, split_amount
+from pippin.amounts import budget_of, option_bytes, parse_bytes, show_bytes, split_amount
 from pippin.backends.base import Backend, DeviceInfo
 from pippin.backends.host import host_memory_bytes
 from pippin.cache.disk.disk_store import DiskStore, open_store
@@ -28,10 +28,9 @@ from pippin.decode.compile import GrammarCompiler
 from pippin.decode.prover import Prover
 from pippin.engine.engine_spec import STOP_GRACE_SECONDS
 from pippin.engine.grammar_zygote import load_vocabulary
-from pippin.engine.peers.connection import facts_fingerprint, peer_facts
+from pippin.engine.peers.connection import facts_fingerprint, peer_facts, read_keys
 from pippin.engine.peers.peer_links import PeerLinks
 from pippin.engine.peers.peer_listener import Deliver, PeerListener
-from pippin.engine.peers.wire_frames import read_keys
 from pippin.errors import ConfigError, LoadError
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.request import Limits
@@ -392,7 +391,7 @@ def _max_depth(config: EngineConfig) -> int:
 
 def rows_on(config: EngineConfig, device: DeviceInfo) -> RunningRows:
     """As many as a backend is loaded with."""
-    budget = budget_bytes(config, device.memory_bytes, device.share)
+    budget = budget_of(config.memory, device.memory_bytes, device.share)
     return rows_to_load(config, device.kind, budget)
 
 
@@ -463,7 +462,7 @@ def _load_torch(config: Config, options: dict[str, Any], draft: Path | None) -> 
 def _capacity_bytes(config: EngineConfig, backend: Backend) -> int:
     """What the byte budget leaves for requests and the tree."""
     device = backend.device
-    budget = budget_bytes(config, device.memory_bytes, device.share)
+    budget = budget_of(config.memory, device.memory_bytes, device.share)
     capacity = backend.limit_memory(budget)
     least = backend.row_bytes(LEAST_TOKENS)
     num_parts = split_amount(config.memory)[1]
@@ -504,10 +503,3 @@ def _beside(backend: Backend) -> str:
     others = {name: n for name, n in backend.memory_parts().items() if name != "pools" and n}
     parts = ", ".join(f"{name} {show_bytes(n)}" for name, n in others.items())
     return f" ({parts})" if parts else ""
-
-
-def budget_bytes(config: EngineConfig, total_bytes: int, default_share: float) -> int:
-    given, num_parts = split_amount(config.memory)
-    amount = default_share if given == "auto" else parse_memory(given)
-    whole = int(amount * total_bytes) if isinstance(amount, float) else amount
-    return whole // num_parts

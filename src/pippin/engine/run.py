@@ -162,7 +162,7 @@ class MessagePump:
         self._announcer = announcer
         self._events = EventSender(loop, channel.send)
         loop.on_start = lambda ids: channel.send(Started(ids))
-        loop.scheduler.compiling.on_compiled = lambda ids: channel.send(Compiled(ids))
+        loop.scheduler.grammars.on_compiled = lambda ids: channel.send(Compiled(ids))
         self.turn_began = time.monotonic()
 
     def run(self) -> None:

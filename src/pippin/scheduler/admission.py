@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -78,32 +79,25 @@ def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.argmax(differs)) if differs.any() else n
 
 
+@dataclass
 class Admission:
-    def __init__(
-        self,
-        costs: Costs,
-        budget: ByteBudget,
-        slots: SlotPool,
-        cache: PrefixCache | None,
-        limits: Limits,
-    ) -> None:
-        self._costs = costs
-        self._budget = budget
-        self._slots = slots
-        self._cache = cache
-        self._limits = limits
-        self._deterministic = limits.deterministic
-        self._hints: dict[Request, tuple[int, int]] = {}  # the cache's version, tokens matched
-        self._offers: list[Request] = []  # the first of those eligible,
-        self._offered_in: InflightPrefixes | None = None  # in the plan that has these
-        self._refused_at: int | None = None  # bytes available when no request could start
-        self.refused: Request | None = None  # the first that did not fit then
-        self.queue: list[Request] = []  # by seniority
-        self.eligible: list[Request] = []  # of these, those not set aside
-        # Requests that wait by choice for a prefix are set aside: nothing is done for them in a
-        # step that does not bring it.
-        self._awaited: dict[RunningSlot, None] = {}  # what they wait for
-        self.num_tokens = 0  # in the queue
+    costs: Costs
+    budget: ByteBudget
+    slots: SlotPool
+    cache: PrefixCache | None
+    limits: Limits
+    queue: list[Request] = field(default_factory=list)  # by seniority
+    eligible: list[Request] = field(default_factory=list)  # of these, those not set aside
+    num_tokens: int = 0  # in the queue
+    refused: Request | None = None  # the first that did not fit when no request could start
+    _refused_at: int | None = None  # bytes available then
+    # The cache's version, and tokens matched.
+    _hints: dict[Request, tuple[int, int]] = field(default_factory=dict)
+    _offers: list[Request] = field(default_factory=list)  # the first of those eligible,
+    _offered_in: InflightPrefixes | None = None  # in the plan that has these
+    # Requests that wait by choice for a prefix are set aside: nothing is done for them in a step
+    # that does not bring it. What they wait for:
+    _awaited: dict[RunningSlot, None] = field(default_factory=dict)
 
     # ---- the queue -------------------------------------------------------------------------
 
@@ -114,21 +108,21 @@ class Admission:
         compiled or loaded for them.
         """
         prompt_len, max_tokens = submit.prompt_len, submit.params.max_tokens
-        max_len = self._costs.spec.max_len
+        max_len = self.costs.spec.max_len
         if prompt_len + max_tokens > max_len:
             raise ContextOverflow(
                 f"prompt is {prompt_len:,} tokens and max_tokens {max_tokens:,}, "
                 f"the model holds {max_len:,}"
             )
-        if submit.embeds and not self._costs.spec.hidden_bytes:
+        if submit.embeds and not self.costs.spec.hidden_bytes:
             raise UnsupportedField(
                 "this model gives no embeddings: the input of its head cannot be identified",
                 param="model",
             )
-        need, capacity = self._costs.row_bytes(prompt_len + 1), self._budget.capacity
+        need, capacity = self.costs.row_bytes(prompt_len + 1), self.budget.capacity
         if need > capacity:
             raise OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}")
-        limits, waiting = self._limits, len(self.queue) + num_coming
+        limits, waiting = self.limits, len(self.queue) + num_coming
         if waiting >= limits.max_queue:
             raise Overloaded(
                 f"{waiting:,} requests are waiting, the queue holds {limits.max_queue:,}"
@@ -193,7 +187,7 @@ class Admission:
             if _is_firm(request) or request.priority > self.queue[-1].priority:
                 break  # smaller ones may not pass it
         if self.num_aside == num_aside and max_to_compute is None:
-            self._refused_at = self._budget.available
+            self._refused_at = self.budget.available
         return None
 
     def may_start(self) -> bool:
@@ -228,7 +222,7 @@ class Admission:
     @property
     def _still_refused(self) -> bool:
         """No request could start, none arrived since, and no bytes were released."""
-        return self._refused_at is not None and self._budget.available <= self._refused_at
+        return self._refused_at is not None and self.budget.available <= self._refused_at
 
     def _take_ready(self) -> None:
         """Those whose prefix is in the tree by now, or will not arrive, are eligible again."""
@@ -263,7 +257,7 @@ class Admission:
                 else:
                     offers.append(request)
         examined = len(self._offers) if self._offered_in is inflight else 0
-        current = 0 if self._cache is None else self._cache.version
+        current = 0 if self.cache is None else self.cache.version
         most = examined + MAX_EXAMINED - len(offers)
         while examined < min(most, len(self.eligible)) and len(offers) < LOOKAHEAD:
             request = self.eligible[examined]
@@ -282,13 +276,13 @@ class Admission:
 
     def _set_aside(self, request: Request, inflight: InflightPrefixes) -> bool:
         """Whether it had better wait for a prefix that is being computed."""
-        if not inflight or self._cache is None or request.wants_prompt_logprobs:
+        if not inflight or self.cache is None or request.wants_prompt_logprobs:
             return False
         promise = inflight.promise(
             request,
             self._hints.get(request, (0, 0))[1],
-            knows_head=self._costs.spec.hidden_bytes > 0,
-            deterministic=self._deterministic,
+            knows_head=self.costs.spec.hidden_bytes > 0,
+            deterministic=self.limits.deterministic,
         )
         if promise is None:
             return False
@@ -300,7 +294,7 @@ class Admission:
     def _claim(self, request: Request, *, nothing_runs: bool) -> RunningSlot | None:
         whole, least = request.max_total, request.num_tokens + 1
         ahead = GROWTH_TOKENS << min(request.num_preemptions, MAX_DOUBLINGS)
-        wanted = whole if self._deterministic else min(whole, request.num_tokens + ahead)
+        wanted = whole if self.limits.deterministic else min(whole, request.num_tokens + ahead)
         running = self._try(request, wanted, use_match=True)
         if running is None and nothing_runs:
             running = self._try(request, least, use_match=True)
@@ -310,33 +304,34 @@ class Admission:
     def _try(self, request: Request, row_tokens: int, *, use_match: bool) -> RunningSlot | None:
         """Bytes for a row of so many tokens, the match locked and a slot; or nothing at all."""
         # Locking a match takes it out of what can be evicted, so this much at least is needed.
-        borrows = use_match and self._costs.restores_by_reference
-        if not borrows and self._costs.row_bytes(row_tokens) > self._budget.available:
+        borrows = use_match and self.costs.restores_by_reference
+        if not borrows and self.costs.row_bytes(row_tokens) > self.budget.available:
             return None
         match = lock = None
-        if self._cache is not None and use_match and not request.wants_prompt_logprobs:
+        if self.cache is not None and use_match and not request.wants_prompt_logprobs:
             tokens = request.tokens(request.num_tokens)
-            match = self._cache.match_prompt(tokens, request.salt)
-            if self._deterministic and match.length % GRID:  # whole blocks alone are computed alike
+            match = self.cache.match_prompt(tokens, request.salt)
+            # Whole blocks alone are computed alike.
+            if self.limits.deterministic and match.length % GRID:
                 limit = match.length - match.length % GRID
-                match = self._cache.match(tokens, request.salt, limit=limit)
-            lock = self._cache.lock(match)
+                match = self.cache.match(tokens, request.salt, limit=limit)
+            lock = self.cache.lock(match)
         length = 0 if match is None else match.length
-        nbytes = self._costs.row_bytes(row_tokens, length)
-        if not self._budget.claim(nbytes):
-            if self._cache is not None and lock is not None:
-                self._cache.unlock(lock)
+        nbytes = self.costs.row_bytes(row_tokens, length)
+        if not self.budget.claim(nbytes):
+            if self.cache is not None and lock is not None:
+                self.cache.unlock(lock)
             return None
         return RunningSlot(
             request,
-            slot=self._slots.acquire(),
+            slot=self.slots.acquire(),
             prefill_len=request.num_tokens,
             nbytes=nbytes,
             row_tokens=row_tokens,
             lock=lock,
             start_len=length,
             capture_len=self._capture_len(request),
-            keeps_reply=not self._deterministic,
+            keeps_reply=not self.limits.deterministic,
             branch=0 if match is None else match.branch,
         )
 
@@ -351,16 +346,16 @@ class Admission:
     # ---- what the tree has -----------------------------------------------------------------
 
     def _probe(self, request: Request) -> int:
-        if self._cache is None or request.wants_prompt_logprobs:
+        if self.cache is None or request.wants_prompt_logprobs:
             return 0
-        return self._cache.probe_prompt(request.tokens(request.num_tokens), request.salt)
+        return self.cache.probe_prompt(request.tokens(request.num_tokens), request.salt)
 
     def _capture_len(self, request: Request) -> int:
         """How much of what it starts with its chunks will bring the tree."""
-        if self._cache is None or request.wants_prompt_logprobs:
+        if self.cache is None or request.wants_prompt_logprobs:
             return 0
         num_tokens = request.num_tokens
-        return num_tokens - num_tokens % GRID if self._deterministic else num_tokens
+        return num_tokens - num_tokens % GRID if self.limits.deterministic else num_tokens
 
 
 def _is_firm(request: Request) -> bool:

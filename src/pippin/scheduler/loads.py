@@ -20,7 +20,7 @@ from pippin.backends.base import Costs, Load, StepPlan
 from pippin.cache.entries import Bytes, Key
 from pippin.cache.peer_store import Arrived, PeerStore, Wanted
 from pippin.cache.prefix_cache import Lock
-from pippin.cache.tiers.cache_tier import CacheTier, TierMatch
+from pippin.cache.tiers.cache_tier import MIN_BYTES, CacheTier, TierMatch
 from pippin.cache.tiers.tier_io import PIECES_AHEAD, Piece, ReadPiece, TierIO
 from pippin.scheduler.request import ByteBudget, Request
 from pippin.types import Payload
@@ -301,8 +301,9 @@ class Loads(Waits[LoadJob]):
         rates = self._tiers.rates
         self._tiers.stats.late_loads += 1
         waited = now - job.began - job.read_seconds
-        if job.readings and not job.readings[0].future.done():
-            rates.observe_late(job.readings[0].piece.nbytes, waited)
+        reading = job.readings[0] if job.readings else None
+        if reading is not None and not reading.future.done() and reading.piece.nbytes >= MIN_BYTES:
+            rates.observe_read(reading.piece.nbytes, waited)  # they take longer
         else:
             rates.observe_rest(waited)
         self._end(job)

@@ -136,8 +136,7 @@ class Loop:
                 self._commit(launched)
         if previous is None and launched is None and not self._flushes:
             # A grammar is compiled, or something is loaded.
-            self.scheduler.compiling.wait(COMPILING_SECONDS)
-            self.scheduler.following.wait(COMPILING_SECONDS)
+            self.scheduler.grammars.wait(COMPILING_SECONDS)
             self.scheduler.traffic.wait(COMPILING_SECONDS)
         if self._num_failed >= MAX_FAILED_STEPS:
             self._give_up()
@@ -345,7 +344,7 @@ class Loop:
         if self.failure is None:
             self._write_behind()
         self.scheduler.traffic.close()
-        self.scheduler.following.close()
+        self.scheduler.grammars.close()
         self.backend.close()
         if self.scheduler.compiler is not None:
             self.scheduler.compiler.close()

@@ -93,39 +93,34 @@ def _ratio(turn: Turn) -> float:
 MAX_SKIPPED = 8  # steps that compute other prompts, of a higher priority, before one that started
 
 
+@dataclass
 class PromptPlanner:
-    def __init__(
-        self,
-        admission: Admission,
-        slots: SlotPool,
-        claims: Claims,
-        running_slots: dict[int, RunningSlot],
-        limits: Limits,
-        speculation: Speculation | None = None,
-    ) -> None:
-        self.num_planned = 0  # tokens, since the start: waits of requests are counted in these
-        self._admission = admission
-        self._slots = slots
-        self._claims = claims
-        self._running_slots = running_slots  # by slot
-        self._speculation = speculation
-        self._spec = claims.costs.spec
-        self._cache = claims.cache
-        self._policy = None if claims.cache is None else claims.cache.policy
+    admission: Admission
+    slots: SlotPool
+    claims: Claims
+    running_slots: dict[int, RunningSlot]  # by slot
+    limits: Limits
+    speculation: Speculation | None = None
+    num_planned: int = 0  # tokens, since the start: waits of requests are counted in these
+
+    def __post_init__(self) -> None:
+        self._spec = self.claims.costs.spec
+        self._cache = self.claims.cache
+        self._policy = None if self._cache is None else self._cache.policy
         # Tokens that are worth a forward if they do not end their prompt.
-        self._smallest = min(SMALLEST_CHUNK, limits.prefill_tokens)
+        self._smallest = min(SMALLEST_CHUNK, self.limits.prefill_tokens)
         # Whole grid blocks and a last, shorter chunk that is not shared.
-        self._on_grid = limits.deterministic
+        self._on_grid = self.limits.deterministic
 
     def may_start(self) -> bool:
         """Whether a prompt of the queue could have a slot, and bytes, in the next step."""
-        return self._has_slot() and self._admission.may_start()
+        return self._has_slot() and self.admission.may_start()
 
     def plan(
         self, step: int, started: Sequence[RunningSlot], replies: ReplyRows, pace: Pace
     ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
         """Rows of the step, within its pace: of prompts that `started`, and of those that start."""
-        queue = self._admission.queue
+        queue = self.admission.queue
         num_streams = len(replies.decode) + len(replies.chunks)
         num_drafts = sum(row.depth for row in replies.decode)
         budget = pace.budget(num_streams, len(started) + len(queue), num_drafts)
@@ -134,10 +129,10 @@ class PromptPlanner:
             budget = min(budget, pace.part_tokens(prompts[0].num_tokens))
         turns = self._turns(started)
         top = max((turn.priority for turn in turns), default=None)
-        waiting_top = self._admission.top_priority if self._slots.num_free else None
+        waiting_top = self.admission.top_priority if self.slots.num_free else None
         shortest = None
         if waiting_top is not None:
-            shortest = self._admission.shortest(waiting_top if top is None else top)
+            shortest = self.admission.shortest(waiting_top if top is None else top)
         productive = max(pace.productive_tokens, self._smallest)
         unfinished = beside_short(turns, budget, productive, shortest_waiting=shortest)
         # Those in the queue that have a higher priority are offered the step before these.
@@ -182,11 +177,11 @@ class PromptPlanner:
         """
         admit: list[Admit] = []
         rows: list[PrefillRow] = []
-        running_slots = self._running_slots
+        running_slots = self.running_slots
         inflight = InflightPrefixes(running_slots.values() if self._has_slot() else ())
         while self._has_slot():
             whole = None if left >= self._smallest else max(left, 0)
-            running = self._admission.start_next(
+            running = self.admission.start_next(
                 inflight, nothing_runs=not running_slots, max_to_compute=whole
             )
             if running is None:
@@ -210,11 +205,11 @@ class PromptPlanner:
         A reply that may not be resumed (`deterministic`) must never need what others have, so it
         starts with all that it can need, or has the engine to itself.
         """
-        if not self._admission.queue or not self._slots.num_free:
+        if not self.admission.queue or not self.slots.num_free:
             return False
         if not self._on_grid:
             return True
-        running = (running for running in self._running_slots.values() if running.runs)
+        running = (running for running in self.running_slots.values() if running.runs)
         return all(running.row_tokens >= running.request.max_total for running in running)
 
     # ---- chunks ----------------------------------------------------------------------------
@@ -238,8 +233,8 @@ class PromptPlanner:
         samples = end == running.prefill_len
         assert end > start or samples
         running.plan_row(step, end, samples=samples)
-        if samples and self._speculation is not None:
-            running.num_drafts = self._speculation.first_drafts(running)
+        if samples and self.speculation is not None:
+            running.num_drafts = self.speculation.first_drafts(running)
         row = PrefillRow(
             slot=running.slot,
             start=start,
@@ -251,7 +246,7 @@ class PromptPlanner:
             masked=request.grammar is not None,
             num_drafts=running.num_drafts,
         )
-        return self._claims.fit_chunk(step, running, row)
+        return self.claims.fit_chunk(step, running, row)
 
     def _end(self, running: RunningSlot, start: int, end: int) -> int:
         """Where a chunk that may reach `end` should stop.

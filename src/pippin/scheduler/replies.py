@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from pippin.backends.base import DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.masks import allow_only, full_masks
 from pippin.cache.policy import CheckpointPolicy
-from pippin.decode.compile import CompiledGrammar, Grammar, GrammarCompiler, large_stacks
+from pippin.decode.compile import Grammar, GrammarCompiler, large_stacks
 from pippin.errors import PippinError
 from pippin.scheduler.memory import Claims
 from pippin.scheduler.request import Request, RunningSlot, Stage
@@ -30,50 +31,6 @@ from pippin.types import GRID, FinishReason, GrammarSpec
 
 Fail = Callable[[Request, Exception], None]  # ends a request with an error
 NUM_THREADS = 2  # that follow slow grammars: all of them busy, the next slow one waits for them
-
-
-@dataclass
-class Compiling:
-    """Requests whose grammars are being compiled: they are not in the queue yet."""
-
-    compiler: GrammarCompiler | None  # None: requests have no grammars
-    on_compiled: Callable[[list[str]], None] = lambda ids: None
-    num_tokens: int = 0  # of these requests
-    pending: dict[Request, Future[CompiledGrammar]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.pending)
-
-    def add(self, request: Request, spec: GrammarSpec) -> None:
-        assert self.compiler is not None, "this scheduler was made without a compiler"
-        request.phase = "compiling"
-        self.pending[request] = self.compiler.compile(spec)
-        self.num_tokens += request.num_queued
-
-    def remove(self, request: Request) -> None:
-        if self.pending.pop(request, None) is not None:
-            self.num_tokens -= request.num_queued
-
-    def take_done(self, fail: Fail) -> list[Request]:
-        """Those that may start now, in order of arrival; what is no grammar ends its request."""
-        done = [(request, future) for request, future in self.pending.items() if future.done()]
-        ready = []
-        for request, future in done:
-            if (error := future.exception()) is not None:
-                fail(request, client_error(error))
-                continue
-            self.remove(request)
-            request.grammar = future.result().copy()
-            request.phase = "waiting"
-            ready.append(request)
-        if ready:
-            self.on_compiled([request.id for request in ready])
-        return ready
-
-    def wait(self, seconds: float) -> None:
-        """Until one is compiled, where nothing else is to be done."""
-        if self.pending:
-            wait(self.pending.values(), seconds, return_when=FIRST_COMPLETED)
 
 
 @dataclass(frozen=True)
@@ -86,50 +43,58 @@ class Followed:
 
 
 @dataclass
-class Following:
-    """Replies whose grammars are slow. Threads follow these: no step has a row of such a reply
-    before its mask is there, so none waits for it."""
+class GrammarWork:
+    """What requests wait for, one thing at a time.
 
+    A grammar is compiled before its request gets into the queue. A slow one is followed by a
+    thread: no step has a row of its reply before its mask is there, so none waits for it.
+    """
+
+    compiler: GrammarCompiler | None  # None: requests have no grammars
     vocab_size: int
-    _pending: dict[Request, Future[Followed]] = field(default_factory=dict)
+    on_compiled: Callable[[list[str]], None] = lambda ids: None
+    # Of a CompiledGrammar or a Followed.
+    pending: dict[Request, Future[Any]] = field(default_factory=dict)
     _threads: ThreadPoolExecutor | None = None
 
     @property
-    def num_coming(self) -> int:
+    def coming(self) -> list[Request]:
         """Those that are not in the queue yet."""
-        return sum(request.phase == "compiling" for request in self._pending)
+        return [request for request in self.pending if request.phase == "compiling"]
 
-    @property
-    def num_coming_tokens(self) -> int:
-        pending = self._pending
-        return sum(request.num_queued for request in pending if request.phase == "compiling")
+    def compile(self, request: Request, spec: GrammarSpec) -> None:
+        assert self.compiler is not None, "this scheduler was made without a compiler"
+        request.phase = "compiling"
+        self.pending[request] = self.compiler.compile(spec)
 
-    def start(self, request: Request, tokens: Sequence[int] = ()) -> None:
+    def follow(self, request: Request, tokens: Sequence[int] = ()) -> None:
         """Append `tokens` to what its grammar has followed, and make the mask behind them."""
         assert request.grammar is not None
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="follow")
         request.mask, request.followed = None, True
         with large_stacks():  # of a thread that this may start
-            self._pending[request] = self._threads.submit(
+            self.pending[request] = self._threads.submit(
                 _follow, request.grammar, list(tokens), self.vocab_size, request.runs_ahead
             )
 
     def remove(self, request: Request) -> None:
-        if (future := self._pending.pop(request, None)) is not None:
+        future = self.pending.pop(request, None)
+        if future is not None and request.followed:  # a grammar may be compiled for others, too
             future.cancel()
 
-    def take_done(self) -> list[tuple[Request, Future[Followed]]]:
-        done = [(request, future) for request, future in self._pending.items() if future.done()]
+    def take_done(self) -> list[tuple[Request, Future[Any]]]:
+        """In order of arrival."""
+        done = [(request, future) for request, future in self.pending.items() if future.done()]
         for request, _ in done:
-            del self._pending[request]
+            del self.pending[request]
             request.followed = False
         return done
 
     def wait(self, seconds: float) -> None:
         """Until one is done, where nothing else is to be done."""
-        if self._pending:
-            wait(self._pending.values(), seconds, return_when=FIRST_COMPLETED)
+        if self.pending:
+            wait(self.pending.values(), seconds, return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
         if self._threads is not None:

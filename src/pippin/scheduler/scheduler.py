@@ -38,9 +38,8 @@ from pippin.scheduler.memory import Claims
 from pippin.scheduler.pace import CostModel, Pace, Timed
 from pippin.scheduler.prompts import PromptPlanner
 from pippin.scheduler.replies import (
-    Compiling,
     Followed,
-    Following,
+    GrammarWork,
     ReplyPlanner,
     append_forced,
     append_tokens,
@@ -103,9 +102,8 @@ class Scheduler:
         self.slots = SlotPool(limits.max_running)
         self.budget = ByteBudget(limits.capacity_bytes, self.cache)
         self.admission = Admission(self.costs, self.budget, self.slots, self.cache, limits)
-        self.compiling = Compiling(self.compiler)
+        self.grammars = GrammarWork(self.compiler, self.spec.vocab_size)
         self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache, self.pushes)
-        self.following = Following(self.spec.vocab_size)
         self._claims = Claims(self.costs, self.budget, self.cache)
         self.requests: dict[str, Request] = {}  # that have not ended
         self.running_slots: dict[int, RunningSlot] = {}  # by slot: in use, or not yet released
@@ -125,12 +123,8 @@ class Scheduler:
         self._seeds = random.Random()
         policy = None if self.cache is None else self.cache.policy
         self._prompts = PromptPlanner(
-            self.admission,
-            self.slots,
-            self._claims,
-            self.running_slots,
-            limits,
-            self.speculation,
+            *(self.admission, self.slots, self._claims, self.running_slots, limits),
+            speculation=self.speculation,
         )
         # What a decode step computed differs in its last bits from what a prompt's chunk would.
         self._replies = ReplyPlanner(
@@ -173,7 +167,7 @@ class Scheduler:
         self.requests[request.id] = request
         self.metrics.prompt_tokens += request.prompt_len
         if grammar is None and submit.params.grammar is not None:
-            self.compiling.add(request, submit.params.grammar)
+            self.grammars.compile(request, submit.params.grammar)
         else:
             self.admission.add(request)
         self._notify(request)
@@ -188,12 +182,12 @@ class Scheduler:
     @property
     def num_coming_tokens(self) -> int:
         """Of requests that will be in the queue when something is compiled or loaded for them."""
-        compiling = self.compiling.num_tokens + self.following.num_coming_tokens
+        compiling = sum(request.num_queued for request in self.grammars.coming)
         return compiling + self.traffic.num_loading_tokens
 
     @property
     def num_waiting(self) -> int:
-        coming = len(self.compiling) + self.following.num_coming + self.traffic.num_loading
+        coming = len(self.grammars.coming) + self.traffic.num_loading
         return len(self.admission.queue) + coming
 
     @property
@@ -215,10 +209,8 @@ class Scheduler:
             if sent is not None:
                 return sent
         step = self.next_step
-        if self.compiling.pending:
-            self._take_compiled()
-        if self.following._pending:
-            self._take_followed()
+        if self.grammars.pending:
+            self._take_grammars()
         if self.traffic.tiers:
             for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
                 self._notify(request)
@@ -391,24 +383,28 @@ class Scheduler:
 
     # ---- arrives, waits, runs --------------------------------------------------------------
 
-    def _take_compiled(self) -> None:
-        """Into the queue with those whose grammars are there now."""
-        for request in self.compiling.take_done(self.fail):
-            if request.grammar is not None and request.grammar.slow:
-                self.following.start(request)
-            self._enqueue(request)
-
-    def _take_followed(self) -> None:
-        """Those that run go on, those that wait for it get into the queue."""
-        for request, future in self.following.take_done():
+    def _take_grammars(self) -> None:
+        """Requests whose grammars are compiled get into the queue; replies whose masks are there go
+        on."""
+        compiled: list[str] = []
+        for request, future in self.grammars.take_done():
             try:
-                self._take_forced(request, future.result())
+                found = future.result()
+                if isinstance(found, Followed):
+                    self._take_forced(request, found)
+                else:
+                    compiled.append(request.id)
+                    request.grammar = found.copy()
+                    if request.grammar.slow:
+                        self.grammars.follow(request)
             except Exception as error:  # whatever a grammar's library raises
                 self.fail(request, client_error(error))
                 continue
             if request.phase == "compiling":
                 request.phase = "waiting"
                 self._enqueue(request)
+        if compiled:
+            self.grammars.on_compiled(compiled)
 
     def _take_forced(self, request: Request, followed: Followed) -> None:
         tokens, reason = append_forced(request, followed.forced)
@@ -478,7 +474,7 @@ class Scheduler:
         if reason is not None:
             self._finish(request, reason)
         elif in_thread:
-            self.following.start(request, result.tokens[slot])
+            self.grammars.follow(request, result.tokens[slot])
 
     def _send(
         self,
@@ -562,14 +558,12 @@ class Scheduler:
         self.metrics.requests_finished += 1
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        self.following.remove(request)
-        if request.phase == "compiling":
-            self.compiling.remove(request)
-        elif request.phase == "loading":
+        self.grammars.remove(request)
+        if request.phase == "loading":
             self.traffic.remove(request)
         elif request.phase == "waiting":
             self.admission.remove(request)
-        elif not (running := self.running_slots[request.slot]).preempting:
+        elif request.running and not (running := self.running_slots[request.slot]).preempting:
             self.leaving.append(running)
         request.end(reason)
         if request.grammar is not None and self.compiler is not None:

@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -259,25 +259,20 @@ class Push(Spills):
         self.reason: str | None = None
 
 
+@dataclass
 class Pushes:
-    def __init__(
-        self,
-        memory: PrefixCache,
-        costs: Costs,
-        format: Format,
-        *,
-        fingerprint: bytes,
-        batch_bytes: int,
-    ) -> None:
-        self._memory = memory
-        self._costs = costs
-        self._format = format
-        self._fingerprint = fingerprint
-        self._batch_bytes = batch_bytes
-        self.targets: dict[str, PushTarget] = {}  # by `Submit.handover`; connections add to it
-        self._pushes: dict[str, Push] = {}  # by request; the one that waited longest first
-        self._steps: dict[int, list[Push]] = {}  # in the order of their spills in a plan
-        self.stats = PushStats()
+    memory: PrefixCache
+    costs: Costs
+    format: Format
+    fingerprint: bytes
+    batch_bytes: int
+    # By `Submit.handover`; connections add to it.
+    targets: dict[str, PushTarget] = field(default_factory=dict)
+    stats: PushStats = field(default_factory=PushStats)
+    # By request; the one that waited longest first.
+    _pushes: dict[str, Push] = field(default_factory=dict)
+    # In the order of their spills in a plan.
+    _steps: dict[int, list[Push]] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
@@ -299,14 +294,14 @@ class Pushes:
         target = self.targets.pop(request.handover)
         self.stats.asked += 1
         wanted = target.wanted
-        store = OutgoingStore(wanted.id, target.peer, self._fingerprint)
+        store = OutgoingStore(wanted.id, target.peer, self.fingerprint)
         tiers = CacheTier(
-            self._memory,
+            self.memory,
             store,
-            self._costs.spec,
-            self._format,
+            self.costs.spec,
+            self.format,
             canary=Canary("off"),
-            batch_bytes=min(self._batch_bytes, target.max_entry_bytes),
+            batch_bytes=min(self.batch_bytes, target.max_entry_bytes),
             kind=OUTGOING,
             level=1,  # what was sent is not evicted any sooner
             wants_state=_states_of(len(wanted.tokens)),

@@ -179,6 +179,10 @@ SLICE = 2048  # tokens of all texts that a step indexes: about a quarter of a mi
 LONGER_MATCHES = 5, 9, 17  # each is a class of its own: acceptance is learnt for each
 DOUBTFUL = 0.5  # share of places that agree: with less, a match counts as a shorter one
 
+MAX_SALTS = 16  # used last
+MAX_TOKENS = 1 << 16  # of a salt; then the older half is dropped
+MAX_SHARED_TEXT = MAX_TOKENS // 4  # of a request: its end
+
 
 class SuffixDrafter(Drafter):
     name = "suffix"
@@ -187,7 +191,7 @@ class SuffixDrafter(Drafter):
         """Without a cache requests share nothing, and this neither."""
         self._cache = cache
         self._texts: dict[str, TextIndex] = {}
-        self._shared = SharedTexts()
+        self._shared: OrderedDict[bytes, TextIndex] = OrderedDict()  # by salt, used last: last
 
     def prepare(self, requests: Iterable[Request]) -> None:
         left = SLICE
@@ -201,7 +205,7 @@ class SuffixDrafter(Drafter):
             left -= text.index(left)
             salts[request.salt] = None
         for salt in salts:
-            shared = self._shared.of(salt)
+            shared = self._shared_of(salt)
             if shared is not None and left > 0:
                 left -= shared.index(left)
 
@@ -209,7 +213,7 @@ class SuffixDrafter(Drafter):
         own = self._texts[request.id]
         tail = own.tail()
         match, found_in = own.find(tail), own
-        shared = self._shared.of(request.salt)
+        shared = self._shared_of(request.salt)
         if shared is not None and (match is None or match.length < MAX_MATCH):
             other = shared.find(tail)
             if other is not None and (match is None or other.length > match.length):
@@ -224,10 +228,10 @@ class SuffixDrafter(Drafter):
         self._texts.pop(request.id, None)
         if self._cache is not None and request.completed and not request.embeds:
             said = request.tokens(request.num_tokens)[request.cached_len :]
-            self._shared.add(request.salt, said)
+            self._share(request.salt, said[-MAX_SHARED_TEXT:])
 
     def flush(self) -> None:
-        self._shared = SharedTexts()
+        self._shared.clear()
 
     def _start(self, request: Request) -> TextIndex:
         prompt = request.prompt[-MAX_TEXT:]
@@ -242,31 +246,20 @@ class SuffixDrafter(Drafter):
         index.extend(prompt)
         return index
 
-
-MAX_SALTS = 16  # used last
-MAX_TOKENS = 1 << 16  # of a salt; then the older half is dropped
-MAX_SHARED_TEXT = MAX_TOKENS // 4  # of a request: its end
-
-
-class SharedTexts:
-    def __init__(self) -> None:
-        self._by_salt: OrderedDict[bytes, TextIndex] = OrderedDict()
-
-    def add(self, salt: bytes, tokens: np.ndarray) -> None:
-        tokens = tokens[-MAX_SHARED_TEXT:]
-        text = self._by_salt.setdefault(salt, TextIndex(MAX_TOKENS // 8))
-        self._by_salt.move_to_end(salt)
+    def _share(self, salt: bytes, tokens: np.ndarray) -> None:
+        text = self._shared.setdefault(salt, TextIndex(MAX_TOKENS // 8))
+        self._shared.move_to_end(salt)
         if len(text) + len(tokens) + 1 > MAX_TOKENS:
             kept = text.last(MAX_TOKENS // 2)
-            text = self._by_salt[salt] = TextIndex(MAX_TOKENS)
+            text = self._shared[salt] = TextIndex(MAX_TOKENS)
             text.extend(kept)
         text.extend(tokens)
         text.extend([SEPARATOR])
-        if len(self._by_salt) > MAX_SALTS:
-            self._by_salt.popitem(last=False)
+        if len(self._shared) > MAX_SALTS:
+            self._shared.popitem(last=False)
 
-    def of(self, salt: bytes) -> TextIndex | None:
-        text = self._by_salt.get(salt)
+    def _shared_of(self, salt: bytes) -> TextIndex | None:
+        text = self._shared.get(salt)
         if text is not None:
-            self._by_salt.move_to_end(salt)
+            self._shared.move_to_end(salt)
         return text

@@ -21,10 +21,10 @@ import msgspec
 
 from pippin.amounts import (
     FOR_EVER,
+    budget_of,
     option_bytes,
     parse_bytes,
     parse_duration,
-    parse_memory,
     show_bytes,
     split_amount,
 )
@@ -88,15 +88,10 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 def budget_bytes(config: Config) -> int:
     """`--memory` for all models together. `config` is resolved."""
-    amount, num_parts = split_amount(config.engine.memory)
     of_gpu = memory_bytes() if config.model.backend == "torch" else None
-    device = of_gpu or host_memory_bytes()
-    if amount == "auto":
-        on_metal = platform.system() == "Darwin"
-        host_share = SHARE_OF_METAL if on_metal else SHARE_OF_HOST
-        return int(device * (SHARE_OF_GPU if of_gpu else host_share)) // num_parts
-    parsed = parse_memory(amount)
-    return (int(device * parsed) if isinstance(parsed, float) else parsed) // num_parts
+    on_metal = platform.system() == "Darwin"
+    share = SHARE_OF_GPU if of_gpu else SHARE_OF_METAL if on_metal else SHARE_OF_HOST
+    return budget_of(config.engine.memory, of_gpu or host_memory_bytes(), share)
 
 
 def least_bytes(config: Config) -> int:

@@ -146,7 +146,7 @@ class _Code(CodeGenerator):
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802
         self.visit(self._called("joined", node.nodes), frame)
 
-    def _called(self, name: str, args: list[jinja2.nodes.Expr]) -> jinja2.nodes.Call:
+    def _called(self, name: str, args: list[Any]) -> jinja2.nodes.Call:
         method = jinja2.nodes.EnvironmentAttribute(name)
         called = jinja2.nodes.Call(method, args, [], None, None, lineno=args[0].lineno)
         called.set_environment(self.environment)

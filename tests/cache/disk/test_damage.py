@@ -49,7 +49,7 @@ def make_sound(directory: Path) -> Path:
         assert store.write(entry, payload(entry))
     store.close()
     (directory / "lock").unlink()
-    assert len(files_of(directory)) == 2 * 4 + 1
+    assert len(files_of(directory)) == 2 * 4
     return directory
 
 

@@ -2,7 +2,6 @@
 
     DIR/lock                    held (flock) by the one process that writes
     DIR/<model>/00000001.data   segments, with an .index each
-    DIR/<model>/recency         in which order entries were used
 
 One server at a time: a second one is refused, if the first does not exit soon. A reader
 (`read_only`) needs no lock. The system releases a lock when its process ends, however it ends.
@@ -26,7 +25,7 @@ from pippin.cache.entries import Bytes, views
 from pippin.errors import DiskCacheError
 
 MAX_PARTS = 512  # of one writev or preadv; systems allow 1,024
-MAX_READ_BYTES = 256 << 20  # of a file that is read whole: an index, an order of use
+MAX_READ_BYTES = 256 << 20  # of an index
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o600) -> int:
@@ -73,6 +72,9 @@ class Files:
     def sync(self, file: int) -> None:
         """On the disk itself, as far as the system says so."""
         os.fsync(file)
+
+    def set_time(self, file: int, seconds: float) -> None:
+        os.utime(file, (seconds, seconds))
 
     def replace(self, path: Path, content: bytes) -> None:
         """A file with this content in place of the one there was; never half of it."""
@@ -128,7 +130,6 @@ def rest_of(parts: list[memoryview], done: int) -> list[memoryview]:
 
 NAME_DIGITS = 8
 LOOK_S = 0.05  # between two tries to lock
-RECENCY = "recency"
 
 logger = logging.getLogger(__name__)
 
@@ -209,13 +210,13 @@ class DirectoryLock:
 
 
 def model_folder(directory: Path, model: bytes) -> Path:
-    return directory / model.hex()[:32]
+    return directory / model.hex()
 
 
 def model_folders(directory: Path) -> Iterator[Path]:
     """Of every model that has one."""
     for path in sorted(directory.iterdir()):
-        if path.is_dir() and not path.is_symlink() and re.fullmatch("[0-9a-f]{32}", path.name):
+        if path.is_dir() and not path.is_symlink() and re.fullmatch("[0-9a-f]{64}", path.name):
             yield path
 
 
@@ -240,7 +241,7 @@ def sort_out(files: Files, folder: Path, *, read_only: bool) -> tuple[int, int]:
     known = {path.stem for path in segment_paths(folder)}
     foreign = lost = 0
     for path in list(folder.iterdir()):
-        if path.name == RECENCY or (path.suffix == ".data" and path.stem in known):
+        if path.suffix == ".data" and path.stem in known:
             continue
         if path.suffix == ".new" and not path.is_dir():
             if not read_only:
@@ -263,10 +264,9 @@ class OtherModels:
         self._files = files
         folders = [folder for folder in model_folders(directory) if folder != own]
         found = [path for folder in folders for path in segment_paths(folder)]
-        self._segments = sorted(found, key=lambda path: path.lstat().st_mtime)  # the oldest first
+        self._segments = sorted(found, key=lambda path: path.lstat().st_mtime)  # used last: last
         self.num_segments = len(found)
-        notes = [folder / RECENCY for folder in folders]
-        self.nbytes = sum(map(segment_bytes, found)) + sum(map(_size, notes))
+        self.nbytes = sum(map(segment_bytes, found))
 
     def remove_oldest(self) -> bool:
         """Delete one segment; False if there is none left."""
@@ -275,9 +275,6 @@ class OtherModels:
         path = self._segments.pop(0)
         self.nbytes -= segment_bytes(path)
         remove_segment(self._files, path)
-        if all(other.parent != path.parent for other in self._segments):
-            self.nbytes -= _size(path.parent / RECENCY)
-            self._files.remove(path.parent / RECENCY)
         return True
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,14 +21,12 @@ from pathlib import Path
 from threading import Lock
 
 from pippin.cache.disk.directory import (
-    RECENCY,
     DirectoryLock,
     Files,
     OtherModels,
+    index_path,
     model_folder,
     model_folders,
-    open_regular,
-    read_whole,
     refuse_shared,
     remove_segment,
     segment_bytes,
@@ -41,10 +38,7 @@ from pippin.cache.disk.segment import (
     HEADER,
     Segment,
     Slot,
-    decode_header,
-    decode_recency,
     encode_arrays,
-    encode_recency,
     model_digest,
     open_segment,
 )
@@ -64,7 +58,7 @@ from pippin.errors import DiskCacheError
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 10.0  # after a write that failed
-RECENCY_S = 60.0
+NOTE_S = 60.0  # between two notes of use
 NUM_THREADS = 8  # that read: a few copy from the page cache and hash as fast as memory allows
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_SEGMENT_BYTES = 256 << 20
@@ -137,10 +131,8 @@ class DiskStore(EntryStore[Slot]):
         self._folder = model_folder(directory, self._model)
         self._writing = Lock()
         self._paused_until = -1.0
-        self._recency_due = clock() + RECENCY_S
-        self._recency_path = self._folder / RECENCY
-        self._recency_bytes = 0
-        self._recency_use = 0  # the clock when it was saved
+        self._note_due = clock() + NOTE_S
+        self._noted_use = 0  # the clock then
         self._kept_bytes = self._moved_bytes = 0
         self._segments: list[Segment] = []  # in the order in which they were started
         self._active: Segment | None = None
@@ -155,8 +147,7 @@ class DiskStore(EntryStore[Slot]):
     @property
     def nbytes(self) -> int:
         """Of all files, other models' too."""
-        own = sum(segment.nbytes for segment in self._segments)
-        return own + self._recency_bytes + self.others.nbytes
+        return sum(segment.nbytes for segment in self._segments) + self.others.nbytes
 
     def _all_counts(self) -> dict[str, int]:
         return super()._all_counts() | {"bytes": self.nbytes}
@@ -242,7 +233,7 @@ class DiskStore(EntryStore[Slot]):
                 raise
             self._append(entry, data, self.next_use())
         self._kept_bytes += entry.nbytes
-        self._save_recency_if_due()
+        self._note_use_if_due()
         return True
 
     def _flush(self, *, closes: bool) -> None:
@@ -251,7 +242,7 @@ class DiskStore(EntryStore[Slot]):
                 return
             try:
                 self._note_drops()
-                self._save_recency_if_due(now=closes)
+                self._note_use_if_due(now=closes)
                 if self._active is not None:
                     self._active.sync()
             except OSError as error:
@@ -387,7 +378,11 @@ class DiskStore(EntryStore[Slot]):
             except OSError:
                 logger.warning("%s cannot be opened", path, exc_info=True)
                 self.count(read_errors=1)
-        self._load_recency()
+        for segment in sorted(self._segments, key=lambda one: one.path.lstat().st_mtime):
+            use = self.next_use()
+            for slot in segment.slots.values():
+                self._set_use(slot, use)
+        self._noted_use = self.clock
         if self._segments and not self.read_only:
             newest = self._segments[-1]
             self._active = newest if newest.data_size < self.segment_bytes else None
@@ -401,54 +396,19 @@ class DiskStore(EntryStore[Slot]):
         found = open_segment(self._files, path, self._model, read_only=self.read_only)
         self.count(damaged=found.damaged, foreign=found.foreign)
         if found.segment is not None:
-            self.clock = max([self.clock, *(slot.use for slot in found.slots)])
             self._segments.append(found.segment)
             for slot in found.slots:
                 self._add(slot)
         elif not found.foreign and not self.read_only:
             remove_segment(self._files, path)
 
-    def _load_recency(self) -> None:
-        try:
-            raw = read_whole(self._recency_path)
-        except FileNotFoundError:
+    def _note_use_if_due(self, *, now: bool = False) -> None:
+        """A data file is as old as the last use of what is in it, so that a restart knows that."""
+        if self.clock == self._noted_use or not (now or self._clock() >= self._note_due):
             return
-        except OSError:
-            logger.warning("%s cannot be read", self._recency_path, exc_info=True)
-            self.count(read_errors=1)
-            return
-        uses = decode_recency(raw, self._model)
-        if uses is None:
-            self.count(damaged=1)
-            if not self.read_only:
-                self._files.remove(self._recency_path)
-            return
-        self._recency_bytes = len(raw)
-        for segment in self._segments:
-            known = uses.get(segment.name, {})
-            for slot in segment.slots.values():
-                self._set_use(slot, max(slot.use, known.get(slot.offset, 0)))
-                self.clock = max(self.clock, slot.use)
-        self._recency_use = self.clock
-
-    def _save_recency_if_due(self, *, now: bool = False) -> None:
-        if not now and self._clock() < self._recency_due:
-            return
-        self._recency_due = self._clock() + RECENCY_S
-        if self.clock == self._recency_use:
-            return
-        self._recency_use = self.clock
-        with self._lock:
-            slots = {one.name: list(one.slots.values()) for one in self._segments}
-            uses = {name: {slot.offset: slot.use for slot in of} for name, of in slots.items()}
-        content = encode_recency(uses, self._model)
-        try:
-            if self._make_room(len(content)):
-                self._files.replace(self._recency_path, content)
-                self._recency_bytes = len(content)
-                self.count(written_bytes=len(content))
-        except OSError as error:
-            logger.warning("%s: the order of use cannot be saved: %s", self._directory, error)
+        self._note_due, self._noted_use = self._clock() + NOTE_S, self.clock
+        for age, segment in enumerate(sorted(self._segments, key=lambda one: -one.mean_use)):
+            self._files.set_time(segment.data, time.time() - age)
 
 
 def _read_block(job: tuple[Slot, Block]) -> bytes | None:
@@ -467,7 +427,7 @@ class ModelReport:
     name: str  # of its folder
     segments: int
     nbytes: int
-    written: float  # when its files were last changed, as time.time() says it
+    written: float  # when it was last written to, as time.time() says it
     entries: Counter[str] = field(default_factory=Counter)  # by component
     payload_bytes: Counter[str] = field(default_factory=Counter)  # by component
     damaged: int = 0
@@ -481,12 +441,25 @@ def look(directory: Path, *, verify: bool = False) -> Iterator[ModelReport]:
         raise DiskCacheError(f"{directory} is not a directory")
     for folder in model_folders(directory):
         paths = list(segment_paths(folder))
-        if paths:
-            nbytes = sum(map(segment_bytes, paths))
-            changed = max(path.lstat().st_mtime for path in paths)
-            report = ModelReport(folder.name, len(paths), nbytes, changed)
-            _add_entries(report, directory, _model_of(paths), verify=verify)
-            yield report
+        if not paths:
+            continue
+        nbytes = sum(map(segment_bytes, paths))
+        changed = max(index_path(path).lstat().st_mtime for path in paths)
+        report = ModelReport(folder.name, len(paths), nbytes, changed)
+        store = DiskStore(directory, b"", 0, model=bytes.fromhex(folder.name))
+        try:
+            for entry in store.entries():
+                report.entries[entry.key.component.value] += 1
+                report.payload_bytes[entry.key.component.value] += entry.nbytes
+                if verify:
+                    store.read([entry.key], [entry.new_buffers()])  # counts what it finds
+            counts = store.counters()
+        finally:
+            store.close()
+        report.damaged = counts.damaged
+        report.foreign = counts.foreign - store.others.num_segments
+        report.unreadable = counts.read_errors
+        yield report
 
 
 def empty(directory: Path) -> int:
@@ -503,7 +476,6 @@ def empty(directory: Path) -> int:
             for path in segment_paths(folder):
                 freed += segment_bytes(path)
                 remove_segment(files, path)
-            files.remove(folder / RECENCY)
             if not any(folder.iterdir()):
                 folder.rmdir()
     except OSError as error:
@@ -511,37 +483,3 @@ def empty(directory: Path) -> int:
     finally:
         lock.release()
     return freed
-
-
-def _add_entries(
-    report: ModelReport, directory: Path, model: bytes | None, *, verify: bool
-) -> None:
-    if model is None or model_folder(directory, model).name != report.name:
-        report.damaged += report.segments  # not one header says whose they are
-        return
-    store = DiskStore(directory, b"", 0, model=model)
-    try:
-        for entry in store.entries():
-            report.entries[entry.key.component.value] += 1
-            report.payload_bytes[entry.key.component.value] += entry.nbytes
-            if verify:
-                store.read([entry.key], [entry.new_buffers()])  # counts what it finds
-        counts = store.counters()
-    finally:
-        store.close()
-    report.damaged += counts.damaged
-    report.foreign += counts.foreign - store.others.num_segments
-    report.unreadable += counts.read_errors
-
-
-def _model_of(paths: list[Path]) -> bytes | None:
-    """The whole name of a folder's model, from the first header that is sound."""
-    for path in paths:
-        try:
-            with open(open_regular(path, os.O_RDONLY), "rb") as file:
-                header = decode_header(file.read(HEADER.size))
-        except OSError:
-            continue
-        if header is not None and model_folder(path.parent.parent, header.model) == path.parent:
-            return header.model
-    return None

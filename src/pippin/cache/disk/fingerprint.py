@@ -38,46 +38,28 @@ def model_fingerprint(folder: Path, facts: Mapping[str, str]) -> bytes:
 
     `facts`: dtype, quantization, layout; in short, all that makes arrays other arrays.
     """
-    remembered = _Remembered(user_cache_path("pippin") / "weights.json")
+    path = user_cache_path("pippin") / "weights.json"
+    known = _load(path)
+    before = dict(known)
     digest = hashlib.blake2b(digest_size=32, person=b"pippin weights")
-    for path in sorted(path for pattern in COUNTED for path in folder.glob(pattern)):
-        _frame(digest, path.name.encode(), remembered.digest(path))
+    for file in sorted(file for pattern in COUNTED for file in folder.glob(pattern)):
+        _frame(digest, file.name.encode(), _file_digest(file.resolve(), known))
     for name, fact in sorted(facts.items()):
         _frame(digest, name.encode(), fact.encode())
-    remembered.save()
+    if known != before:
+        _save(path, known)
     return digest.digest()
 
 
-class _Remembered:
-    """Digests of files that have not changed since."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known = _load(path)
-        self._changed = False
-
-    def digest(self, path: Path) -> bytes:
-        real = path.resolve()
-        name = _state(real)
-        if name in self._known:
-            return bytes.fromhex(self._known[name])
-        hashed = hash_file(real)
-        if _state(real) == name:  # or else it was written meanwhile
-            self._known[name] = hashed.hex()
-            self._changed = True
-        return hashed
-
-    def save(self) -> None:
-        if not self._changed:
-            return
-        there = {name: hashed for name, hashed in self._known.items() if _is_there(name)}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            new.write_text(json.dumps(there, indent=1))
-            new.replace(self._path)
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", self._path, error)
+def _file_digest(path: Path, known: dict[str, str]) -> bytes:
+    """As it is known if the file has not changed since."""
+    state = _state(path)
+    if state in known:
+        return bytes.fromhex(known[state])
+    hashed = hash_file(path)
+    if _state(path) == state:  # or else it was written meanwhile
+        known[state] = hashed.hex()
+    return hashed
 
 
 def hash_file(path: Path) -> bytes:
@@ -123,8 +105,16 @@ def _load(path: Path) -> dict[str, str]:
     return dict(known)
 
 
-def _is_there(name: str) -> bool:
-    return os.path.exists(name.split("|")[0])
+def _save(path: Path, known: Mapping[str, str]) -> None:
+    """Of files that are there."""
+    there = {name: digest for name, digest in known.items() if os.path.exists(name.split("|")[0])}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_text(json.dumps(there, indent=1))
+        new.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error)
 
 
 def _frame(digest: hashlib.blake2b, *parts: bytes) -> None:

@@ -3,8 +3,6 @@
     data     header | payload | payload | ...     a payload is its arrays, one after the other
     index    header | record | record | ...       a record: mark, length, digest, msgpack
     header   mark (8), version, segment (16), model (32), digest (16)
-    recency  digest | msgpack: when each entry was used last. Written whole, at most once a minute
-             and when the store closes; losing it costs nothing but that order
 
 Digests are XXH3 of 128 bits. A payload's covers those of its blocks (`entries.divided`), its
 name, its model, and the name, dtype and shape of each array. A record's covers its place and its
@@ -42,14 +40,11 @@ from pippin.cache.entries import (
 )
 from pippin.types import Component
 
-VERSION = 2
+VERSION = 3
 DATA_MARK, INDEX_MARK = b"PIPPIN-D", b"PIPPIN-I"
 HEADER = struct.Struct("<8sI16s32s16s")
 RECORD_MARK = b"\xf1Rec"
 FRAME = struct.Struct("<4sI16s")
-DIGEST_BYTES = 16
-
-Uses = dict[bytes, dict[int, int]]  # by segment and offset: the store's clock at the last use
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,6 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
 
     offset: int
     digest: bytes
-    use: int  # on the store's clock when it was written
     chain: bytes
     component: str
     num_tokens: int
@@ -101,7 +95,6 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     offset: int
 
 
-_uses = msgspec.msgpack.Decoder(Uses)
 _records = msgspec.msgpack.Decoder(Put | Drop)
 _arrays = msgspec.msgpack.Decoder(tuple[tuple[str, str, tuple[int, ...], int | None], ...])
 
@@ -115,10 +108,10 @@ def decode_arrays(raw: bytes) -> tuple[ArraySpec, ...]:
     return tuple(ArraySpec(*fields) for fields in _arrays.decode(raw))
 
 
-def put_of(entry: Entry, offset: int, digest: bytes, use: int) -> Put:
+def put_of(entry: Entry, offset: int, digest: bytes) -> Put:
     key = entry.key
     return Put(
-        *(offset, digest, use, key.chain, key.component.value, key.num_tokens, entry.parent),
+        *(offset, digest, key.chain, key.component.value, key.num_tokens, entry.parent),
         *(entry.start, little_endian(entry.tokens), encode_arrays(entry.arrays)),
     )
 
@@ -184,19 +177,6 @@ def _record_digest(body: bytes | memoryview, segment: bytes, at: int) -> bytes:
     digest = xxhash.xxh3_128(segment + struct.pack("<QI", at, len(body)))
     digest.update(body)
     return digest.digest()
-
-
-def encode_recency(uses: Uses, model: bytes) -> bytes:
-    body = msgspec.msgpack.encode(uses)
-    return xxhash.xxh3_128_digest(model + body) + body
-
-
-def decode_recency(raw: bytes, model: bytes) -> Uses | None:
-    """None if these are not the bytes that were written."""
-    digest, body = raw[:DIGEST_BYTES], raw[DIGEST_BYTES:]
-    if digest != xxhash.xxh3_128_digest(model + body):
-        return None
-    return _uses.decode(body)
 
 
 logger = logging.getLogger(__name__)
@@ -281,7 +261,7 @@ class Segment:
         """Write an entry at the end; an error leaves the segment as it was."""
         digest = payload_digest(self.model, entry, [block.digest() for block in divided(data)])
         slot = Slot(entry, use, self, self.data_size, digest)
-        record = put_of(entry, slot.offset, digest, use)
+        record = put_of(entry, slot.offset, digest)
         try:
             self.files.write(self.data, slot.offset, data)
             written = self._append_record(record)
@@ -442,7 +422,7 @@ def _recover(segment: Segment, raw: bytes, data_size: int, *, read_only: bool) -
 
 
 def _slot(segment: Segment, put: Put) -> Slot:
-    return Slot(entry_of(put), put.use, segment, put.offset, put.digest)
+    return Slot(entry_of(put), 0, segment, put.offset, put.digest)
 
 
 def _is_foreign(header: Header | None, mark: bytes, model: bytes) -> bool:

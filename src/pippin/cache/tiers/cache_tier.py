@@ -70,13 +70,6 @@ class LoadRates:
         self.bytes_per_second += weight * (rate - self.bytes_per_second)
         self.num_seen += 1
 
-    def observe_late(self, nbytes: int, seconds: float) -> None:
-        """These bytes did not arrive in that time: they take longer."""
-        if nbytes < MIN_BYTES:
-            self.observe_rest(seconds)
-        else:
-            self.observe_read(nbytes, seconds)
-
     def observe_rest(self, seconds: float) -> None:
         """From the start of a whole load to its end, less its reads."""
         self.latency += FORGETTING * (seconds - self.latency)
@@ -471,10 +464,10 @@ class CacheTier:
 
     def _fill(self) -> None:
         """Add what an earlier process wrote; what has no path from the root is not wanted."""
-        found = rebuild(self._store.entries(), self._store.fingerprint)
-        self._unused += found.orphans
+        found, orphans = rebuild(self._store.entries(), self._store.fingerprint)
+        self._unused += orphans
         plain = Chain(self._store.fingerprint).key
-        for placed in sorted(found.placed, key=lambda one: ORDER.index(one.entry.key.component)):
+        for placed in sorted(found, key=lambda one: ORDER.index(one.entry.key.component)):
             entry, component = placed.entry, placed.entry.key.component
             is_kept = component in self._components
             if is_kept and entry.arrays == self.format(component, entry.num_parts):

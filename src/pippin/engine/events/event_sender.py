@@ -242,6 +242,7 @@ MAX_STEPS = 100  # of a message
 MAX_ROWS = 4000  # in these steps together, where a chunk counts as CHUNK_ROWS
 CHUNK_ROWS = 20
 MAX_REQUESTS = 100  # of a message
+COUNTED = ("prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens", "preemptions")
 NUM_PAST_REQUESTS = 30  # of a snapshot, beside these
 MAX_NODE_TOKENS = 4096  # of an answer
 
@@ -445,16 +446,12 @@ class EventSender:
         return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.admission.queue),
-            compiling=len(scheduler.compiling),
+            compiling=len(scheduler.grammars.coming),
             loading=scheduler.traffic.num_loading,
-            prompt_tokens=metrics.prompt_tokens,
-            cached_tokens=metrics.cached_tokens,
-            computed_tokens=metrics.computed_tokens,
-            generated_tokens=metrics.generated_tokens,
+            **{name: getattr(metrics, name) for name in COUNTED},
             finished=metrics.requests_finished,
             aborted=metrics.requests_aborted,
             failed=metrics.requests_failed,
-            preemptions=metrics.preemptions,
             tokens_per_second=round(generated / seconds, 1) if seconds else 0.0,
             idle_share=self._idle_share(),
             received=scheduler.traffic.num_received,

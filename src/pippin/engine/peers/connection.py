@@ -1,7 +1,14 @@
-"""Frames and payloads on one connection, and how it is opened.
+"""Frames and payloads on one connection between a prefill engine and a decode engine.
 
-Whatever the other end sends is bounded before it is read: frames by a limit that the caller gives,
-payloads by the sizes that this end expects.
+    decode engine    Hello ▶             Proof ▶                     Ask ▶  Cancel ▶
+    prefill engine           ◀ Hello             ◀ Proof | Refusal          ◀ Entry ... ◀ End
+
+    on one machine   ◀ Memory    Mapped ▶    ◀ Entry, its payload in that memory    Taken ▶
+
+A frame is its length (4 bytes) and a message (msgpack); an `EntryFrame` is followed by its payload
+unless that is in memory that both engines have mapped. Whatever the other end sends is bounded
+before it is read: frames by a limit that the caller gives, payloads by the sizes that this end
+expects, and every field.
 """
 
 from __future__ import annotations
@@ -11,42 +18,289 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import mmap
 import os
+import re
 import secrets
 import socket
+import ssl
+import stat
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from pippin.backends.base import Backend
 from pippin.cache import entries
 from pippin.cache.disk.fingerprint import model_fingerprint
 from pippin.cache.entries import Bytes
-from pippin.config import Config
-from pippin.engine.peers.shared_memory import IncomingMemory, OutgoingMemory
-from pippin.engine.peers.wire_frames import (
-    LENGTH_BYTES,
-    MAX_HANDSHAKE_BYTES,
-    NONCE_BYTES,
-    OPENINGS,
-    PROTOCOL,
-    EntryFrame,
-    Frame,
-    Hello,
-    Mapped,
-    Memory,
-    Proof,
-    Refusal,
-    Taken,
-    limited,
-)
-from pippin.errors import PippinError
+from pippin.config import Config, PeersConfig
+from pippin.errors import ConfigError, PippinError
 from pippin.types import Component
 from pippin.version import __version__
+
+PROTOCOL = 1
+LENGTH_BYTES = 4
+NONCE_BYTES = 32
+MAX_HANDSHAKE_BYTES = 8 << 10
+MAX_ENTRY_FRAME_BYTES = 4 << 10  # and of an End
+ASK_FRAME_BYTES = 64 << 10  # of an Ask, beside its tokens
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Text = Annotated[str, msgspec.Meta(max_length=500)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+HashKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    protocol: Count
+    nonce: HashKey
+
+
+class Proof(msgspec.Struct, tag="proof", frozen=True):
+    proof: HashKey
+    facts: Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+    max_entry_bytes: Count  # that this end accepts
+
+
+class Refusal(msgspec.Struct, tag="refusal", frozen=True):
+    reason: Text
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """Compute this prompt, and send all of it but the KV of the first `held` tokens."""
+
+    id: Name
+    tokens: bytes  # int32, little-endian
+    salt: Annotated[bytes, msgspec.Meta(max_length=64)]
+    held: Count
+    boundaries: Annotated[list[Count], msgspec.Meta(max_length=4096)]
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    id: Name
+
+
+class Memory(msgspec.Struct, tag="memory", frozen=True):
+    """Payloads can pass through it; see `OutgoingMemory`."""
+
+    name: Name
+    nbytes: Count
+    token: HashKey
+
+
+class Mapped(msgspec.Struct, tag="mapped", frozen=True):
+    """The answer to a Memory."""
+
+    is_mapped: bool
+
+
+class Taken(msgspec.Struct, tag="taken", frozen=True):
+    """All before this position in the memory."""
+
+    end: Count
+
+
+class EntryFrame(msgspec.Struct, tag="entry", frozen=True):
+    """A payload of `nbytes` follows, or is in the memory."""
+
+    id: Name
+    component: Name
+    start: Count
+    end: Count
+    chain: HashKey
+    nbytes: Count
+    digest: Digest
+    at: Count | None = None  # position in the memory
+
+
+class End(msgspec.Struct, tag="end", frozen=True):
+    id: Name
+    reason: Text
+
+
+Opening = Hello | Proof | Refusal
+ToPrefill = Ask | Cancel | Mapped | Taken
+ToDecode = EntryFrame | End | Memory
+Frame = Opening | ToPrefill | ToDecode
+OPENINGS: msgspec.msgpack.Decoder[Opening] = msgspec.msgpack.Decoder(Opening)
+TO_PREFILL: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
+TO_DECODE: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
+
+
+def limited(text: str) -> str:
+    """A text as a frame may hold it."""
+    return text[:500]
+
+
+LEAST_SECRET_BYTES = 16
+
+
+@dataclass(frozen=True)
+class PeerKeys:
+    """What both ends need to trust each other."""
+
+    secret: bytes  # b"": none
+    server: ssl.SSLContext | None  # None: there is no certificate
+    client: ssl.SSLContext
+
+
+def read_keys(config: PeersConfig) -> PeerKeys:
+    """Raises ConfigError for files that cannot be used."""
+    secret = b"" if config.peer_secret_file is None else _read_secret(config.peer_secret_file)
+    server = None
+    if config.peer_cert is not None:
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            server.load_cert_chain(config.peer_cert, config.peer_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"peer_cert {config.peer_cert} cannot be used with peer_key {config.peer_key}: "
+                f"{error}"
+            ) from error
+    try:
+        client = ssl.create_default_context(cafile=config.peer_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"peer_ca {config.peer_ca} cannot be used: {error}") from error
+    client.minimum_version = ssl.TLSVersion.TLSv1_3
+    return PeerKeys(secret, server, client)
+
+
+def _read_secret(name: str) -> bytes:
+    try:
+        secret = Path(name).expanduser().read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"peer_secret_file {name} cannot be read: {error}") from error
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ConfigError(
+            f"the secret in peer_secret_file {name} has {len(secret)} bytes: use at least "
+            f"{LEAST_SECRET_BYTES}, such as the output of `openssl rand -hex 32`"
+        )
+    return secret
+
+
+RING_BYTES = 32 << 20
+MAX_RING_BYTES = 1 << 30  # that is mapped, whatever the other end says
+TOKEN_BYTES = 32
+OLD_SECONDS = 120.0  # of a name: the answer takes far less
+NAME = re.compile(r"pippin-[0-9a-f]{32}")
+FOLDERS = ("/dev/shm", tempfile.gettempdir())  # the second one where the first is not there
+
+
+class OutgoingMemory:
+    """Made by the sender. The name of its file is gone as soon as the other end has answered, so
+    nothing is left behind when both have ended. One that is killed before that leaves its file to
+    the next one to remove.
+    """
+
+    def __init__(self, nbytes: int = RING_BYTES) -> None:
+        """Raises OSError where there is no room for it: all of it is written to once."""
+        self.name = f"pippin-{secrets.token_hex(16)}"
+        self.nbytes = nbytes
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._path = _folder() / self.name
+        _remove_old(self._path.parent)
+        self._head = self._tail = 0
+        try:
+            with open(self._path, "xb+", opener=_open_private) as file:
+                file.write(self.token.ljust(nbytes, b"\0"))
+                file.flush()
+                self._memory = _map(file.fileno(), nbytes)
+        except OSError:
+            self.remove_name()
+            raise
+
+    def remove_name(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+    def place(self, nbytes: int) -> int | None:
+        """The position of a payload of 1 to all bytes; None until more was taken."""
+        at = self._head
+        if at % self.nbytes + nbytes > self.nbytes:
+            at += self.nbytes - at % self.nbytes
+        if self._tail == self._head:  # all was taken
+            self._tail = at
+        if at + nbytes - self._tail > self.nbytes:
+            return None
+        self._head = at + nbytes
+        return at
+
+    def write(self, at: int, payload: Sequence[Bytes]) -> None:
+        at %= self.nbytes
+        for view in entries.views(payload):
+            self._memory[at : at + len(view)] = np.frombuffer(view, np.uint8)
+            at += len(view)
+
+    def free(self, end: int) -> bool:
+        """What lies before this position was taken; False if it cannot have been."""
+        is_valid = self._tail <= end <= self._head
+        if is_valid:
+            self._tail = end
+        return is_valid
+
+
+class IncomingMemory:
+    """The same memory, as the receiver has mapped it."""
+
+    def __init__(self, name: str, nbytes: int, token: bytes) -> None:
+        """Raises OSError where it is not there, or is not what the sender made."""
+        if not NAME.fullmatch(name) or not TOKEN_BYTES <= nbytes <= MAX_RING_BYTES:
+            raise OSError(f"no memory of {nbytes:,} bytes is named {name}")
+        descriptor = os.open(_folder() / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+            if not is_private or found.st_size != nbytes:
+                raise OSError(f"{name} is not a file of {nbytes:,} bytes of this user")
+            self._memory = _map(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        if not hmac.compare_digest(self._memory[:TOKEN_BYTES].tobytes(), token):
+            raise OSError(f"{name} is another memory of that name")
+        self.nbytes = nbytes
+
+    def read(self, at: int, arrays: Sequence[Bytes]) -> bool:
+        """False: no payload of this size can lie there."""
+        at %= self.nbytes
+        views = entries.views(arrays)
+        if at + sum(len(view) for view in views) > self.nbytes:
+            return False
+        for view in views:
+            np.frombuffer(view, np.uint8)[:] = self._memory[at : at + len(view)]
+            at += len(view)
+        return True
+
+
+def _folder() -> Path:
+    return next(Path(folder) for folder in FOLDERS if os.access(folder, os.W_OK))
+
+
+def _remove_old(folder: Path) -> None:
+    for path in folder.glob("pippin-*"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            is_old = time.time() - path.stat().st_mtime > OLD_SECONDS
+            if is_old and NAME.fullmatch(path.name):
+                path.unlink()
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _map(descriptor: int, nbytes: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+
 
 Result = TypeVar("Result")
 CLOSE_SECONDS = 2.0

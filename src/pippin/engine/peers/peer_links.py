@@ -17,22 +17,20 @@ from pippin.cache.tiers.cache_tier import Format
 from pippin.config import PeerAddress
 from pippin.engine.peers.connection import (
     BUFFER_BYTES,
-    Connection,
-    Facts,
-    PeerRefused,
-    WireThread,
-    reason_of,
-)
-from pippin.engine.peers.wire_frames import (
     MAX_ENTRY_FRAME_BYTES,
     TO_DECODE,
     Ask,
     Cancel,
+    Connection,
     End,
     EntryFrame,
+    Facts,
     Memory,
     PeerKeys,
+    PeerRefused,
     ToPrefill,
+    WireThread,
+    reason_of,
 )
 from pippin.types import Component
 

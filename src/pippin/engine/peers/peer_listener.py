@@ -17,25 +17,23 @@ from pippin.cache.entries import Bytes, Entry
 from pippin.cache.peer_store import Wanted
 from pippin.config import PeerAddress
 from pippin.engine.peers.connection import (
+    ASK_FRAME_BYTES,
     BUFFER_BYTES,
     CLOSE_SECONDS,
     HANDSHAKE_SECONDS,
-    Connection,
-    Facts,
-    PeerRefused,
-    WireThread,
-    reason_of,
-)
-from pippin.engine.peers.wire_frames import (
-    ASK_FRAME_BYTES,
     TO_PREFILL,
     Ask,
     Cancel,
+    Connection,
     End,
     EntryFrame,
+    Facts,
     PeerKeys,
+    PeerRefused,
     Taken,
+    WireThread,
     limited,
+    reason_of,
 )
 from pippin.errors import LoadError
 from pippin.messages import Abort, Submit
