@@ -30,7 +30,6 @@ from pippin.types import GrammarSpec
 END = "<|end_of_reply|>"
 _FIXTURE = Path(__file__).parents[1] / "fixtures/family_replies.jsonl"
 _HEADER, *RECORDED = map(json.loads, _FIXTURE.read_text(encoding="utf-8").splitlines())
-RECORDED = [each for each in RECORDED if not each["template"].startswith("by hand/")]
 RECORDED_TOOLS = _HEADER["tools"]
 MODEL = ModelInfo(name="m", max_len=1000, vocab_size=1000, created_s=1)
 # Formats whose calls begin with a mark that is one token in the family's models.

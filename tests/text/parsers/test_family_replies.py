@@ -1,4 +1,4 @@
-"""Reasoning, marks around answers, slips in calls, and which format a template speaks."""
+"""Replies of each family as its chat template writes them: whole, and cut in two at every place."""
 
 from __future__ import annotations
 
@@ -27,6 +27,59 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
     for name in ("get_weather", "f")
 ]
+TEXT = 'it\'s "wet" <b>\nTokyo'
+CALLS = [
+    ("get_weather", {"text": TEXT, "count": 3, "flag": True}),
+    ("f", {"list": ["a", "b"], "tree": {"a": [1, None]}}),
+]
+JSON_CALLS = [
+    '{"name": "get_weather", "arguments": {"text": "it\'s \\"wet\\" <b>\\nTokyo", "count": 3, '
+    '"flag": true}}',
+    '{"name": "f", "arguments": {"list": ["a", "b"], "tree": {"a": [1, null]}}}',
+]
+
+
+# (tools, reasoning, end of the prompt, reply); every reply reasons "Hm." and makes the two calls.
+# Of families without a recorded template, or whose recorded one has other marks of reasoning.
+REPLIES = {
+    "olmo3": (
+        *("olmo3", "think", "<think>"),
+        'Hm.</think><function_calls>get_weather(text="it\'s \\"wet\\" <b>\\nTokyo", count=3, '
+        'flag=true)\nf(list=["a", "b"], tree={"a": [1, null]})</function_calls>',
+    ),
+    "hunyuan": (
+        *("jamba", "think_answer", ""),
+        f"<think>\nHm.\n</think>\n<answer>\n<tool_calls>[{', '.join(JSON_CALLS)}]</tool_calls>\n"
+        "</answer>",
+    ),
+    "granite3": (
+        *("granite3", "think_response", ""),
+        f"<think>Hm.</think><response><|tool_call|>[{', '.join(JSON_CALLS)}]</response>",
+    ),
+    "granite3.1": (
+        *("granite3", "granite", ""),
+        "Here is my thought process:\n\nHm.\n\nHere is my response:\n<tool_call> [\n"
+        + ",\n".join(JSON_CALLS)
+        + "\n]",
+    ),
+    "phi4_mini": (
+        *("phi4_mini", "think", "<think>"),
+        f"Hm.</think>functools[{', '.join(JSON_CALLS)}]",
+    ),
+    "ernie": (
+        *("hermes", "think_response", "<think>\n"),
+        "Hm.\n</think>\n\n\n"
+        + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in JSON_CALLS),
+    ),
+    "longcat": (
+        *("longcat", "think", "<think>"),
+        "Hm.</think><longcat_tool_call>get_weather\n<longcat_arg_key>text</longcat_arg_key>\n"
+        f"<longcat_arg_value>{TEXT}</longcat_arg_value>\n<longcat_arg_key>count</longcat_arg_key>\n"
+        "<longcat_arg_value>3</longcat_arg_value>\n<longcat_arg_key>flag</longcat_arg_key>\n"
+        "<longcat_arg_value>true</longcat_arg_value>\n</longcat_tool_call>\n"
+        f"<longcat_tool_call>{JSON_CALLS[1]}</longcat_tool_call>",
+    ),
+}
 
 
 def parse(formats: ReplyFormats, prompt: str, *parts: str, tools: Any = TOOLS) -> list[TextPiece]:
@@ -46,6 +99,19 @@ def calls_in(folded: FoldedText) -> list[tuple[str, Any]]:
 def fold(formats: ReplyFormats, prompt: str, text: str, tools: Any = TOOLS) -> FoldedText:
     parser = formats.parser(prompt, tools)
     return FoldedText.of([*parser.feed(text), *parser.close()])
+
+
+@cases("family", REPLIES)
+def test_a_familys_reasoning_and_calls_are_found_wherever_its_reply_is_cut(family: str) -> None:
+    tools, reasoning, prompt, reply = REPLIES[family]
+    formats = ReplyFormats(tools, reasoning)
+    folded = fold(formats, prompt, reply)
+    assert calls_in(folded) == CALLS
+    assert (folded.content, folded.reasoning) == ("", "Hm.")
+    whole = parse(formats, prompt, reply)
+    assert parse(formats, prompt, *reply) == whole
+    for at in range(1, len(reply)):
+        assert parse(formats, prompt, reply[:at], reply[at:]) == whole, reply[:at]
 
 
 # ---- reasoning, and marks around an answer ---------------------------------------------------

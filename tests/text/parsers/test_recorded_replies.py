@@ -1,7 +1,4 @@
-"""Turns with tool calls that families' chat templates wrote are read back: whole, and in parts.
-
-Rows of the fixture `by hand/…` are of families without a template that shows a past call.
-"""
+"""Turns with tool calls that families' chat templates wrote are read back: whole, and in parts."""
 
 from __future__ import annotations
 
@@ -20,6 +17,8 @@ RECORDED = Path(__file__).parents[2] / "fixtures/family_replies.jsonl"
 HEADER, *REPLIES = map(json.loads, RECORDED.read_text(encoding="utf-8").splitlines())
 TOOLS = HEADER["tools"]
 APART = 40  # characters: more than a mark has
+# Formats whose models have no template that shows a past call: tested on replies written by hand.
+WITHOUT_A_TEMPLATE = {"longcat", "olmo3", "phi4_mini"}
 
 
 def name_of(recorded: dict[str, Any]) -> str:
@@ -109,5 +108,5 @@ def without_ids(pieces: list[TextPiece]) -> list[TextPiece]:
     ]
 
 
-def test_every_format_is_recorded() -> None:
-    assert {each["tools"] for each in REPLIES} == set(TOOL_FORMATS)
+def test_every_format_has_a_template_that_wrote_it() -> None:
+    assert {each["tools"] for each in REPLIES} == set(TOOL_FORMATS) - WITHOUT_A_TEMPLATE
