@@ -17,7 +17,7 @@ from pippin.api.batches.store import ENDPOINTS
 from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.metrics_endpoint import MeteredEngine, ServerMetrics
 from pippin.api.endpoints.server_info import ANTHROPIC_HEADER
-from pippin.api.http.access_control import AccessControl, known_keys
+from pippin.api.http.access_control import AccessControl, Keys
 from pippin.api.http.answers import ERROR_HANDLERS, ErrorResponse, RequestLog
 from pippin.api.page import page_paths, page_routes
 from pippin.api.response_store import ResponseStores
@@ -40,7 +40,7 @@ class Application:
 
     def __init__(self, models: ServedModels, config: ServerConfig, limits: LimitsConfig) -> None:
         metrics = ServerMetrics(models)
-        num_owners = max(1, len(known_keys(config)))
+        num_owners = max(1, len(Keys(config).owners))
         state = AppState(
             models,
             config,

@@ -158,7 +158,7 @@ def _endpoint(row: Endpoint, state: AppState) -> Any:
     async def handle(request: Request) -> Response:
         record_of(request.scope).quiet = row.is_probe
         if row.is_admin:
-            state.admins.check(request.scope)
+            state.keys.check_admin(request.scope)
         if row.query is not None:
             request.state.query = generation.read_query(request, row.query, state.rules)
         return await row.handler(state, request)
