@@ -41,14 +41,12 @@ backends.chunking: backends.base types
 backends.host:
 backends.masks:
 backends.mtp_weights:
-backends.draft_limits:
 backends.step: backends.base backends.sampling cache.entries types
 backends.fake: backends.base backends.masks backends.step cache.entries types
-backends.mlx: backends.base backends.chunking backends.draft_limits backends.fallbacks backends.host
-    backends.masks backends.mtp_weights backends.sampling backends.step cache.entries config types
-backends.torch: amounts backends.base backends.chunking backends.draft_limits backends.fallbacks
-    backends.host backends.masks backends.mtp_weights backends.sampling backends.step cache.entries
-    types
+backends.mlx: backends.base backends.chunking backends.fallbacks backends.host backends.masks
+    backends.mtp_weights backends.sampling backends.step cache.entries config types
+backends.torch: amounts backends.base backends.chunking backends.fallbacks backends.host
+    backends.masks backends.mtp_weights backends.sampling backends.step cache.entries types
 scheduler: backends.base backends.masks backends.warm_up cache decode messages metrics types
 engine: amounts backends cache config decode logs messages metrics scheduler types version
 engine.engine_spec: cache config scheduler.request
