@@ -174,7 +174,7 @@ def nudged(array: mx.array) -> mx.array:
 def test_the_canary_catches_a_spoiled_payload_on_restore(name: str) -> None:
     prompt = make_prompt(name, 131, seed=8)
     longer = [*prompt, 9]
-    for index in cache_of(make_client(name))._rules.indices:
+    for index in cache_of(make_client(name)).rules.indices:
         client = make_client(name, canary=Canary("raise"))
         client.ask(prompt, max_tokens=1)
         nodes = nodes_of(client, longer)

@@ -63,7 +63,7 @@ def spoil(client: Client, payload: Payload) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_spoiled_payload_is_noticed_when_it_is_restored(name: str) -> None:
     prompt = make_prompt(name, 131, seed=8)
-    for index in cache_of(make_client(name))._rules.indices:
+    for index in cache_of(make_client(name)).rules.indices:
         client = make_client(name, canary=Canary("raise"))
         client.ask(prompt, max_tokens=1)
         nodes = nodes_of(client, prompt)
