@@ -361,10 +361,6 @@ class Traffic:
                 tier.remove_lost()
         self.flushing = any(tree.flushing for tree in self._trees)
 
-    def check_when_idle(self) -> None:
-        for tree in self._trees:
-            tree.check_when_idle()
-
     def counters(self) -> Mapping[TierName, dict[str, Any]]:
         """Of each tier below memory."""
         return {
