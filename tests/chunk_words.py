@@ -1,6 +1,6 @@
-"""Chunks of prompts in made-up pools; and what their words say, read in the plainest way.
+"""Steps in made-up pools; and what their words say, read in the plainest way.
 
-`PlainPrompt` looks at nothing but the words that a captured graph reads: token by token, row by
+`PlainWords` looks at nothing but the words that a step over kernels reads: token by token, row by
 row. It stands in for kernels where there are none.
 """
 
@@ -12,26 +12,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from pippin.backends.base import PrefillRow
+from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.sampling.rules import FAR
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.device import find_device
-from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps, mixed_steps
+from pippin.backends.torch.device import arrays_on, find_device
+from pippin.backends.torch.graphs.steps import CapturedSteps, Forwarded
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
 from pippin.backends.torch.plain.forward import PlainForward
-from pippin.backends.torch.plain.gated_delta import gated_delta_step
+from pippin.backends.torch.plain.recurrent import gated_delta_step
 from pippin.backends.torch.pools.layout import WASTE_SLAB, PoolLayout
-from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.memory import KeptInputs, Pools
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.batches import Batch, HeldCells, chunk_batch, take_chunks
-from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
-from pippin.backends.torch.step.decode_inputs import Choice, RowArrays
+from pippin.backends.torch.step.batches import (
+    DecodeBatch,
+    HeldCells,
+    SeenCells,
+    chunk_batch,
+    decode_batch,
+    take_chunks,
+    take_rows,
+)
+from pippin.backends.torch.step.decode_inputs import FIELDS, Choice
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
 from pippin.backends.torch.step.noise import add_gumbel_noise
-from pippin.backends.torch.step.sizes import ROOM_ROWS, MixedSize, Room
+from pippin.backends.torch.step.slots import Slots
+from pippin.backends.torch.step.words import FIRST_CELL, StepInputs, StepSize, StepWords
+from pippin.types import Component
 from torch_serving import load_torch
 
 DEVICE = find_device()
@@ -43,55 +53,75 @@ def chunk(slot: int, start: int, length: int, *checkpoints: int) -> PrefillRow:
     return PrefillRow(slot, start, tokens, captures=True, checkpoints=checkpoints)
 
 
-class MadeUpChunks:
-    """Rows with KV and states of noise, and these chunks to run behind them, beside one token each
-    of other rows: `beside` has positions by slot."""
+class MadeUpStep:
+    """Rows with KV and states of noise: chunks to run behind them, and one token each of other
+    rows: `beside` has positions by slot."""
 
     def __init__(
-        self, name: str, chunks: tuple[PrefillRow, ...], beside: Mapping[int, int] = NO_ROWS
+        self,
+        name: str,
+        chunks: tuple[PrefillRow, ...] = (),
+        beside: Mapping[int, int] = NO_ROWS,
+        max_len: int = 256,
     ) -> None:
         self.decoder: Decoder = load_torch(name, kernels=True).decoder
         self.layout = PoolLayout(self.decoder.shape, self.decoder.dtype)
-        self.pools = Pools(self.layout, 40 * self.layout.slab_bytes, DEVICE)
+        lengths = {row.slot: row.start for row in chunks} | dict(beside)
+        num_slabs = 40 + sum(lengths.values()) // self.layout.cells_per_slab(Component.ATTENTION)
+        self.pools = Pools(self.layout, num_slabs * self.layout.slab_bytes, DEVICE)
         generator = torch.Generator(DEVICE).manual_seed(0)
         for views in (self.pools.kv, self.pools.recurrent, self.pools.conv):
             for view in views:
                 view.normal_(generator=generator)
         self.pools.memory[: self.layout.slab_bytes] = 0
-        lengths = {row.slot: row.start for row in chunks} | dict(beside)
-        self.held = Rows(self.pools, max(lengths), max_len=256)
+        self.held = Rows(self.pools, max(lengths), max_len=max_len)
+        self.future = FutureMap(arrays_on(DEVICE), max(lengths))
+        self.future.tokens[1:] = torch.arange(5, 5 + max(lengths))
         for slot, length in lengths.items():
             self.held.grow(slot, length)
-            if length:  # it has a state of its own, which it may write in place
+            if length and (chunks or slot % 2):  # it may write its own state in place
                 self.held.next_states(np.array([slot]))
-        slots, positions = (np.array([*x], dtype=np.int64) for x in (beside, beside.values()))
-        cells = self.held.grow_each(slots, positions)
-        self.rows = RowArrays(slots, positions, cells, *self.held.next_states(slots))
-        self.taken = take_chunks(chunks, self.held, self.pools)
+        decodes = [DecodeRow(slot, position) for slot, position in beside.items()]
+        self.rows = take_rows(decodes, self.held, self.pools) if decodes else None
+        self.taken = take_chunks(chunks, self.held, self.pools) if chunks else None
         self.before = self.pools.memory.clone()
         self.last = np.cumsum([len(row.tokens) for row in chunks]) - 1
 
-    def inputs(self, room: Room) -> ChunkInputs:
-        packed = pack_chunks(room, self.taken, self.held, self.layout)
-        return ChunkInputs.of(torch.from_numpy(packed.words).to(DEVICE), room, self.layout)
+    def words(self, size: StepSize) -> StepWords:
+        words = StepWords(size, self.layout)
+        if self.rows is not None:
+            slots = Slots(len(self.held.lengths) - 1, self.decoder.shape.vocab_size, torch.tensor)
+            words.put_rows(self.rows, slots)
+        if self.taken is not None:
+            words.put_chunks(self.taken, self.held)
+        return words
+
+    def inputs(self, size: StepSize) -> StepInputs:
+        words = torch.from_numpy(self.words(size).words).to(DEVICE)
+        return StepInputs.of(words, size, self.layout)
 
     def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What plain operations say behind each token, and what they write."""
-        batch = chunk_batch(self.taken, self.held, self.pools)
-        found = PlainForward(self.decoder, self.pools).chunks(batch)
-        return found, self.written()
+        """Logits of rows and behind chunks by plain operations, and what they write."""
+        forward, found = PlainForward(self.decoder, self.pools), []
+        if self.rows is not None:
+            batch = decode_batch(self.rows, self.held, self.future, self.pools)
+            found.append(forward.hidden(batch))
+        if self.taken is not None:
+            chunks = chunk_batch(self.taken, self.held, self.pools)
+            found.append(forward.hidden(chunks)[chunks.last])
+        return self.decoder.head(torch.cat(found)), self.written()
 
-    def in_room(self, room: Room, run: Any) -> torch.Tensor:
-        """Behind each chunk's last token. The waste is no number here, and nobody sees it."""
-        self.spoil_waste()
-        inputs = self.inputs(room)
-        found: torch.Tensor = run.hidden(inputs)[inputs.last.long()]
-        assert found.isfinite().all()
-        return found[: len(self.last)]
-
-    def spoil_waste(self) -> None:
+    def by(self, forward: Any, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same over kernels. The waste is no number here, and nobody sees it."""
         waste = slice(WASTE_SLAB * self.layout.slab_bytes, 2 * self.layout.slab_bytes)
         self.pools.memory[waste].view(torch.float32).fill_(torch.nan)
+        run = forward(self.decoder, self.pools, self.held.table, self.future)
+        found = run.run(size, torch.from_numpy(self.words(size).words).to(DEVICE)).logits
+        num_rows = 0 if self.rows is None else len(self.rows.rows)
+        chunks = found[size.num_rows :][: len(self.last)]
+        found = torch.cat([found[:num_rows], chunks])
+        assert found.isfinite().all()
+        return found, self.written()
 
     def written(self) -> torch.Tensor:
         """All that anybody reads, and back to how it was."""
@@ -101,19 +131,76 @@ class MadeUpChunks:
         return found
 
 
-class PlainPrompt:
-    """What `chunk_steps` captures, with as few ideas of its own as possible."""
+class PlainWords:
+    """A `StepForward` with as few ideas of its own as possible."""
 
-    def __init__(self, decoder: Decoder, pools: Pools, table: torch.Tensor) -> None:
-        self._decoder, self._pools, self._table = decoder, pools, table
+    def __init__(
+        self,
+        decoder: Decoder,
+        pools: Pools,
+        table: torch.Tensor,
+        future: FutureMap[torch.Tensor],
+        kept: KeptInputs | None = None,
+    ) -> None:
+        self.decoder, self.pools, self.table, self.future = decoder, pools, table, future
+        self.forward = PlainForward(decoder, pools, kept)
 
-    def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
-        run = _PlainWords(self._pools, self._table, inputs)
-        return self._decoder.norm(self._decoder.run(inputs.token.long(), run.mix))
+    def run(self, size: StepSize, words: torch.Tensor) -> Forwarded:
+        inputs = StepInputs.of(words, size, self.pools.layout)
+        samples, of_rows, last, every = SampleInputs(inputs.rows[: len(FIELDS)]), [], None, None
+        if size.num_rows:
+            batch = self.batch(inputs)
+            hidden = self.forward.hidden(batch)
+            padded = hidden.new_zeros(size.num_placed, hidden.shape[1])
+            of_rows.append(padded.index_copy(0, batch.places, hidden))
+        if size.num_tokens:
+            every = self.chunks(inputs)
+            last = every[inputs.last.long()]
+            words = torch.cat([samples.words, inputs.samples.words], dim=1)
+            samples = SampleInputs(words)
+        parts = [*of_rows, *([] if last is None else [last])]
+        return Forwarded(self.decoder.head(torch.cat(parts)), samples, last, every)
 
-    def choose(
-        self, logits: torch.Tensor, inputs: SampleInputs, future: torch.Tensor, choice: Choice
-    ) -> torch.Tensor:
+    def batch(self, inputs: StepInputs) -> DecodeBatch:
+        size = inputs.size
+        names = ("slot", "position", "cell", "state_in", "state_out")
+        slots, starts, cells, *states = (inputs.column(name).long() for name in names)
+        if not size.span:
+            self.table[slots, starts] = cells.int()
+        depths, num_kept = (
+            inputs.column(name).long() if size.span else torch.zeros_like(slots)
+            for name in ("depth", "num_kept")
+        )
+        place = torch.arange(size.width)
+        places = torch.nonzero((place <= depths[:, None]).flatten()).flatten()
+        drafts = inputs.rows[FIRST_CELL + size.span :][: size.depth].T
+        tokens = torch.cat([self.future.tokens[slots, None], drafts], dim=1).long()
+        if size.span:
+            cells = inputs.rows[FIRST_CELL : FIRST_CELL + size.width].long().T.flatten()[places]
+        ends = zip(*(x.tolist() for x in (slots, starts + 1 + depths)), strict=True)
+        seen = tuple(SeenCells(self.table[slot, :end].long()) for slot, end in ends)
+        return DecodeBatch(
+            (1 + depths).tolist(),
+            tokens.flatten()[places],
+            (starts[:, None] + place).flatten()[places],
+            *states,
+            held=HeldCells(cells, seen),
+            windows=None,
+            width=size.width,
+            slots=slots,
+            starts=starts,
+            drafts=drafts.int(),
+            places=places,
+            counts=torch.where(num_kept > 0, self.future.counts[slots].long(), 0),
+            most_kept=int(num_kept.max()),
+        )
+
+    def chunks(self, inputs: StepInputs) -> torch.Tensor:
+        run = _PlainChunks(self.pools, self.table, inputs)
+        return self.decoder.norm(self.decoder.run(inputs.token.long(), run.mix))
+
+    def choose(self, forwarded: Forwarded, choice: Choice) -> torch.Tensor:
+        logits, inputs, *_ = forwarded
         drawn = torch.zeros(2, len(logits), dtype=torch.int32, device=logits.device)
         drawn[1] = logits[:, 0].isnan()
         if choice is Choice.LOGITS:
@@ -128,16 +215,16 @@ class PlainPrompt:
             least = torch.where(alone, in_top_p, least_kept(logits, inputs))
             x = x - (scaled < least[:, None]) * FAR
         drawn[0] = x.argmax(dim=-1)
-        future[inputs.slot.long()] = drawn[0]
+        self.future.tokens[inputs.slot.long()] = drawn[0]
         return drawn
 
 
-class _PlainWords:
-    def __init__(self, pools: Pools, table: torch.Tensor, inputs: ChunkInputs) -> None:
+class _PlainChunks:
+    def __init__(self, pools: Pools, table: torch.Tensor, inputs: StepInputs) -> None:
         self._pools, self._table, self._inputs = pools, table, inputs
         blocks = inputs.recurrent.blocks
-        lines = (getattr(blocks, name).tolist() for name in blocks.__annotations__)
-        names = tuple(blocks.__annotations__)
+        names = blocks._fields
+        lines = (line.tolist() for line in blocks)
         self._blocks = [dict(zip(names, each, strict=True)) for each in zip(*lines, strict=True)]
 
     def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
@@ -190,42 +277,13 @@ class _PlainWords:
         return mixer.finish(y, z)
 
 
-def capture_chunks(backend: TorchBackend, recorder: Any) -> CapturedSteps[Room]:
-    """On a GPU `TorchBackend` does the same with kernels."""
-    prompt = PlainPrompt(backend._decoder, backend.runner.pools, backend.runner.rows.table)
-    vocab, dtype = backend.spec.vocab_size, backend._decoder.dtype
-    logits = torch.empty(ROOM_ROWS[-1], vocab, dtype=dtype, device=DEVICE)
-    head, future = backend._decoder.head, backend._future_map.tokens
-    graphs = chunk_steps(prompt, head, prompt.choose, future, backend._layout, recorder, logits)
-    backend.runner.prompts.graphs = graphs
-    return graphs
-
-
-class PlainMixed:
-    """What `mixed_steps` captures: the rows, and then the chunks."""
-
-    def __init__(self, prompt: PlainPrompt, plain: PlainForward, table: torch.Tensor) -> None:
-        self._prompt, self._plain, self._table = prompt, plain, table
-
-    def hidden(self, rows: SampleInputs, chunks: ChunkInputs, future: torch.Tensor) -> torch.Tensor:
-        slots, positions, cells = rows.slot.long(), rows.position.long(), rows.cell
-        self._table[slots, positions] = cells
-        places = zip(slots.tolist(), positions.tolist(), strict=True)
-        seen = tuple(self._table[slot, : position + 1].long() for slot, position in places)
-        states = rows.state_in.long(), rows.state_out.long()
-        held = HeldCells(cells.long(), seen)
-        batch = Batch([1] * len(seen), future[slots].long(), positions, *states, held, None)
-        return torch.cat([self._plain.tokens(batch), self._prompt.hidden(chunks)])
-
-
-def capture_mixed(backend: TorchBackend, recorder: Any) -> CapturedSteps[MixedSize]:
-    """The same, of decode rows beside chunks."""
-    runner, decoder = backend.runner, backend._decoder
-    table, future = runner.rows.table, backend._future_map.tokens
-    prompt = PlainPrompt(decoder, runner.pools, table)
-    kernels = PlainMixed(prompt, PlainForward(decoder, runner.pools), table)
-    logits = torch.empty(0, backend.spec.vocab_size, dtype=decoder.dtype, device=DEVICE)
-    runner.mixed.steps = mixed_steps(
-        kernels, decoder.head, prompt.choose, future, backend._layout, recorder, logits
-    )
-    return runner.mixed.steps
+def capture_chunks(backend: TorchBackend, recorder: Any, *, mixed: bool = False) -> CapturedSteps:
+    """On a GPU `TorchBackend` does the same with kernels. `mixed`: beside decode rows, too."""
+    runner = backend.runner
+    forward = PlainWords(backend._decoder, runner.pools, runner.rows.table, backend._future_map)
+    kinds = {"chunks of prompts", *(["decode rows beside chunks"] if mixed else [])}
+    sizes = [StepSize(256, num_tokens=2048, num_chunks=16)]
+    steps = CapturedSteps(forward, backend._layout, recorder, sizes, DEVICE, backend.fallbacks)
+    runner.forwards.steps, runner.forwards.kinds = steps, frozenset(kinds)
+    runner.forwards.chunk_graphs = True
+    return steps

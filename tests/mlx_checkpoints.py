@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from pippin.backends.base import PrefillRow
 from pippin.backends.torch.models.decoder import Decoder
-from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
@@ -56,8 +56,8 @@ def torch_logits(decoder: Decoder, forward: Any = PlainForward) -> np.ndarray:
     pools = Pools(layout, 64 * layout.slab_bytes, decoder.device)
     pools.memory.zero_()
     rows = Rows(pools, 1, 64)
-    run: ChunkForward = forward(decoder, pools)
+    run: PlainForward = forward(decoder, pools)
     with torch.inference_mode():
         taken = take_chunks([PrefillRow(1, 0, TOKENS.astype(np.int32))], rows, pools)
-        hidden = run.chunks(chunk_batch(taken, rows, pools))
+        hidden = run.hidden(chunk_batch(taken, rows, pools))
         return decoder.head(hidden).float().cpu().numpy()

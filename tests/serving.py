@@ -234,12 +234,12 @@ def counted_prompts() -> Iterator[Counted]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "ChunkBatch", CountedBatch)
         if TORCH_MODELS:
-            from pippin.backends.torch import prompts as torch_prompts
+            from pippin.backends.torch import forwards as torch_forwards
 
             def take_chunks(rows: Sequence[Any], *args: Any) -> Any:
                 counted.lens.append(sum(len(row.tokens) for row in rows))
                 return make(rows, *args)
 
-            make = torch_prompts.take_chunks
-            patch.setattr(torch_prompts, "take_chunks", take_chunks)
+            make = torch_forwards.take_chunks
+            patch.setattr(torch_forwards, "take_chunks", take_chunks)
         yield counted

@@ -33,11 +33,7 @@ for module, names in ((os, ("open", "stat", "listdir", "scandir")), (io, ("open"
         setattr(module, name, hide(getattr(module, name)))
 
 from pippin.backends import host
-from pippin.backends.mlx.cpu import malloc, stream_clock
 
-malloc.has_glibc = lambda: False
-from pippin.backends.mlx import backend
-backend.has_glibc = lambda: False
 platform.system = lambda: "Darwin"  # only now: libraries ask when they are imported
 
 from pippin import LLM, SamplingParams
@@ -46,7 +42,6 @@ from pippin.config import Config, EngineConfig
 
 assert host.cpu_quota() is None and host.num_threads() >= 1 and host.host_memory_bytes() > 0
 assert compute_capability() is None
-assert stream_clock.find_stream_clock() is None
 with LLM(config=Config(engine=EngineConfig(memory="2GB", max_running=2))) as llm:
     reply = llm.generate("Once upon a time", SamplingParams(max_tokens=8, temperature=0.0))[0]
     grammar = SamplingParams(max_tokens=8, temperature=0.0, regex="(yes|no)")

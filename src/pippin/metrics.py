@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pippin.errors import LoadError
-from pippin.types import DeviceReading, StepForwards
+from pippin.types import StepForwards
 
 WINDOW_STEPS = 512  # steps that rates and shares are computed over
 NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
@@ -39,7 +39,6 @@ class StepRecord:
     prefill_tokens: int
     decode_rows: int
     ghosts: int
-    device: DeviceReading | None = None  # when `wait` returned; None: the device has no counters
     after_pause: bool = False  # the engine had nothing to do before this step
     forwards: StepForwards = field(default_factory=StepForwards)
     drafts: int = 0  # that its rows verified
@@ -64,16 +63,9 @@ class StepRecord:
         return self.committed - self.resumed
 
     def idle_since(self, before: StepRecord) -> tuple[float, float]:
-        """Seconds without work on the device from `before`'s end to this one's, of how many.
-
-        From the device's own counters where it has some: right in sum, though a single pair may be
-        off by a clock tick either way. Otherwise an upper bound: a step is taken to be on the
-        device from its dispatch, or from the end of the one before it, whichever is later, until
-        its own end.
-        """
-        if before.device is not None and self.device is not None:
-            whole = self.device.at - before.device.at
-            return whole - (self.device.busy - before.device.busy), whole
+        """Seconds without work on the device from `before`'s end to this one's, of how many: an
+        upper bound. A step is taken to be on the device from its dispatch, or from the end of the
+        one before it, whichever is later, until its own end."""
         idle = max(0.0, self.dispatched - before.device_done)
         busy = max(0.0, self.device_done - max(self.dispatched, before.device_done))
         return idle, idle + busy

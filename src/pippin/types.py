@@ -140,14 +140,6 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class DeviceReading:
-    """A device's own counters; from two readings follows how busy it was between them."""
-
-    at: float  # time.perf_counter() seconds
-    busy: float  # seconds since it started in which it had work
-
-
-@dataclass(frozen=True)
 class StepForwards:
     """How a backend ran a plan: explains a step's time."""
 

@@ -51,7 +51,7 @@ MODELS = (HYBRID, "gpt_oss", "llama")  # a hybrid, one with windows, one with ne
 NUM_SLOTS = 12
 MAX_LEN = 1500
 # Logits and activations of the two decode steps of these small models that are in flight: all of
-# their arrays are there at once where they are submitted ahead (cpu/run_ahead.py).
+# their arrays are there at once where they are submitted ahead (cpu/operations.py).
 STEP_BYTES = 12 << 20
 
 

@@ -13,7 +13,7 @@ import pytest
 from builders import make_client, make_prompt, oracle
 from pippin.errors import LoadError
 from pippin.metrics import EngineMetrics, StepLog, StepRecord, read_step_log
-from pippin.types import DeviceReading, StepForwards
+from pippin.types import StepForwards
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 
@@ -37,7 +37,7 @@ def test_every_step_leaves_a_record_in_order(overlap: bool) -> None:
 
 def test_a_log_holds_every_record_as_it_was(tmp_path: Path) -> None:
     metrics = EngineMetrics(log=StepLog(tmp_path / "steps"))
-    records = [record_of(step, device=DeviceReading(step + 0.9, 0.7 * step)) for step in range(3)]
+    records = [record_of(step) for step in range(3)]
     records.append(
         dataclasses.replace(record_of(3), forwards=StepForwards(prefill=2, new_prefill=1))
     )
@@ -214,7 +214,7 @@ class SlowClock:
         self._monkeypatch.setattr(owner, name, slow)
 
 
-def record_of(step: int, *, device: DeviceReading | None = None) -> StepRecord:
+def record_of(step: int) -> StepRecord:
     """Steps of one second: planned and built for 0.2 s, 0.7 s on the device, 0.1 s committed."""
     return StepRecord(
         step=step,
@@ -228,24 +228,15 @@ def record_of(step: int, *, device: DeviceReading | None = None) -> StepRecord:
         prefill_tokens=0,
         decode_rows=1,
         ghosts=0,
-        device=device,
     )
 
 
-def test_without_an_account_idle_time_is_what_lies_between_done_and_dispatched() -> None:
+def test_idle_time_is_what_lies_between_done_and_dispatched() -> None:
     metrics = EngineMetrics()
     for step in range(5):
         metrics.add(record_of(step))
     assert metrics.device_idle_share == pytest.approx(0.3)
     assert metrics.host_hidden_share == pytest.approx(0.0)
-
-
-def test_a_device_that_keeps_account_is_believed() -> None:
-    metrics = EngineMetrics()
-    for step in range(5):
-        metrics.add(record_of(step, device=DeviceReading(at=step + 0.9, busy=0.94 * step)))
-    assert metrics.device_idle_share == pytest.approx(0.06)
-    assert metrics.host_hidden_share == pytest.approx(1 - 0.06 / 0.3)
 
 
 def test_a_step_that_nobody_had_to_wait_for_counts_only_its_commit_as_work() -> None:

@@ -13,6 +13,7 @@ from torch_gpu.plays import DRAWN, GREEDY, tiny_model
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Proposal, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.step.words import StepSize
 from pippin.types import SamplingParams
 
 MAX_DEPTH = 4
@@ -135,9 +136,10 @@ def drafts() -> None:
             replies = run_schedule(backend, known, seed, ahead=seed % 2)
             num_tokens += sum(len(reply.tokens) for reply in replies)
             others += [(seed, reply.slot, reply.parts_at) for reply in replies if reply.parts_at is not None]
-        graphs = backend.runner._verifies.steps
+        steps = backend.runner.forwards.steps
         print(f"kernels {kernels}: {num_schedules} schedules, {num_tokens:,} tokens; otherwise: {others[:8] or 'none'}", flush=True)
-        if graphs is not None:
-            print(f"    {len(graphs.graphs)} graphs captured, captures work: {graphs.works}")
-            assert graphs.works
+        if steps is not None:
+            verified = StepSize(1, span=1)
+            print(f"    {len(steps.graphs)} graphs captured, captures work: {steps.works(verified)}")
+            assert steps.works(verified)
         assert len(others) <= num_schedules // 50, f"{len(others)} replies say otherwise"

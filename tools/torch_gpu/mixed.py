@@ -11,19 +11,19 @@ from make_random_hybrid import QWEN3_0_6B
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.step.decode_inputs import Choice
-from pippin.backends.torch.step.sizes import Room, mixed_size_for, room_for, width_for
+from pippin.backends.torch.step.words import StepSize, mixed_size_for, room_for, width_for
 from pippin.types import SamplingParams
 
 HELP = "chunks of prompts are not captured (the warning above says why): CHUNK_GRAPHS = False in backends/torch/backend.py launches them"
 NEAR = {"float32": 1e-2, "bfloat16": 0.5}  # log probabilities after another order of sums
 
 
-def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: str) -> None:
+def compare(launched: TorchBackend, captured: TorchBackend, room: StepSize, dtype: str) -> None:
     """Prompts that fill the room, each in two chunks with states kept between, greedy and drawn."""
     for params in (GREEDY, DRAWN, SamplingParams(temperature=0.0, logprobs=5)):
         found, expected = (RoomPrompts(backend, room, params).run() for backend in (captured, launched))
-        graphs = captured.runner.prompts.graphs
-        assert graphs is not None and graphs.works, HELP
+        steps = captured.runner.forwards.steps
+        assert steps is not None and steps.works(room), HELP
         if dtype == "float32":
             assert found.tokens == expected.tokens, f"{room}: captured {found.tokens}, launched {expected.tokens}"
         for slot, lines in found.logprobs.items():
@@ -40,9 +40,9 @@ def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: s
 class RoomPrompts(Requests):
     """As many rows as the room is for, of different lengths."""
 
-    def __init__(self, backend: TorchBackend, room: Room, params: SamplingParams) -> None:
-        super().__init__(backend, room.least_rows)
-        each = room.num_tokens // room.least_rows
+    def __init__(self, backend: TorchBackend, room: StepSize, params: SamplingParams) -> None:
+        super().__init__(backend, room.least_chunks)
+        each = room.num_tokens // room.least_chunks
         rng = np.random.default_rng(room.num_tokens)
         vocab = backend.spec.vocab_size
         # The second chunk has as many tokens as the room; the first one any.
@@ -64,6 +64,7 @@ class RoomPrompts(Requests):
         return tuple(PrefillRow(s, 70, p[70:], samples=True, captures=True, checkpoints=(len(p),)) for s, p in self.prompts.items())
 
 
+MIXED = "decode rows beside chunks"
 PLAIN = QWEN3_0_6B | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 
 
@@ -71,12 +72,12 @@ def mixed() -> None:
     """Decode rows beside a chunk: the same tokens as apart, and the time of one forward against two."""
     loaded = tiny_model("float32", PLAIN)
     apart, together = (TorchBackend(loaded, num_slots=80) for _ in range(2))
-    apart.runner.mixed.steps = None
+    apart.runner.forwards.kinds -= {MIXED}
     for num_rows, num_tokens in ((3, 40), (8, 200), (60, 700)):
         for params in (GREEDY, DRAWN):
             found, expected = (Beside(backend, num_rows, num_tokens, params).run() for backend in (together, apart))
             assert found == expected, f"{num_rows} rows beside {num_tokens} tokens say something else"
-    assert together.runner.mixed.steps.graphs, "nothing was captured"
+    assert MIXED in {size.kind for size, _ in together.runner.forwards.steps.graphs}, "nothing was captured"
     print("decode rows beside chunks say what they say apart", flush=True)
     backend = TorchBackend(make_model(QWEN3_0_6B, torch.bfloat16), num_slots=72, pool_bytes=24 << 30)
     print("\nQwen3-0.6B\n\n| rows | tokens | decode, ms | chunk, ms | both in one, ms |\n|---|---|---|---|---|", flush=True)
@@ -119,17 +120,26 @@ class Beside(Requests):
         return self.tokens
 
     def times(self, num_tokens: int) -> tuple[float, float, float]:
-        """Replays of what was captured: a decode step, the chunk, both in one forward."""
-        runner = self.backend.runner
-        steps, runner.mixed.steps = runner.mixed.steps, None
+        """Replays of what was captured, each with its words: a decode step, the chunk, both in one forward."""
+        forwards, sent = self.backend.runner.forwards, {}
+        steps, kinds = forwards.steps, forwards.kinds
+        run = steps.run
+        steps.run = lambda size, words, choice: (sent.update({size: words}), run(size, words, choice))[1]
+        forwards.kinds = kinds - {MIXED}
         self.arrive(num_tokens)
-        runner.mixed.steps = steps
+        forwards.kinds = kinds
         self.arrive(num_tokens)
+        del steps.run
         size = mixed_size_for(len(self.rows), num_tokens, 1)
-        graphs = (
-            runner.decodes.steps.graphs[width_for(len(self.rows)), Choice.GREEDY],
-            runner.prompts.graphs.graphs[room_for(num_tokens, 1), Choice.GREEDY],
-            steps.graphs[size, Choice.DRAWN],
+        wanted = (
+            (StepSize(width_for(len(self.rows))), Choice.GREEDY),
+            (room_for(num_tokens, 1), Choice.GREEDY),
+            (size, Choice.DRAWN),
         )
-        with torch.cuda.stream(self.backend._streams._forward):
-            return tuple(gpu_ms(graph.replay, repeats=10) for graph in graphs)
+
+        def ms(size: StepSize, choice: Choice) -> float:
+            steps._send(sent[size])
+            return gpu_ms(steps.graphs[size, choice].replay, repeats=10)
+
+        with torch.inference_mode(), torch.cuda.stream(self.backend._streams._forward):
+            return tuple(ms(*each) for each in wanted)

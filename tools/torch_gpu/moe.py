@@ -18,7 +18,7 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.parts import ExpertMlp
-from pippin.backends.torch.step.sizes import Room
+from pippin.backends.torch.step.words import room
 from pippin.types import SamplingParams
 
 DEVICE, HALF = "cuda", torch.bfloat16
@@ -74,9 +74,9 @@ def moe() -> None:
         for num_rows in (1, 3, 8):
             for other, backend in (("launched chunks", launched), ("captured chunks", captured)):
                 same_numbers(f"{name}, {num_rows} rows, captured steps, {other}", backend, plain, num_rows)
-        for room in (Room(64, 4), Room(512, 4), Room(256, 16)):
-            if room.least_rows <= 8:
-                compare(launched, captured, room, "float32")
+        for size in (room(64, 4), room(512, 4), room(256, 16)):
+            if size.least_chunks <= 8:
+                compare(launched, captured, size, "float32")
         print(f"{name}: captured chunks say what launched ones say", flush=True)
         deterministic(name, config)
 
@@ -153,7 +153,7 @@ def said(backend: TorchBackend, slots: tuple[int, ...]) -> dict[int, list[Any]]:
 def agreement() -> None:
     """What is tried at load: the kernels agree on every model here, and it takes seconds."""
     from pippin.backends.fallbacks import Fallbacks
-    from pippin.backends.torch.kernels.checks.agreement import ALL, our_kernels_agree
+    from pippin.backends.torch.kernels.checks import ALL, our_kernels_agree
 
     configs = [*MODELS.items(), *BIASED.items(), ("Qwen3.5-0.8B", QWEN3_5_0_8B)]
     for name, config in configs:

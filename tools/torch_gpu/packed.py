@@ -142,7 +142,7 @@ def same_products(dtype: torch.dtype, sizes: tuple[tuple[int, int], ...] = ((100
 
 def same_steps() -> None:
     """What is tried at load, of a small packed hybrid: decode steps, chunks, captured chunks."""
-    from pippin.backends.torch.kernels.checks.agreement import ROUNDING as ALLOWED, kernel_errors
+    from pippin.backends.torch.kernels.checks import ROUNDING as ALLOWED, kernel_errors
 
     for dtype in (torch.float32, torch.bfloat16):
         loaded = quantized_model(TINY, dtype)

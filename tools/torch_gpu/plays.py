@@ -21,6 +21,8 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.load import LoadedModel, load
 from pippin.backends.torch.models.build import build_decoder
+from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.words import StepSize
 from pippin.types import SamplingParams
 
 from make_random_hybrid import QWEN3_5_0_8B, TINY, RandomWeights, write_weights  # isort: skip
@@ -124,10 +126,9 @@ def gpu_ms(run: Callable[[], object], repeats: int = 30) -> float:
 
 def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> float:
     """One replay after the other, nothing of the host in between."""
-    steps = backend.runner.decodes.steps
+    steps = backend.runner.forwards.steps
     assert steps is not None
-    graphs = {key: g for key, g in steps.graphs.items() if key[0] >= len(play.slots)}
-    width, choice = min(key for key in graphs if key[1] == (0 if params is GREEDY else 1))
-    graph = graphs[width, choice]
+    sizes = [size for size, _ in steps.graphs if size == StepSize(size.num_rows) and size.num_rows >= len(play.slots)]
+    graph = steps.graphs[min(sizes), Choice.GREEDY if params is GREEDY else Choice.DRAWN]
     with torch.cuda.stream(backend._streams._forward):
         return gpu_ms(lambda: [graph.replay() for _ in range(20)], repeats=8) / 20

@@ -69,7 +69,6 @@ class Launched:
             prefill_tokens=plan.num_prefill_tokens if plan.prefill else 0,
             decode_rows=len(plan.decode),
             ghosts=ghosts,
-            device=result.device,
             forwards=result.forwards,
             after_pause=self.after_pause,
             drafts=sum([depth for _, depth, _ in verified]) if verified else 0,

@@ -24,7 +24,7 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.packed import Packed, dense
 from pippin.backends.torch.pools.arena import Arena
-from pippin.backends.torch.step.sizes import Room
+from pippin.backends.torch.step.words import room
 from pippin.types import GRID
 from run_again import RunAgain
 from torch_serving import load_torch
@@ -112,8 +112,8 @@ def test_captured_chunks_are_compared_with_launched_ones(monkeypatch: pytest.Mon
     recorder = RunAgain()
     graphs = capture_chunks(captured, recorder)
     with torch.inference_mode():
-        for room in (Room(128, 4), Room(64, 16)):
-            mixed.compare(launched, captured, room, "float32")
+        for size in (room(128, 4), room(64, 16)):
+            mixed.compare(launched, captured, size, "float32")
     assert recorder.num_replays == 2 * 3 * 2
     run = graphs.run
 
@@ -124,10 +124,10 @@ def test_captured_chunks_are_compared_with_launched_ones(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(graphs, "run", shift)
         with pytest.raises(AssertionError, match=r"captured .* launched"):
-            mixed.compare(launched, captured, Room(64, 16), "float32")
-    graphs.works = False
+            mixed.compare(launched, captured, room(64, 16), "float32")
+    graphs.refused.add(room(64, 4).kind)
     with torch.inference_mode(), pytest.raises(AssertionError, match="CHUNK_GRAPHS = False"):
-        mixed.compare(launched, captured, Room(64, 4), "float32")
+        mixed.compare(launched, captured, room(64, 4), "float32")
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -26,10 +26,10 @@ from pippin.backends.sampling.noise import noise_keys, stream_of
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.drafts import drafters as step_drafters
 from pippin.backends.torch.drafts.drafters import Entries
+from pippin.backends.torch.forwards import Forwards
 from pippin.backends.torch.load import load
 from pippin.backends.torch.step.noise import add_gumbel_noise
-from pippin.backends.torch.step.verify.words import VerifySize
-from pippin.backends.torch.verifies import Verifies
+from pippin.backends.torch.step.words import StepSize
 from pippin.backends.warm_up import WarmUp
 from pippin.errors import LoadError
 from pippin.scheduler.request import Request
@@ -375,41 +375,41 @@ class Guesses(Drafter):
 class Sizes:
     """Stands for captured steps."""
 
-    prepared: set[VerifySize] = field(default_factory=set)
-    asked: set[VerifySize] = field(default_factory=set)
+    prepared: set[StepSize] = field(default_factory=set)
+    asked: set[StepSize] = field(default_factory=set)
     folded: set[int] = field(default_factory=set)  # drafts that were kept of a row
     busy: bool = False
     graphs: dict[Any, Any] = field(default_factory=dict)
 
-    def prepare(self, size: VerifySize) -> None:
+    def prepare(self, size: StepSize) -> None:
         self.prepared.add(size)
 
-    def can_run(self, size: VerifySize) -> bool:
+    def can_run(self, size: StepSize) -> bool:
         return True
 
 
 def noted_sizes(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> Sizes:
     sizes = Sizes()
 
-    def replay(
-        self: Verifies, step: Any, steps: Sizes, decodes: Any, size: VerifySize, choice: Any
-    ) -> None:
+    def replay(self: Forwards, step: Any, steps: Sizes, decodes: Any, size: StepSize) -> None:
         if steps.busy:
             steps.asked.add(size)
         else:
             steps.prepare(size)
-        self._launch(step, decodes)
+        self._launch_rows(step, decodes)
 
-    def fold(self: Verifies, slot: int, end: int) -> None:
+    def fold(self: Forwards, slot: int, end: int) -> None:
         if num_kept := int(self._parts.rows.num_kept[slot]):
             sizes.folded.add(num_kept)
         run_fold(self, slot, end)
 
-    run_fold = Verifies.fold
-    monkeypatch.setattr(Verifies, "_replay", replay)
-    monkeypatch.setattr(Verifies, "fold", fold)
-    backend.runner._verifies.steps = sizes  # type: ignore[assignment]
+    run_fold = Forwards.fold
+    monkeypatch.setattr(Forwards, "_replay_verified", replay)
+    monkeypatch.setattr(Forwards, "fold", fold)
+    backend.runner.forwards.steps = sizes  # type: ignore[assignment]
+    backend.runner.forwards.kinds = frozenset({"steps with drafts"})
     ways = replace(backend._ways, kernels=True, draft_kernels=True)
+    backend.runner._ways = ways
     backend.shapes_to_warm_up = [shape for shape in ways.shapes_to_warm_up() if shape.num_steps]
     return sizes
 
@@ -468,5 +468,5 @@ def test_steps_that_are_too_wide_for_drafts_are_captured_for_rows_that_had_some(
     backend = TorchBackend(load_torch("qwen3_5"), num_slots=200, max_depth=WARMED_DEPTH)
     sizes = noted_sizes(backend, monkeypatch)
     backend.runner.capture_largest()
-    assert {size.num_rows for size in sizes.prepared if not size.depth} == {192, 256}
+    assert {size.num_rows for size in sizes.prepared if size.span and not size.depth} == {192, 256}
     assert max(shape.num_rows for shape in backend.shapes_to_warm_up if shape.depth) == 128

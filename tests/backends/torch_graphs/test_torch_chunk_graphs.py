@@ -23,7 +23,7 @@ from mlx_lm.utils import load_model
 
 from builders import AMPLE_BYTES, Client
 from cases import cases
-from chunk_words import MadeUpChunks, PlainPrompt, capture_chunks, capture_mixed, chunk
+from chunk_words import MadeUpStep, PlainWords, capture_chunks, chunk
 from near_ties import TOLERANCE, assert_best, assert_same, log_softmax
 from pippin.backends.base import (
     Admit,
@@ -37,19 +37,19 @@ from pippin.backends.base import (
 )
 from pippin.backends.sampling.rules import scored_positions
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.graphs.steps import CapturedSteps, Ran
-from pippin.backends.torch.step import sizes
-from pippin.backends.torch.step.chunk_inputs import pack_chunks
+from pippin.backends.torch.graphs.steps import Ran
+from pippin.backends.torch.step import words as step_words
 from pippin.backends.torch.step.decode_inputs import Choice
-from pippin.backends.torch.step.sizes import (
+from pippin.backends.torch.step.words import (
     MIXED_ROOMS,
     MIXED_WIDTHS,
     ROOMS,
-    MixedSize,
-    Room,
+    StepSize,
     group_by_room,
     mixed_size_for,
+    room,
     room_for,
+    width_for,
 )
 from pippin.types import GRID, Component, SamplingParams
 from run_again import RunAgain
@@ -57,7 +57,7 @@ from serving import TORCH, make_client, make_prompt
 from torch_families import checkpoint
 from torch_serving import load_torch
 
-SMALL = Room(128, 4)
+SMALL = room(128, 4)
 
 
 def rows_of(*lengths: int) -> list[PrefillRow]:
@@ -65,25 +65,27 @@ def rows_of(*lengths: int) -> list[PrefillRow]:
 
 
 def test_the_smallest_room_that_holds_them() -> None:
-    assert room_for(1, 1) == Room(64, 4)
-    assert room_for(64, 5) == Room(64, 16)
-    assert room_for(65, 4) == Room(128, 4)
-    assert room_for(2048, 16) == Room(2048, 16)
+    assert room_for(1, 1) == room(64, 4)
+    assert room_for(64, 5) == room(64, 16)
+    assert room_for(65, 4) == room(128, 4)
+    assert room_for(2048, 16) == room(2048, 16)
     assert room_for(2049, 1) is None
     assert room_for(64, 17) is None
 
 
-@cases("room", ROOMS, ids=str)
-def test_there_are_blocks_for_rows_of_any_lengths(room: Room) -> None:
+@cases("size", ROOMS, ids=str)
+def test_there_are_blocks_for_rows_of_any_lengths(size: StepSize) -> None:
     """The most come of rows that are one token over a block."""
-    rng = np.random.default_rng(room.num_tokens)
-    worst = np.ones(room.num_rows, dtype=np.int64)
-    worst[: (room.num_tokens - room.num_rows) // GRID] += GRID
+    rng = np.random.default_rng(size.num_tokens)
+    worst = np.ones(size.num_chunks, dtype=np.int64)
+    worst[: (size.num_tokens - size.num_chunks) // GRID] += GRID
     for _ in range(50):
-        cuts = np.sort(rng.choice(np.arange(1, room.num_tokens), room.num_rows - 1, replace=False))
-        lengths = np.diff([0, *cuts, room.num_tokens])
-        assert (-(-lengths // GRID)).sum() <= room.num_blocks
-    assert (-(-worst // GRID)).sum() <= room.num_blocks
+        cuts = np.sort(
+            rng.choice(np.arange(1, size.num_tokens), size.num_chunks - 1, replace=False)
+        )
+        lengths = np.diff([0, *cuts, size.num_tokens])
+        assert (-(-lengths // GRID)).sum() <= size.num_blocks
+    assert (-(-worst // GRID)).sum() <= size.num_blocks
 
 
 def test_chunks_go_together_as_far_as_a_room_takes_them() -> None:
@@ -96,12 +98,13 @@ def test_chunks_go_together_as_far_as_a_room_takes_them() -> None:
 
 
 def test_what_chunks_do_not_fill_reads_zeros_and_writes_waste() -> None:
-    made = MadeUpChunks("qwen3_5", (chunk(3, 0, 70, 64, 70), chunk(1, 5, 2)))
-    words = pack_chunks(SMALL, made.taken, made.held, made.layout)
+    made = MadeUpStep("qwen3_5", (chunk(3, 0, 70, 64, 70), chunk(1, 5, 2)))
+    assert made.taken is not None
+    words = made.words(SMALL)
     assert (words.tokens[2, 72:] == made.layout.waste_cell).all()
     cells = [made.held.held(3, 0, 70), made.held.held(1, 5, 7)]
     assert words.tokens[2, :72].tolist() == np.concatenate(cells).tolist()
-    own = SMALL.num_rows * made.layout.conv_shape[0] + np.arange(72, 128)  # nobody else's inputs
+    own = SMALL.num_chunks * made.layout.conv_shape[0] + np.arange(72, 128)  # nobody else's inputs
     assert (words.tokens[3:, 72:] == own).all()
     lengths, slabs = words.blocks[3].tolist(), words.blocks[6].tolist()
     assert lengths[:4] == [64, 6, 2, 0]
@@ -109,7 +112,7 @@ def test_what_chunks_do_not_fill_reads_zeros_and_writes_waste() -> None:
     tap, states = made.taken.taps[0].slab, made.taken.states_out.tolist()
     assert slabs[:4] == [tap, states[0], states[1], 0]
     assert not any(slabs[3:])
-    assert words.rows.tolist() == [[69, 71, 0, 0], [0, 2, 0, 0], [2, 1, 0, 0]]
+    assert words.chunks.tolist() == [[69, 71, 0, 0], [0, 2, 0, 0], [2, 1, 0, 0]]
     assert words.samples[0].tolist() == [0] * 4  # whoever samples is filled in later
 
 
@@ -123,13 +126,11 @@ def test_what_chunks_do_not_fill_reads_zeros_and_writes_waste() -> None:
     ids=["qwen3_5", "qwen3_next", "llama"],
 )
 def test_words_say_what_chunks_are(name: str, chunks: tuple[PrefillRow, ...]) -> None:
-    """The same hidden vectors, and the same KV and states for whoever comes next."""
-    made = MadeUpChunks(name, chunks)
+    """The same logits, and the same KV and states for whoever comes next."""
+    made = MadeUpStep(name, chunks)
     with torch.inference_mode():
-        expected, kept = made.plain()
-        found = made.in_room(SMALL, PlainPrompt(made.decoder, made.pools, made.held.table))
-    torch.testing.assert_close(found, expected[made.last], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
+        expected, found = made.plain(), made.by(PlainWords, SMALL)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -150,9 +151,17 @@ def make_pair(
         for _ in range(2)
     )
     recorder = RunAgain()
-    capture_chunks(captured, RunAgain() if mixed else recorder)
-    if mixed:
-        capture_mixed(captured, recorder)
+    steps = capture_chunks(captured, recorder, mixed=mixed)
+    run = steps.run
+
+    def counted(size: StepSize, words: np.ndarray, choice: Choice) -> Ran:
+        """Replays of steps of both alone."""
+        before = recorder.num_replays
+        ran = run(size, words, choice)
+        recorder.num_replays = before if mixed and not size.num_rows else recorder.num_replays
+        return ran
+
+    steps.run = counted  # type: ignore[method-assign]
     return plain, captured, recorder
 
 
@@ -243,13 +252,15 @@ def test_rows_that_do_not_sample_write_no_token_and_choose_no_graph(
     _, captured, _ = make_pair()
     params = PARAMS["greedy" if choice is Choice.GREEDY else "drawn"]
     chosen: list[Choice] = []
-    run = CapturedSteps.run
+    steps = captured.runner.forwards.steps
+    assert steps is not None
+    run = steps.run
 
-    def noted(self: CapturedSteps[Room], room: Room, words: np.ndarray, choice: Choice) -> Ran:
+    def noted(size: StepSize, words: np.ndarray, choice: Choice) -> Ran:
         chosen.append(choice)
-        return run(self, room, words, choice)
+        return run(size, words, choice)
 
-    monkeypatch.setattr(CapturedSteps, "run", noted)
+    monkeypatch.setattr(steps, "run", noted)
     prompts = {slot: prompt_of(50 + slot) for slot in (1, 2)}
     admits = tuple(Admit(s, SamplingParams(**params), (), p, seed=s) for s, p in prompts.items())
     chunks = (PrefillRow(1, 0, prompts[1][:40]), PrefillRow(2, 0, prompts[2], samples=True))
@@ -278,17 +289,17 @@ def test_no_number_is_told_of_its_own_row_alone() -> None:
 
 def test_long_and_scored_prompts_run_in_rooms_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product has a size that a graph has not: the first of a size takes 50 ms."""
-    monkeypatch.setattr(sizes, "MOST_TOKENS", GRID)
+    monkeypatch.setattr(step_words, "MOST_TOKENS", GRID)
     plain, captured, recorder = make_pair("llama")
-    monkeypatch.setattr(captured.runner.prompts, "_launch", None)
+    monkeypatch.setattr(captured.runner.forwards, "_launch_chunks", None)
     long = prompt_of(100)
     params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=1)]
     prompts = [long[:100], long[:90]]
     scored_at_a_time: list[torch.Tensor] = []
-    head = captured.runner.prompts._scores._head
+    head = captured.runner.forwards._scores._head
     seen = lambda rows: (scored_at_a_time.append(rows), head(rows))[1]  # noqa: E731
-    monkeypatch.setattr(captured.runner.prompts._scores, "_head", seen)
-    monkeypatch.setattr(captured.runner.prompts._scores, "_pads", True)
+    monkeypatch.setattr(captured.runner.forwards._scores, "_head", seen)
+    monkeypatch.setattr(captured.runner.forwards._scores, "_pads", True)
     told = []
     for backend in (plain, captured):
         admits = tuple(
@@ -316,7 +327,7 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
         def fail(*_: Any) -> torch.Tensor:
             raise RuntimeError("no capture: first run")
 
-        monkeypatch.setattr(graphs, "_forward", fail)
+        monkeypatch.setattr(graphs._forward, "run", fail)
     with caplog.at_level(logging.WARNING, logger="pippin"):
         found = play(other, PARAMS["drawn"])
     expected = play(plain, PARAMS["drawn"])
@@ -327,7 +338,7 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
         what = "plain operations are used for chunks of prompts of some sizes"
     assert lines == [f"{what}: no capture: {stage}"]
     assert caplog.records[0].exc_info is not None
-    assert graphs.works is (stage == "first run")
+    assert graphs.works(ROOMS[0]) is (stage == "first run")
     other.runner.pools.arena.check_integrity()
 
 
@@ -387,7 +398,7 @@ def test_rooms_are_warmed_up() -> None:
     assert rooms == set(ROOMS)
     shapes = replace(ways, kernels=True, chunk_graphs=False).shapes_to_warm_up()
     assert all(shape.num_steps for shape in shapes)
-    assert Room(64, 4) in rooms
+    assert room(64, 4) in rooms
 
 
 BESIDE = {name: PARAMS[name] for name in ("greedy", "drawn")}
@@ -451,15 +462,20 @@ def test_what_needs_the_sampler_or_is_not_captured_runs_apart(busy: bool) -> Non
     params = PARAMS["drawn"] if busy else SAMPLER
     assert said(play_beside(captured, params)) == said(play_beside(plain, params))
     assert recorder.num_replays == 0
-    assert captured.runner.mixed.steps is not None
-    assert not (busy and captured.runner.mixed.steps.graphs)
+    steps = captured.runner.forwards.steps
+    assert steps is not None
+    assert not (busy and steps.graphs)
+
+
+def both(num_rows: int, num_tokens: int, num_chunks: int) -> StepSize:
+    return room(num_tokens, num_chunks)._replace(num_rows=num_rows)
 
 
 def test_sizes() -> None:
-    assert mixed_size_for(1, 1, 1) == MixedSize(16, Room(64, 16))
-    assert mixed_size_for(17, 513, 1) == MixedSize(32, Room(1024, 16))
-    assert mixed_size_for(16, 65, 16) == MixedSize(16, Room(128, 16))
-    assert mixed_size_for(256, 1024, 1) == MixedSize(256, Room(1024, 16))
+    assert mixed_size_for(1, 1, 1) == both(16, 64, 16)
+    assert mixed_size_for(17, 513, 1) == both(32, 1024, 16)
+    assert mixed_size_for(16, 65, 16) == both(16, 128, 16)
+    assert mixed_size_for(256, 1024, 1) == both(256, 1024, 16)
     assert mixed_size_for(257, 1, 1) is None
     assert mixed_size_for(1, 1025, 1) is None
     assert mixed_size_for(1, 64, 17) is None
@@ -474,8 +490,8 @@ def test_they_are_warmed_up(num_slots: int) -> None:
     assert all(shape.beside + shape.num_rows <= num_slots for shape in shapes)
     found = {mixed_size_for(s.beside, s.num_tokens, s.num_rows) for s in shapes}
     asked = {
-        MixedSize(width, room)
-        for room in MIXED_ROOMS
+        each._replace(num_rows=width)
+        for each in MIXED_ROOMS
         for less, width in pairwise((0, *MIXED_WIDTHS))
         if less + 1 < num_slots
     }
@@ -486,14 +502,11 @@ def test_they_are_warmed_up(num_slots: int) -> None:
 def test_the_largest_is_captured_first(num_slots: int) -> None:
     """Those that are warmed up later fit into its memory, however few rows there are."""
     backend = TorchBackend(load_torch("llama"), num_slots=num_slots, kernels=False)
-    steps = capture_mixed(backend, RunAgain())
-    with torch.inference_mode():
-        backend.runner.capture_largest()
     ways = replace(backend._ways, kernels=True, chunk_graphs=True, mixed=True)
     shapes = [shape for shape in ways.shapes_to_warm_up() if shape.beside]
     sizes = [mixed_size_for(s.beside, s.num_tokens, s.num_rows) for s in shapes]
-    largest = max((s for s in sizes if s is not None), key=lambda s: (s.width, s.room.num_tokens))
-    assert {size for size, _ in steps.graphs} == {largest}
+    largest = max((s for s in sizes if s is not None), key=lambda s: (s.num_rows, s.num_tokens))
+    assert ways.largest_sizes() == [StepSize(width_for(num_slots)), ROOMS[-1], largest]
 
 
 @pytest.mark.slow
@@ -507,8 +520,7 @@ def test_replies_beside_prompts_are_what_they_are_alone(
     plain = make_client(f"{TORCH}{name}", chunk=64, num_slots=6)
     recorder = RunAgain()
     backend = client.loop.backend
-    capture_chunks(backend, RunAgain())  # type: ignore[arg-type]
-    capture_mixed(backend, recorder)  # type: ignore[arg-type]
+    capture_chunks(backend, recorder, mixed=True)  # type: ignore[arg-type]
     monkeypatch.setattr(backend, "make_way", lambda *, busy: None)
     lengths = (3, 64, 150, 70, 90)
     prompts = [make_prompt(f"{TORCH}{name}", n, seed=n % 7) for n in lengths]

@@ -6,6 +6,7 @@ import gc
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ import torch
 
 from pippin.backends.torch.graphs.capture import CaptureFailed, CudaGraphs
 from pippin.backends.torch.graphs.steps import CapturedSteps, Forwarded
-from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.decode_inputs import FIELDS, Choice
+from pippin.backends.torch.step.words import StepSize
 from pippin.errors import DeviceFailed
 from run_again import RunAgain
 
@@ -180,44 +182,48 @@ def test_nobody_else_captures() -> None:
     assert found == {PLACE}
 
 
+LAYOUT: Any = SimpleNamespace(
+    conv_shape=(0, 0),
+    num_recurrent_layers=0,
+    waste_cell=0,
+    dtype=torch.int32,
+    shape=SimpleNamespace(vocab_size=1, hidden=1),
+)
+
+
 class Doubling:
-    """Sizes are lengths: each run doubles as many words, and "draws" what it doubled."""
+    """A forward of so many rows doubles their slots, and "draws" what it doubled."""
 
     def __init__(self, recorder: Any) -> None:
         self.ran: list[list[int]] = []
-        future = torch.zeros(1, dtype=torch.int32)
-        self.steps: CapturedSteps[int] = CapturedSteps(
-            "doublings",
-            recorder,
-            8,
-            lambda size: np.zeros(size, np.int32),
-            self.double,
-            lambda logits, inputs, future, choice: logits,
-            future,
-            torch.zeros(8, dtype=torch.int32),
-        )
+        cpu = torch.device("cpu")
+        self.steps = CapturedSteps(self, LAYOUT, recorder, [StepSize(8)], cpu)  # type: ignore[arg-type]
 
-    def double(self, size: int, words: torch.Tensor) -> Forwarded:
-        assert len(words) == size
-        self.ran.append(words.tolist())
-        return Forwarded(words * 2, inputs=None)  # type: ignore[arg-type]
+    def run(self, size: StepSize, words: torch.Tensor) -> Forwarded:
+        assert len(words) == size.num_rows * len(FIELDS)
+        self.ran.append(words[: size.num_rows].tolist())
+        return Forwarded(words[: size.num_rows, None] * 2, inputs=None)  # type: ignore[arg-type]
 
-    def run(self, *values: int) -> list[int]:
-        found = self.steps.run(len(values), np.array(values, dtype=np.int32), Choice.GREEDY)
-        return found.drawn.tolist()
+    def choose(self, forwarded: Forwarded, choice: Choice) -> torch.Tensor:
+        return forwarded.logits[:, 0]
+
+    def double(self, *values: int) -> list[int]:
+        words = np.zeros(len(values) * len(FIELDS), dtype=np.int32)
+        words[: len(values)] = values
+        return self.steps.run(StepSize(len(values)), words, Choice.GREEDY).drawn.tolist()
 
     def prepare(self, *sizes: int) -> bool:
-        return all(self.steps.prepare(size) for size in sizes)
+        return all(self.steps.prepare(StepSize(size)) for size in sizes)
 
     def sizes(self) -> set[int]:
-        return {size for size, _ in self.steps.graphs}
+        return {size.num_rows for size, _ in self.steps.graphs}
 
 
 def test_what_is_captured_reads_the_words_of_each_run() -> None:
     recorder = RunAgain()
     doubling = Doubling(recorder)
     for values in ((1, 2), (3,), (4, 5), (6,)):
-        assert doubling.run(*values) == [2 * value for value in values]
+        assert doubling.double(*values) == [2 * value for value in values]
     assert recorder.num_replays == 4
     assert doubling.sizes() == {1, 2}
 
@@ -229,9 +235,9 @@ def test_while_requests_run_nothing_is_captured() -> None:
     doubling.steps.busy = True
     assert doubling.prepare(1, 2, 3)
     assert not doubling.ran
-    assert doubling.run(1, 2) == [2, 4]
+    assert doubling.double(1, 2) == [2, 4]
     assert doubling.ran == [[1, 2]]
-    assert doubling.run(3, 4) == [6, 8]
+    assert doubling.double(3, 4) == [6, 8]
     assert not doubling.sizes()
     assert recorder.num_replays == 0
     doubling.steps.busy = False
@@ -245,17 +251,18 @@ def test_a_capture_that_fails_is_reported_once_and_what_was_captured_is_still_re
 ) -> None:
     recorder = RunAgain()
     doubling = Doubling(recorder)
-    doubling.run(1)
+    doubling.double(1)
     recorder.fails_at = stage
     with caplog.at_level(logging.WARNING, logger="pippin"):
         for _ in range(3):
-            assert doubling.run(1, 2) == [2, 4]
-            assert doubling.run(1, 2, 3) == [2, 4, 6]
-            assert doubling.run(5) == [10]
+            assert doubling.double(1, 2) == [2, 4]
+            assert doubling.double(1, 2, 3) == [2, 4, 6]
+            assert doubling.double(5) == [10]
     assert [r.getMessage() for r in caplog.records] == [
-        f"doublings are launched, not captured: no capture: {stage}"
+        f"decode steps are launched, not captured: no capture: {stage}"
     ]
-    assert not doubling.steps.works
+    assert not doubling.steps.works(StepSize(1))
+    assert doubling.steps.works(StepSize(1, span=3)), "another kind"
     assert doubling.sizes() == {1}
     assert recorder.num_replays == 4
 
@@ -267,7 +274,7 @@ def test_a_device_that_is_lost_in_a_capture_is_not_used_again() -> None:
 
     doubling = Doubling(Lost())
     with pytest.raises(DeviceFailed):
-        doubling.run(1)
+        doubling.double(1)
 
 
 def test_a_size_is_launched_once_before_all_its_ways_to_choose_are_captured() -> None:
@@ -284,15 +291,15 @@ def test_work_that_raises_before_its_capture_is_noted_and_left_to_plain_operatio
     """Launched it would raise again: only other sizes are run."""
 
     class Raising(Doubling):
-        def double(self, size: int, words: torch.Tensor) -> Forwarded:
-            if size > 2:
+        def run(self, size: StepSize, words: torch.Tensor) -> Forwarded:
+            if size.num_rows > 2:
                 raise RuntimeError("out of resource: shared memory")
-            return super().double(size, words)
+            return super().run(size, words)
 
     doubling = Raising(RunAgain())
-    assert [doubling.steps.can_run(size) for size in (3, 2, 3)] == [False, True, False]
+    assert [doubling.steps.can_run(StepSize(size)) for size in (3, 2, 3)] == [False, True, False]
     assert [record.getMessage() for record in caplog.records] == [
-        "plain operations are used for doublings of some sizes: out of resource: shared memory"
+        "plain operations are used for decode steps of some sizes: out of resource: shared memory"
     ]
-    assert doubling.steps.works
-    assert doubling.run(1, 2) == [2, 4]
+    assert doubling.steps.works(StepSize(1))
+    assert doubling.double(1, 2) == [2, 4]

@@ -58,7 +58,7 @@ aligned = ("w", "conv", "conv_stride", "num_out")
 """
 INPUTS_AFTER_CHUNKS = """
 from pippin.backends.torch.kernels.recurrent.convolution import KEPT_BLOCK, _keep_inputs as kernel
-from pippin.backends.torch.step.chunk_inputs import BlockInputs
+from pippin.backends.torch.step.words import BlockInputs
 
 constants = dict(KEPT=3, LINES=4, BLOCK=KEPT_BLOCK)
 values, others = ("x", "conv"), dict(blocks=BlockInputs(*["*i32"] * 7))
@@ -86,7 +86,7 @@ def test_the_last_inputs_are_read_by_all_warps_before_one_is_written(
 
 DRAFTS = {
     "look up": """
-from pippin.backends.torch.kernels.verify.places import _expand as kernel
+from pippin.backends.torch.kernels.places import _expand as kernel
 
 constants = dict(WIDTH=3, LANES=4, SPAN=9, SPAN_LANES=16)
 values = ()
@@ -94,7 +94,7 @@ others = {name: "*i32" for name in kernel.arg_names[:11]}
 aligned = ()
 """,
     "convolve": """
-from pippin.backends.torch.kernels.verify.delta import CONV_BLOCK, _conv_verify as kernel
+from pippin.backends.torch.kernels.recurrent.delta_verify import CONV_BLOCK, _conv_verify as kernel
 
 constants = dict(TAPS=4, WIDTH=3, KEPT=4, BLOCK=CONV_BLOCK, PDL=True)
 values = ("projected", "conv", "kept", "taps", "mixed", "replayed")
@@ -102,7 +102,7 @@ others = {name: "*i32" for name in ("slots", "states_in", "states_out", "counts"
 aligned = ()
 """,
     "recur": """
-from pippin.backends.torch.kernels.verify.delta import _delta_verify as kernel
+from pippin.backends.torch.kernels.recurrent.delta_verify import _delta_verify as kernel
 
 constants = dict(K_HEADS=2, V_HEADS=4, DK=64, DV=64, COLUMNS=8, WIDTH=3, KEPT=4, PDL=True)
 values = ("projected", "mixed", "replayed")
@@ -116,7 +116,7 @@ from pippin.backends.torch.kernels.attention.heads import _place_heads as kernel
 constants = dict(HEADS=4, KV_HEADS=2, GATED=True, NORM=True, D=64, ROTATED=32, FIRST=0, PDL=True)
 values, aligned = ("qkv", "queries", "kv"), ()
 others = {name: "*fp32" for name in ("q_norm", "k_norm", "cos_table", "sin_table")}
-others |= dict(positions="*i64", cells="*i64", eps="fp32")
+others |= dict(positions="*i32", cells="*i32", eps="fp32")
 """,
     "place keys": """
 from pippin.backends.torch.kernels.attention.heads import _place_heads as kernel
@@ -125,10 +125,10 @@ constants = dict(HEADS=4, KV_HEADS=2, GATED=True, NORM=True, D=64, ROTATED=32, F
 constants |= dict(queries=None)
 values, aligned = ("qkv", "queries", "kv"), ()
 others = {name: "*fp32" for name in ("q_norm", "k_norm", "cos_table", "sin_table")}
-others |= dict(positions="*i64", cells="*i64", eps="fp32")
+others |= dict(positions="*i32", cells="*i32", eps="fp32")
 """,
     "accept": """
-from pippin.backends.torch.kernels.verify.places import _accept as kernel
+from pippin.backends.torch.kernels.places import _accept as kernel
 
 constants, values, aligned = dict(WIDTH=3), (), ()
 others = {name: "*i32" for name in kernel.arg_names[:8]}

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from mlx_checkpoints import as_mlx_saves
 from pippin.backends.torch.device import find_device
-from pippin.backends.torch.kernels.checks.agreement import kernel_errors
+from pippin.backends.torch.kernels.checks import kernel_errors
 from pippin.backends.torch.kernels.epilogues import NO_EPILOGUE, ConvStep, Epilogue
 from pippin.backends.torch.kernels.experts.products import ExpertTile, expert_tile_for
 from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, most_blocks, route

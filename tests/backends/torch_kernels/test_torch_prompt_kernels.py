@@ -14,7 +14,7 @@ pytest.importorskip("interpreted")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunk_words import DEVICE, MadeUpChunks, chunk
+from chunk_words import DEVICE, MadeUpStep, chunk
 from pippin.backends.base import PrefillRow
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.kernels.attention.blocks import attend_blocks
@@ -24,9 +24,7 @@ from pippin.backends.torch.kernels.attention.tiles import (
     latent_tile_for,
     splits_for,
 )
-from pippin.backends.torch.kernels.decode import DecodeKernels
-from pippin.backends.torch.kernels.mixed import MixedKernels
-from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
+from pippin.backends.torch.kernels.forward import KernelForward
 from pippin.backends.torch.kernels.recurrent.convolution import keep_inputs
 from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
 from pippin.backends.torch.kernels.rows import gated_norm
@@ -34,20 +32,16 @@ from pippin.backends.torch.models.attention_layer import Scoring
 from pippin.backends.torch.models.latent_layer import LatentLayer
 from pippin.backends.torch.models.mamba_layer import MambaInputs, MambaLayer
 from pippin.backends.torch.models.parts import Linear, Norm
-from pippin.backends.torch.plain.attention import attend_rows
-from pippin.backends.torch.plain.blocks import Blocks
-from pippin.backends.torch.plain.forward import PlainForward
-from pippin.backends.torch.plain.latent import attend_latent
-from pippin.backends.torch.plain.mamba import mamba_blocks as plain_mamba_blocks
+from pippin.backends.torch.plain.attention import attend_latent, attend_row
+from pippin.backends.torch.plain.recurrent import Blocks
+from pippin.backends.torch.plain.recurrent import mamba_blocks as plain_mamba_blocks
 from pippin.backends.torch.shapes import AttentionShape, MambaShape
-from pippin.backends.torch.step.batches import chunk_batch, decode_batch
-from pippin.backends.torch.step.chunk_inputs import BlockInputs, RecurrentInputs
-from pippin.backends.torch.step.decode_inputs import Inputs, pack_inputs
-from pippin.backends.torch.step.sizes import Room
+from pippin.backends.torch.step.batches import chunk_batch
+from pippin.backends.torch.step.words import BlockInputs, RecurrentInputs, launched, room
 from run_again import RunAgain
 from torch_serving import load_torch
 
-ROOM = Room(128, 4)
+ROOM = room(128, 4)
 
 
 THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
@@ -74,17 +68,13 @@ def test_chunks_through_kernels_are_chunks_through_plain_operations(
     name: str, chunks: tuple[PrefillRow, ...]
 ) -> None:
     """As they are launched, and in a room as they are captured."""
-    made = MadeUpChunks(name, chunks)
+    made = MadeUpStep(name, chunks)
+    num_tokens = sum(len(row.tokens) for row in chunks)
     with torch.inference_mode():
-        expected, kept = made.plain()
-        parts = made.decoder, made.pools, made.held.table
-        batch = chunk_batch(made.taken, made.held, made.pools)
-        for found, wanted in (
-            (lambda: ChunkKernels(*parts).chunks(batch), expected),
-            (lambda: made.in_room(ROOM, PromptKernels(*parts)), expected[made.last]),
-        ):
-            torch.testing.assert_close(found(), wanted, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
+        expected = made.plain()
+        for size in (launched(num_tokens, len(chunks)), ROOM):
+            found = made.by(KernelForward, size)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 TWO_HEADS = AttentionTile(64, 16, 8, num_heads=2)
@@ -99,17 +89,19 @@ def test_blocks_attend_to_what_their_rows_attend_to(
     tile: AttentionTile | None, splits: int, window: int
 ) -> None:
     """In one stretch, or in four: some of the blocks see less than two have."""
-    made = MadeUpChunks("llama", (chunk(1, 0, 70), chunk(2, 5, 2), chunk(3, 60, 1)))
+    made = MadeUpStep("llama", (chunk(1, 0, 70), chunk(2, 5, 2), chunk(3, 60, 1)))
     kv = made.pools.kv[0]
     shape = made.decoder.shape.mixers(AttentionShape)[0]
     heads, dim = shape.num_heads, shape.head_dim
     q = torch.randn(128, heads, dim, device=DEVICE)
+    assert made.taken is not None
     batch = chunk_batch(made.taken, made.held, made.pools)
     scoring = Scoring(dim**-0.5)
     if window:
         sinks = torch.randn(heads, device=DEVICE)
         scoring = Scoring(dim**-0.5, softcap=5.0, window=window, sinks=sinks)
-    expected = attend_rows(q[:73], kv, batch.lengths, batch.held.seen, scoring)
+    rows = zip(q[:73].split(batch.lengths), batch.held.seen, strict=True)
+    expected = torch.cat([attend_row(part, kv, seen, scoring) for part, seen in rows])
     blocks = made.inputs(ROOM).recurrent.blocks
     table = made.held.table
     found = attend_blocks(q, kv, table, blocks, scoring, 0, tile, splits, least=32)
@@ -121,14 +113,15 @@ def test_blocks_attend_to_what_their_rows_attend_to(
 @pytest.mark.parametrize("tile", [None, AttentionTile(16, 32, 8, num_heads=4)])
 def test_blocks_attend_to_latents(tile: AttentionTile | None, splits: int) -> None:
     """A head's queries brought to the latents, the sums of latents brought to values."""
-    made = MadeUpChunks("glm4_moe_lite", (chunk(1, 0, 70), chunk(2, 5, 2), chunk(3, 90, 1)))
+    made = MadeUpStep("glm4_moe_lite", (chunk(1, 0, 70), chunk(2, 5, 2), chunk(3, 90, 1)))
     layer, kept = made.decoder.layers[0].mixer, made.pools.kv[0].flatten(1)
     assert isinstance(layer, LatentLayer)
     shape = layer.shape
     q = torch.randn(128, shape.num_heads, shape.plain_dim + shape.rope.dim, device=DEVICE)
+    assert made.taken is not None
     batch = chunk_batch(made.taken, made.held, made.pools)
     rows = zip(q.split([*batch.lengths, 128 - 73]), batch.held.seen, strict=False)
-    expected = torch.cat([attend_latent(layer, part, kept[seen]) for part, seen in rows])
+    expected = torch.cat([attend_latent(layer, part, kept, seen) for part, seen in rows])
     blocks = made.inputs(ROOM).recurrent.blocks
     found = attend_blocks(
         layer.absorb(q).transpose(0, 1),
@@ -184,11 +177,13 @@ def test_few_blocks_are_divided_and_many_are_not() -> None:
 
 def test_the_last_inputs_of_a_chunk_are_kept() -> None:
     """Of chunks of one, two and many tokens, in place and elsewhere, and at checkpoints."""
-    made = MadeUpChunks("qwen3_5", (*THREE, chunk(4, 9, 3)))
+    made = MadeUpStep("qwen3_5", (*THREE, chunk(4, 9, 3)))
+    assert made.taken is not None
     assert (made.taken.states_in == made.taken.states_out).any()
     conv = made.pools.conv[0]
     channels = conv.shape[2]
     x = torch.randn(128, channels + 5, device=DEVICE)
+    assert made.taken is not None
     batch = chunk_batch(made.taken, made.held, made.pools)
     assert batch.conv is not None
     source = torch.cat([conv[batch.states_in].flatten(0, 1), x[:, :channels]])
@@ -254,11 +249,11 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
             for kernel in (*names, "_expert_product", "_weighted_sum"):
                 if hasattr(module, kernel):
                     monkeypatch.setattr(module, kernel, Noted(kernel))
-        made = MadeUpChunks(name, chunks)
-        inputs = made.inputs(ROOM)
-        run = PromptKernels(made.decoder, made.pools, made.held.table)
+        made = MadeUpStep(name, chunks)
+        packed = torch.from_numpy(made.words(ROOM).words).to(DEVICE)
+        run = KernelForward(made.decoder, made.pools, made.held.table, made.future)
         with torch.inference_mode(), launches:
-            run.hidden(inputs)
+            run.run(ROOM, packed)
         found.append(launches.seen)
     assert found[0] == found[1]
     expected = {"_attend_blocks", "_place_heads", "_scan", "_keep_inputs"}
@@ -284,26 +279,11 @@ BESIDE = {4: 30, 6: 3, 5: 64}
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_rows_and_chunks_in_one_forward(name: str, chunks: tuple[PrefillRow, ...]) -> None:
-    made = MadeUpChunks(name, chunks, BESIDE)
-    future = torch.arange(3, 10, dtype=torch.int32, device=DEVICE)
+    made = MadeUpStep(name, chunks, BESIDE)
     with torch.inference_mode():
-        plain = PlainForward(made.decoder, made.pools)
-        tokens = future[made.pools.index(made.rows.slots)].long()
-        rows = plain.tokens(decode_batch(made.rows, tokens, made.held, made.pools))
-        batch = chunk_batch(made.taken, made.held, made.pools)
-        expected = torch.cat([rows, plain.chunks(batch)[batch.last]])
-        kept = made.written()
-        made.spoil_waste()
-        table = made.held.table
-        decode = DecodeKernels(made.decoder, made.pools, table)
-        run = MixedKernels(made.decoder, made.pools, table, decode)
-        words = torch.from_numpy(pack_inputs(WIDTH, made.rows, made.layout.waste_cell))
-        inputs = made.inputs(ROOM)
-        found = run.hidden(Inputs(words.to(DEVICE)), inputs, future)
-        last = found[WIDTH:][inputs.last.long()][: len(chunks)]
-        found = torch.cat([found[: len(BESIDE)], last])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
+        expected = made.plain()
+        found = made.by(KernelForward, ROOM._replace(num_rows=WIDTH))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize(

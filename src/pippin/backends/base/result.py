@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from pippin.cache.entries import Bytes
-from pippin.types import Component, DeviceReading, Payload, StepForwards, TokenLogprobs
+from pippin.types import Component, Payload, StepForwards, TokenLogprobs
 
 
 class Spilled(Protocol):
@@ -87,7 +87,6 @@ class StepResult:
     # positions neither: a masked weight of 0 times NaN is NaN.
     overflowed: frozenset[int] = frozenset()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
-    device: DeviceReading | None = None  # where a device keeps account of its work
     forwards: StepForwards = field(default_factory=StepForwards)
     # float32 [n] by slot, of rows that sample after their prompt and whose Admit `embeds`.
     hidden: Mapping[int, np.ndarray] = field(default_factory=dict)

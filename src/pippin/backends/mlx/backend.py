@@ -28,10 +28,7 @@ from pippin.backends.base import (
 )
 from pippin.backends.draft_limits import affordable_depth
 from pippin.backends.fallbacks import Fallbacks, noted_in
-from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
-from pippin.backends.mlx.cpu.operations import compile_without_fusing
-from pippin.backends.mlx.cpu.run_ahead import running_ahead
-from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
+from pippin.backends.mlx.cpu.operations import compile_without_fusing, running_ahead
 from pippin.backends.mlx.device import (
     device_info,
     limit_memory,
@@ -130,8 +127,6 @@ class MLXBackend(StepRunner[MLXPending]):
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
         self.holds_prompts_back = on_metal()
-        self._clock = find_stream_clock()
-        self._resident: ResidentLimit | None = None
         self._prompts = Prompts(  # slots that have not decoded yet
             loaded,
             self._captures,
@@ -192,11 +187,7 @@ class MLXBackend(StepRunner[MLXPending]):
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:
-        if self._resident is not None:
-            self._resident.keep()
-        step = MLXPending(
-            plan=plan, sampling=self._sampling, clock=self._clock, fingerprints=self._fingerprints
-        )
+        step = MLXPending(plan=plan, sampling=self._sampling, fingerprints=self._fingerprints)
         with self._loaded.operating():
             self.execute(step, plan)
         return step
@@ -285,8 +276,6 @@ class MLXBackend(StepRunner[MLXPending]):
         left = limit_memory(budget_bytes, used) - used
         if self._wired:
             wire(used)
-        if on_cpu() and has_glibc():
-            self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._decodes.shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
         self._prompts.fit(max(left, 0) * ACTIVATION_SHARE)
@@ -315,9 +304,6 @@ class MLXBackend(StepRunner[MLXPending]):
         return self._num_weights + held + self._packer.buffers.num_live
 
     def close(self) -> None:
-        if self._clock is not None:
-            self._clock.close()
-            self._clock = None
         with self._loaded.operating():
             self._decodes.clear()
         self._prompts.clear()

@@ -22,7 +22,6 @@ from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.attention.head_ropes import head_norms
 from pippin.backends.mlx.attention.packed_rows import AttentionPaths
 from pippin.backends.mlx.cpu.layers import pack_linear_layers
-from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.cpu.operations import (
     compile_without_fusing,
     find_operations,
@@ -111,13 +110,11 @@ def load(
 ) -> LoadedModel:
     """`safe`: plain operations of mlx alone. `mtp`: with the checkpoint's head for drafts, where it
     has one."""
-    if on_cpu():
-        keep_large_buffers()
-        if not safe:
-            progress("preparing CPU operations, which are compiled once on a machine")
-            reason = find_operations().reason
-            if reason is not None and platform.system() == "Linux":
-                note_fallback("mlx's own operations are used", reason)
+    if on_cpu() and not safe:
+        progress("preparing CPU operations, which are compiled once on a machine")
+        reason = find_operations().reason
+        if reason is not None and platform.system() == "Linux":
+            note_fallback("mlx's own operations are used", reason)
     progress("reading the checkpoint")
     try:
         config = json.loads((path / "config.json").read_bytes())

@@ -16,7 +16,7 @@ from pippin.backends.sampling.sampler import Sampled, SampleRow
 from pippin.backends.step.fingerprints import Fingerprints
 from pippin.backends.step.slots import Arrays, FutureMap, SlotTable
 from pippin.cache.entries import Bytes
-from pippin.types import Component, DeviceReading, Payload, StepForwards, TokenLogprobs
+from pippin.types import Component, Payload, StepForwards, TokenLogprobs
 
 
 class Listed(Protocol):
@@ -117,7 +117,7 @@ class StepOutputs(ABC):
             read()
         self.reads = []
 
-    def result(self, device: DeviceReading | None = None) -> StepResult:
+    def result(self) -> StepResult:
         return StepResult(
             self.tokens,
             self.logprobs,
@@ -125,7 +125,6 @@ class StepOutputs(ABC):
             tuple(self.captures),
             frozenset(self.overflowed),
             dispatched=self.dispatched,
-            device=device,
             forwards=self.forwards,
             hidden=self.hidden,
             spilled=tuple(self.spilled),

@@ -22,8 +22,8 @@ from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.config import lacks_draft_kernels, suit_kernels
 from pippin.backends.torch.device import arrays_on, device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
-from pippin.backends.torch.kernels.checks import agreement
-from pippin.backends.torch.kernels.checks.agreement import Agreed
+from pippin.backends.torch.kernels import checks
+from pippin.backends.torch.kernels.checks import Agreed
 from pippin.backends.torch.load import LoadedModel, load
 from pippin.backends.torch.memory import largest_steps
 from pippin.backends.torch.memory.budget import CudaMeter, MemoryUse
@@ -41,14 +41,14 @@ from pippin.types import Component
 
 logger = logging.getLogger(__name__)
 
-# Chunks of prompts, as far as there is room (`step/sizes.py`), are captured where decode steps are.
+# Chunks of prompts, as far as there is room (`step/words.py`), are captured where decode steps are.
 # If that fails a warning is logged and they are launched; False: they always are.
 CHUNK_GRAPHS = True
 DEFAULT_POOL_BYTES = 2 << 30  # where no budget is set; a CPU commits only what is used
 
 # Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
 # last bit: a kernel, a fix, another order. What is on disk from before is not read then.
-ARITHMETIC_VERSION = 5
+ARITHMETIC_VERSION = 6
 
 
 class TorchBackend:
@@ -145,7 +145,7 @@ class TorchBackend:
         """Which kernels are used; why others are not is noted."""
         decoder, on_cuda = loaded.decoder, loaded.decoder.device.type == "cuda"
         if kernels is False or (kernels is None and not on_cuda):
-            return agreement.NONE
+            return checks.NONE
         without = None
         if self.max_depth and (without := lacks_draft_kernels(decoder.shape)) is not None:
             self.fallbacks.note(
@@ -154,16 +154,16 @@ class TorchBackend:
             )
         drafts = self.max_depth > 0 and without is None
         if kernels:
-            return replace(agreement.ALL, drafts=drafts)
+            return replace(checks.ALL, drafts=drafts)
         if not suit_kernels(decoder.shape):
             self.fallbacks.note(
                 "plain operations are used for all steps",
                 f"there are no kernels for all of {decoder.shape.model_type}'s layers: heads of "
                 "another size than 16 or a larger power of two, or a window that releases keys",
             )
-            return agreement.NONE
+            return checks.NONE
         with self._streams.forward():
-            found = agreement.our_kernels_agree(
+            found = checks.our_kernels_agree(
                 decoder, loaded.max_len, num_slots, self.fallbacks, drafts=drafts
             )
         return replace(found, drafts=found.drafts and drafts)
@@ -253,13 +253,13 @@ class TorchBackend:
         """Of each kernel that is used: how far off plain operations it is, and may be."""
         ways = self._ways
         with torch.inference_mode(), self._streams.forward():
-            for name, off in agreement.kernel_errors(
+            for name, off in checks.kernel_errors(
                 self._decoder,
                 ways.num_slots,
                 drafts=ways.draft_kernels,
                 chunks=ways.chunk_kernels,
             ):
-                yield name, off, agreement.ROUNDING[self._decoder.dtype]
+                yield name, off, checks.ROUNDING[self._decoder.dtype]
 
     # ---- bytes -----------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class TorchBackend:
 
     def make_way(self, *, busy: bool) -> None:
         """While requests run, nothing is captured (`graphs/steps.py`)."""
-        for steps in self._runner.captured() if self._runner is not None else ():
+        if self._runner is not None and (steps := self._runner.forwards.steps) is not None:
             steps.busy = busy
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
@@ -23,49 +22,37 @@ from pippin.backends.base import (
 from pippin.backends.fallbacks import Fallbacks
 from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import FutureMap
-from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.device import arrays_on
 from pippin.backends.torch.drafts.drafters import StepDrafter
 from pippin.backends.torch.drafts.row_drafts import RowDrafts, make_drafts
+from pippin.backends.torch.forwards import Forwards
 from pippin.backends.torch.graphs.capture import CudaGraphs
-from pippin.backends.torch.graphs.steps import (
-    CapturedSteps,
-    chunk_steps,
-    decode_steps,
-    mixed_steps,
-    verify_steps,
-)
-from pippin.backends.torch.mixed import MixedRows
+from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.models.decoder import Decoder
-from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
-from pippin.backends.torch.plain.verify import PlainVerify
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
 from pippin.backends.torch.pools.fingerprints import TorchFingerprints, WordSums
-from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.layout import PoolLayout
-from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.memory import KeptInputs, Pools
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.pools.transfers import Transfers
-from pippin.backends.torch.prompts import Prompts
 from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import Draws, TorchPending
-from pippin.backends.torch.step.sizes import (
+from pippin.backends.torch.step.slots import Slots
+from pippin.backends.torch.step.words import (
     MIXED_ROOMS,
     MIXED_WIDTHS,
-    ROOM_ROWS,
+    MOST_VERIFIED,
     ROOMS,
     WIDTHS,
-    MixedSize,
-    Room,
+    StepSize,
     mixed_size_for,
+    span_for,
     width_for,
 )
-from pippin.backends.torch.step.slots import Slots
-from pippin.backends.torch.step.verify.words import MOST_TOKENS, VerifySize, span_for
 from pippin.backends.torch.streams import Streams
-from pippin.backends.torch.verifies import Verifies
 from pippin.types import Payload
 
 
@@ -103,7 +90,7 @@ class Ways:
             return []
         shapes = [WarmUpShape(num_rows, num_tokens=1, num_steps=1) for num_rows in self._widths]
         for room in ROOMS if self.chunk_graphs else ():
-            num_rows = room.least_rows
+            num_rows = room.least_chunks
             if num_rows <= self.num_slots:
                 shapes.append(WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows))
         if self.mixed:
@@ -114,7 +101,7 @@ class Ways:
             WarmUpShape(num_rows, 1, num_steps=3, depth=depth, drafts_itself=self.drafts_itself)
             for num_rows in self._widths
             for depth in range(1, self.max_depth + 1)
-            if width_for(num_rows) * (1 + depth) <= MOST_TOKENS
+            if width_for(num_rows) * (1 + depth) <= MOST_VERIFIED
         ]
 
     def _mixed_shapes(self) -> list[WarmUpShape]:
@@ -128,33 +115,41 @@ class Ways:
             for room in MIXED_ROOMS
         ]
 
-    def largest_mixed(self) -> MixedSize:
-        """Of the steps that `_mixed_shapes` has."""
-        num_decodes = min(self.num_slots - 1, MIXED_WIDTHS[-1])
-        size = mixed_size_for(num_decodes, MIXED_ROOMS[-1].num_tokens, 1)
-        assert size is not None
-        return size
-
     @property
     def _widths(self) -> list[int]:
         """Rows of decode steps, of each width."""
         most = width_for(self.num_slots)
         return [min(width, self.num_slots) for width in WIDTHS if width <= most]
 
-    def without_drafts(self) -> list[VerifySize]:
-        """Of steps behind some with drafts, which are wider than any that has drafts."""
-        widths = [width_for(num_rows) for num_rows in self._widths]
-        span = span_for(self.max_depth)
-        return [VerifySize(width, 0, span) for width in widths if 2 * width > MOST_TOKENS]
+    def largest_sizes(self) -> list[StepSize]:
+        """Of each kind that can be captured. Of steps behind some with drafts, those that are
+        wider than any that has drafts."""
+        if not self.kernels:
+            return []
+        sizes = [StepSize(width_for(self.num_slots))]
+        if self.chunk_graphs:
+            sizes.append(ROOMS[-1])
+        if self.mixed:
+            num_decodes = min(self.num_slots - 1, MIXED_WIDTHS[-1])
+            size = mixed_size_for(num_decodes, MIXED_ROOMS[-1].num_tokens, 1)
+            sizes += [] if size is None else [size]
+        if self.draft_kernels and (depth := self.max_depth):
+            span, widths = span_for(depth), [width_for(num) for num in self._widths]
+            sizes += [StepSize(width, 0, span) for width in widths if 2 * width > MOST_VERIFIED]
+            width = max(width for width in WIDTHS if width * (1 + depth) <= MOST_VERIFIED)
+            sizes.append(StepSize(width, depth, span, depth if self.drafts_itself else 0))
+        return sizes
 
-
-class _Captured(NamedTuple):
-    """None: launched, or in plain operations."""
-
-    decode: CapturedSteps[int] | None = None
-    chunks: CapturedSteps[Room] | None = None
-    mixed: CapturedSteps[MixedSize] | None = None
-    verify: CapturedSteps[VerifySize] | None = None
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of steps that are run by kernels (`StepSize.kind`)."""
+        known = {
+            StepSize(1): self.kernels,
+            ROOMS[0]: self.chunk_kernels,
+            MIXED_ROOMS[0]._replace(num_rows=1): self.mixed,
+            StepSize(1, span=1): self.draft_kernels and self.max_depth > 0,
+        }
+        return frozenset(size.kind for size, has_kernels in known.items() if has_kernels)
 
 
 class Runner(StepRunner[TorchPending]):
@@ -187,40 +182,24 @@ class Runner(StepRunner[TorchPending]):
         self.fingerprints = TorchFingerprints(self._make_sums()) if ways.fingerprints else None
         self.draws = Draws(arrays_on(decoder.device), slots, future)
         parts = StepParts(self.pools, self.rows, self._captures, slots, future, self.draws, streams)
-        plain = PlainForward(decoder, self.pools)
-        forward: ChunkForward = plain
-        captured = _Captured()
         kept = KeptInputs(layout, ways.num_slots, ways.max_depth, decoder.device)
         self._drafts: RowDrafts | None = None
         drafter: StepDrafter | None = None
         if ways.max_depth:
             made = make_drafts(parts, decoder, draft, ways.num_slots, kernels=ways.draft_kernels)
             self._drafts, drafter = made or (None, None)
-        if ways.kernels:
-            forward, captured = self._make_kernels(plain, kept, drafter)
-        plain_verify = PlainVerify(decoder, self.pools, kept)
-        self._verifies = Verifies(
-            parts, plain_verify, decoder.head, captured.verify, ways.max_depth, self._drafts
-        )
-        self.decodes = Decodes(
+        self.forwards = Forwards(
             parts,
-            plain,
-            captured.decode,
-            self._verifies,
-            deterministic=ways.deterministic,
-            drafts=self._drafts,
-        )
-        self.prompts = Prompts(
-            parts,
-            forward,
+            PlainForward(decoder, self.pools, kept),
             decoder.head,
-            plain,
-            captured.chunks,
+            self._make_steps(kept, drafter) if ways.kernels else None,
+            kinds=ways.kinds,
+            chunk_graphs=ways.chunk_graphs,
             deterministic=ways.deterministic,
             max_tokens=ways.prefill_tokens,
+            max_depth=ways.max_depth,
             drafts=self._drafts,
         )
-        self.mixed = MixedRows(parts, self.decodes, self.prompts, self._verifies, captured.mixed)
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -230,13 +209,13 @@ class Runner(StepRunner[TorchPending]):
         self._sent = self._transfers.send(plan.load)
 
     def _captured(self, step: TorchPending, retire: Retire) -> Iterator[Capture]:
-        self._verifies.fold(retire.slot, retire.end)
+        self.forwards.fold(retire.slot, retire.end)
         return self._captures.of_slot(retire)
 
     def _free(self, step: TorchPending, slot: int) -> None:
         self.rows.retire(slot)
         self._slots.retire(slot)
-        self.prompts.retire(slot)
+        self.forwards.retire(slot)
 
     def _start(self, step: TorchPending, admit: Admit) -> None:
         self._slots.admit(admit)
@@ -244,7 +223,7 @@ class Runner(StepRunner[TorchPending]):
             self._drafts.start(admit)
 
     def _run(self, step: TorchPending, plan: StepPlan) -> None:
-        self.mixed.run(step, plan)
+        self.forwards.run(step, plan)
         if self._drafts is not None:
             self._drafts.note_sampled(step)
 
@@ -267,27 +246,11 @@ class Runner(StepRunner[TorchPending]):
             self.fingerprints.launch(plan.step, self.fingerprints.sum_up)
         self.pools.arena.compact(MOST_MOVED_BYTES)
 
-    def captured(self) -> Iterator[CapturedSteps[Any]]:
-        kinds = (self.decodes.steps, self.prompts.graphs, self.mixed.steps, self._verifies.steps)
-        for steps in kinds:
-            if steps is not None:
-                yield steps
-
     def capture_largest(self) -> None:
         """So that smaller ones, captured later, fit into the memory that these have."""
-        if self.decodes.steps is not None:
-            self.decodes.steps.prepare(width_for(self._ways.num_slots))
-        if self.prompts.graphs is not None:
-            self.prompts.graphs.prepare(ROOMS[-1])
-        if self.mixed.steps is not None:
-            self.mixed.steps.prepare(self._ways.largest_mixed())
-        if (steps := self._verifies.steps) is not None:
-            depth = self._ways.max_depth
-            width = max(w for w in WIDTHS if w * (1 + depth) <= MOST_TOKENS)
-            num_drafts = 0 if self._drafts is None else depth
-            for size in self._ways.without_drafts():
+        if (steps := self.forwards.steps) is not None:
+            for size in self._ways.largest_sizes():
                 steps.prepare(size)
-            steps.prepare(VerifySize(width, depth, span_for(depth), num_drafts))
 
     def run_largest_drafts(self) -> None:
         if self._drafts is not None:
@@ -295,47 +258,25 @@ class Runner(StepRunner[TorchPending]):
 
     def free(self) -> None:
         """The memory, and the graphs over it, whatever payloads are still held."""
-        for steps in self.captured():
-            steps.graphs.clear()
+        if self.forwards.steps is not None:
+            self.forwards.steps.graphs.clear()
         self.pools.free()
 
-    def _make_kernels(
-        self, plain: PlainForward, kept: KeptInputs, drafter: StepDrafter | None
-    ) -> tuple[ChunkForward, _Captured]:
+    def _make_steps(self, kept: KeptInputs, drafter: StepDrafter | None) -> CapturedSteps:
         # Triton is not everywhere.
-        from pippin.backends.torch.kernels.decode import DecodeKernels
-        from pippin.backends.torch.kernels.draw import choose
-        from pippin.backends.torch.kernels.mixed import MixedKernels
-        from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
-        from pippin.backends.torch.kernels.verify.forward import VerifyKernels
+        from pippin.backends.torch.kernels.forward import KernelForward
 
-        decoder, pools, table = self._decoder, self.pools, self.rows.table
-        future, recorder = self._future.tokens, self._ways.recorder
+        decoder, pools, recorder = self._decoder, self.pools, self._ways.recorder
         if recorder is None and decoder.device.type == "cuda":
             recorder = CudaGraphs(decoder.device)
-        decode = DecodeKernels(decoder, pools, table)
-        most_rows = max(width_for(self._ways.num_slots), *ROOM_ROWS)
-        logits = torch.empty(
-            most_rows, decoder.shape.vocab_size, dtype=decoder.dtype, device=decoder.device
+        forward = KernelForward(decoder, pools, self.rows.table, self._future, kept, drafter)
+        sizes = [*self._ways.largest_sizes()]
+        if self._ways.max_depth:
+            widest = width_for(self._ways.num_slots)
+            sizes.append(StepSize(widest, 0, span_for(self._ways.max_depth)))
+        return CapturedSteps(
+            forward, pools.layout, recorder, sizes, decoder.device, self._fallbacks
         )
-        noted = self._fallbacks
-        waste_cell = pools.layout.waste_cell
-        steps = decode_steps(decode, choose, future, waste_cell, recorder, logits, noted)
-        chunks, mixed = None, None
-        if recorder is not None and self._ways.chunk_graphs:
-            of_prompts = (decoder.head, choose, future, pools.layout, recorder, logits, noted)
-            chunks = chunk_steps(PromptKernels(decoder, pools, table), *of_prompts)
-            if self._ways.mixed:
-                mixed = mixed_steps(MixedKernels(decoder, pools, table, decode), *of_prompts)
-        verify = None
-        if self._ways.draft_kernels and (max_depth := self._ways.max_depth):
-            drafts = VerifyKernels(decoder, pools, kept, table, self._future, drafter)
-            span = span_for(max_depth)
-            verify = verify_steps(drafts, future, span, pools.layout, recorder, logits, noted)
-        forward: ChunkForward = plain
-        if self._ways.chunk_kernels:
-            forward = ChunkKernels(decoder, pools, table)
-        return forward, _Captured(steps, chunks, mixed, verify)
 
     def _make_sums(self) -> WordSums:
         if not self._ways.kernels:

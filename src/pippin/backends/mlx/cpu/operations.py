@@ -40,6 +40,9 @@ FLAGS = (
     *("-fvisibility=hidden", "-DNDEBUG", "-DNB_DOMAIN=mlx"),  # mlx's types of Python objects
 )
 
+AHEAD_TASKS = 50  # of ten dispatches each; a node takes two, and a step with drafts has 200
+AHEAD_TOKENS = 16  # of all rows: more of them keep mlx busy, and their arrays are large
+
 ROPE_OPTIONS = {"traditional", "base", "scale", "offset", "freqs"}
 
 # As they were: substitutions.py binds these names anew.
@@ -138,6 +141,24 @@ def compile_without_fusing() -> bool:
         return False
     ours.compile_without_fusing()
     return True
+
+
+@contextmanager
+def running_ahead(num_tokens: int) -> Iterator[None]:
+    """Inside, the host submits a step of so many tokens without waiting until most of it was
+    computed: mlx blocks a thread that is some fifty nodes ahead of its own. A decode step has more,
+    so its launch took as long as the step, and in the time that the host then needed for the next
+    one mlx ran dry. All arrays of such a step are there at once, so work that takes much memory is
+    not to run ahead: mlx waits for memory only where it may block."""
+    ours = operations()
+    if ours is None or num_tokens > AHEAD_TOKENS:
+        yield
+        return
+    ours.run_ahead(AHEAD_TASKS)
+    try:
+        yield
+    finally:
+        ours.run_ahead(-AHEAD_TASKS)
 
 
 def narrowed(x: mx.array) -> mx.array:

@@ -11,7 +11,6 @@ import numpy as np
 
 from pippin.backends.base import Capture, StepResult
 from pippin.backends.mlx.cpu.operations import check_operations
-from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints, sum_words
 from pippin.backends.mlx.payloads.packing import payload_arrays
 from pippin.backends.step.pending import Pending
@@ -32,7 +31,6 @@ class Evaluated:
 class MLXPending(Pending[mx.array]):
     """A step in flight holds nothing but its results: `written` is emptied by the launch."""
 
-    clock: StreamClock | None = None
     fingerprints: MLXFingerprints | None = None
     # Of a prompt, what was scored last: its next positions wait for it.
     last_scored: Sequence[mx.array] = ()
@@ -104,4 +102,4 @@ class MLXPending(Pending[mx.array]):
             mx.eval(self.fence)
         self.read_all()
         check_operations()
-        return self.result(None if self.clock is None else self.clock.read())
+        return self.result()

@@ -31,10 +31,10 @@ from pippin.backends.torch.drafts.drafters import (
     run_plain,
 )
 from pippin.backends.torch.models.decoder import Decoder, Mix
-from pippin.backends.torch.plain.accept import noise_words
+from pippin.backends.torch.plain.forward import noise_words
+from pippin.backends.torch.step.batches import DecodeBatch, TakenRows
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.verify.batch import TakenRows, VerifyBatch
 
 
 class RowDrafts:
@@ -105,7 +105,7 @@ class RowDrafts:
         last = torch.arange(len(rows), device=where.device)
         self._draft(rows, entered, last, where, int(positions.max()))
 
-    def behind_tokens(self, taken: TakenRows, batch: VerifyBatch, hidden: torch.Tensor) -> None:
+    def behind_tokens(self, taken: TakenRows, batch: DecodeBatch, hidden: torch.Tensor) -> None:
         """Of rows that decode and have accepted and sampled; hidden [tokens, n]."""
         index, future = self._parts.pools.index, self._parts.future
         counts, sampled = future.counts[batch.slots].long(), future.tokens[batch.slots].long()

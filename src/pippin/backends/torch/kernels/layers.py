@@ -26,9 +26,8 @@ from pippin.backends.torch.kernels.packed.linear import is_packed, is_stacked
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
 from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix, Mixer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.mamba_layer import MambaLayer
 from pippin.backends.torch.models.packed import Packed
 from pippin.backends.torch.models.parts import (
     DenseMlp,
@@ -70,11 +69,8 @@ def run_fused(
     return x
 
 
-Projecting = AttentionLayer | DeltaLayer | MambaLayer  # between two products
-
-
-def first_of(mixer: Projecting) -> Linear:
-    """The product before them."""
+def first_of(mixer: Mixer) -> Linear:
+    """The product before it mixes."""
     return mixer.qkv if isinstance(mixer, AttentionLayer) else mixer.project
 
 

@@ -30,14 +30,13 @@ class LatentLayer:
     rope: Rope
     out: Linear
 
-    def projected(
-        self, x: torch.Tensor, positions: torch.Tensor
+    def placed(
+        self, projected: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [n, heads, key channels], the rotated ones last, and cells [n, channels]."""
         shape = self.shape
-        found = self.project(x)
-        first = found.shape[-1] - shape.rank - shape.rope.dim
-        q, latent, key = found.split([first, shape.rank, shape.rope.dim], dim=-1)
+        first = projected.shape[-1] - shape.rank - shape.rope.dim
+        q, latent, key = projected.split([first, shape.rank, shape.rope.dim], dim=-1)
         if self.query_norm is not None and self.query_up is not None:
             q = self.query_up(self.query_norm(q))
         q = q.unflatten(-1, (shape.num_heads, -1))
@@ -60,7 +59,3 @@ class LatentLayer:
         latent, key = cells.split([self.shape.rank, self.shape.rope.dim], dim=-1)
         turned = key.expand(self.shape.num_heads, *key.shape)
         return torch.cat([latent @ self.up_k.mT, turned], dim=-1), latent @ self.up_v.mT
-
-    def finish(self, attended: torch.Tensor) -> torch.Tensor:
-        """attended [n, heads, value channels]"""
-        return self.out(attended.flatten(1))

@@ -1,11 +1,9 @@
-"""Attention over cells by torch's own attention: chunks of prompts, and one token a row.
+"""Attention over cells in plain operations: by torch's own where that knows it; and of latents.
 
 Rows are attended one by one: what a row computes does not depend on the other rows.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,41 +14,32 @@ from torch.backends.cuda import (
 )
 
 from pippin.backends.torch.models.attention_layer import Scoring
+from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.step.batches import SeenCells
+from pippin.types import GRID
 
 LOWER_RIGHT = 2  # of the efficient kernel's masks
 FLASH_CHANNELS = 8  # those of a head are a multiple
 
 
-def attend_rows(
-    q: torch.Tensor,  # [tokens, heads, channels]: the rows' new tokens, one row after the other
+def attend_row(
+    q: torch.Tensor,  # [tokens, heads, channels]: the new tokens of one row
     kv: torch.Tensor,  # [cells, 2, kv heads, channels]
-    lengths: Sequence[int],  # of the rows' new tokens
-    cells: Sequence[torch.Tensor],  # int64, of each row those it sees, the new ones last
+    seen: SeenCells,
     scoring: Scoring,
 ) -> torch.Tensor:
     """[tokens, heads, channels]. Each token sees its row's tokens up to itself: as many as a
     window has, if there is one."""
-    parts = [
-        _attend(part, kv[own], scoring)
-        for part, own in zip(q.split(list(lengths)), cells, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def attend_masked(
-    q: torch.Tensor,  # [tokens, heads, channels] of one row
-    kv: torch.Tensor,  # [cells, 2, kv heads, channels]: gathered for this call, and written
-    written: torch.Tensor,  # bool [cells]: others hold anything, NaN too
-    mask: torch.Tensor,  # bool [tokens, cells]: those up to each token
-    scoring: Scoring,
-) -> torch.Tensor:
-    """[tokens, heads, channels], where it is not known on the host how long the row is."""
-    kv.masked_fill_(~written[:, None, None, None], 0.0)  # in place: a budget counts one gather
+    known, mask = kv[seen.cells], seen.mask
+    if mask is None or seen.written is None:
+        return _attend(q, known, scoring)
+    # In place, since a budget counts one gather: what is not written may be NaN.
+    known.masked_fill_(~seen.written[:, None, None, None], 0.0)
     if scoring.window:
         place = torch.arange(mask.shape[1], device=mask.device)
         own = (place * mask).amax(dim=1, keepdim=True)
         mask = mask & (place > own - scoring.window)
-    return _softmax(q, kv, mask, scoring)
+    return _softmax(q, known, mask, scoring)
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -157,3 +146,31 @@ def _banded(num_new: int, num_seen: int, window: int, device: torch.device) -> t
     ones = torch.ones(num_new, num_seen, dtype=torch.bool, device=device)
     offset = num_seen - num_new
     return ones.tril(offset).triu(offset - window + 1)
+
+
+def attend_latent(
+    layer: LatentLayer,
+    q: torch.Tensor,  # [tokens, heads, key channels]: the new tokens of one row
+    kept: torch.Tensor,  # [cells, channels]
+    seen: SeenCells,
+) -> torch.Tensor:
+    """[tokens, heads, value channels]"""
+    cells, mask = kept[seen.cells], seen.mask
+    if seen.written is not None:
+        cells.masked_fill_(~seen.written[:, None], 0.0)
+    num_new, num_seen = len(q), len(cells)
+    if mask is None and num_new > 1:
+        mask = _lower_right(num_new, num_seen, q.device)
+    scale = layer.shape.scale
+    if num_new >= GRID:
+        k, v = layer.expand(cells)
+        y = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=scale)
+        return y.transpose(0, 1)
+    absorbed = layer.absorb(q)
+    # All heads' queries of all tokens, over one set of keys.
+    scores = (absorbed.flatten(0, 1) @ cells.mT).unflatten(0, absorbed.shape[:2]).float() * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    shares = torch.softmax(scores, dim=-1).to(q.dtype).flatten(0, 1)
+    latents = cells[:, : layer.shape.rank]
+    return layer.values_of((shares @ latents).unflatten(0, absorbed.shape[:2]))

@@ -22,6 +22,7 @@ class RowCells:
     ) -> None:
         """`window`: tokens that are kept; 0: all. A model may have no layers of the kind."""
         self._pool = pools.arena.cells.get(kind)
+        self._index = pools.index
         self.window = window
         self._cells = np.zeros((num_slots + 1, max_len), dtype=np.int32)
         self._firsts = np.zeros(num_slots + 1, dtype=np.int64)  # positions before are let go
@@ -64,9 +65,9 @@ class RowCells:
         else:
             self._append(slot, self._pool.take(num_tokens), send=send)
 
-    def grow_each(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def grow_each(self, slots: np.ndarray, positions: np.ndarray, *, send: bool) -> np.ndarray:
         """The cells of one more token of each slot, int32: those that a rejected draft left, or
-        new ones. The device's table learns of them in the step."""
+        new ones. `send`: as for `grow`."""
         at_end = self._ends[slots] == positions
         if self._pool is not None:
             new = self._pool.take(int(np.count_nonzero(at_end)))
@@ -74,6 +75,8 @@ class RowCells:
             self._in_slabs[slots[at_end], new // self._per_slab] = True
         self._ends[slots[at_end]] += 1
         cells: np.ndarray = self._cells[slots, positions]
+        if send and self.table.device.type != "cpu":
+            self.table[*self._index(np.stack([slots, positions]))] = self._index(cells).int()
         return cells
 
     def reserve(self, slot: int, end: int, *, send: bool) -> None:

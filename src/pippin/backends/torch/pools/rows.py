@@ -67,12 +67,12 @@ class Rows:
         self.lengths[slot] += num_tokens
         self.least_lengths[slot] += num_tokens
 
-    def grow_each(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def grow_each(self, slots: np.ndarray, positions: np.ndarray, *, send: bool) -> np.ndarray:
         """A cell for one more token of each slot, which has that position; of layers that see
-        every token, int32."""
-        cells = self.cells.grow_each(slots, positions)
+        every token, int32. `send`: as for `reserve_each`."""
+        cells = self.cells.grow_each(slots, positions, send=send)
         if self.windows is not None:
-            self.windows.grow_each(slots, positions)
+            self.windows.grow_each(slots, positions, send=send)
         self.lengths[slots] = self.least_lengths[slots] = positions + 1
         return cells
 

@@ -1,6 +1,12 @@
-"""A step's rows as index arrays: what a forward looks up and where it writes. Knows no model.
+"""A step's rows: what they take on the host, and as index arrays what a forward in plain operations
+looks up and where it writes. Knows no model and no sampling.
 
-Everything is decided on the host and sent without waiting; nothing is read back from the device.
+The host decides all but how many drafts are accepted: of a row that has some it knows two bounds of
+its length, and the rest is looked up on the device. Nothing is read back.
+
+    chunks    packed    [ tokens of a row | tokens of the next ]
+    decodes   packed    [ input, draft, draft | input | input, draft ]      each row its own depth
+              padded    [rows, width], width that of the deepest row
 """
 
 from __future__ import annotations
@@ -11,12 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pippin.backends.base import PrefillRow
+from pippin.backends.base import DecodeRow, PrefillRow
+from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.row_cells import RowCells
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.decode_inputs import RowArrays
 from pippin.types import GRID
+
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,42 @@ class TakenChunks:
 
 
 @dataclass(frozen=True)
+class TakenRows:
+    """Decode rows for which cells and states have been taken; on the host, int64 [rows]."""
+
+    rows: tuple[DecodeRow, ...]
+    arrays: RowArrays  # its cells are those of rows that all have one token and a known length
+    least: np.ndarray  # positions of the input tokens, at least
+    depths: np.ndarray
+    num_kept: np.ndarray  # drafts of the last step: those that it accepted are run first
+
+    @property
+    def slots(self) -> np.ndarray:
+        return self.arrays.slots
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Of the input tokens, at most."""
+        return self.arrays.positions
+
+    @property
+    def exact(self) -> np.ndarray:
+        found: np.ndarray = self.least == self.positions
+        return found
+
+    @property
+    def width(self) -> int:
+        """Tokens of the deepest row."""
+        return 1 + int(self.depths.max())
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64 [tokens]: of the packed tokens, where they are padded."""
+        width = np.arange(self.width)
+        return np.flatnonzero(width <= self.depths[:, None])
+
+
+@dataclass(frozen=True)
 class ConvIndex:
     """Inputs of a causal convolution over packed rows: places in [rows' last inputs | tokens]."""
 
@@ -92,11 +137,22 @@ class ConvIndex:
 
 
 @dataclass(frozen=True)
+class SeenCells:
+    """What the tokens of one row see."""
+
+    cells: torch.Tensor  # int64 [cells], the new ones last
+    # Where the length is not known: bool [cells], which of them the row has written; and bool
+    # [tokens, cells], which of them are up to each token.
+    written: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class HeldCells:
     """Of the layers of one kind: where the new tokens' KV goes, and what they see."""
 
     cells: torch.Tensor  # int64 [tokens]
-    seen: tuple[torch.Tensor, ...]  # int64, of each row its cells, the new ones last
+    seen: tuple[SeenCells, ...]  # of each row
 
 
 @dataclass(frozen=True)
@@ -119,6 +175,17 @@ class ChunkBatch(Batch):
     conv: ConvIndex | None
 
 
+@dataclass(frozen=True)
+class DecodeBatch(Batch):
+    width: int
+    slots: torch.Tensor  # int64 [rows]
+    starts: torch.Tensor  # int64 [rows]: the input tokens' positions
+    drafts: torch.Tensor  # int32 [rows, width - 1], NO_TOKEN where there is none
+    places: torch.Tensor  # int64 [tokens]: where they are padded
+    counts: torch.Tensor  # int64 [rows]: kept drafts that are run first
+    most_kept: int  # of these, at most
+
+
 def take_chunks(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> TakenChunks:
     """Takes the cells and states that the chunks write."""
     for row in rows:
@@ -134,47 +201,142 @@ def take_chunks(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> TakenCh
     return TakenChunks(tuple(rows), states_in, states_out, taps)
 
 
+def take_rows(
+    rows: Sequence[DecodeRow], held: Rows, pools: Pools, *, send: bool = True
+) -> TakenRows:
+    """Takes the cells and states that the rows write. `send`: False: the device's table learns of
+    the cells in the step."""
+    slots, positions, depths = (
+        np.array([getattr(row, name) for row in rows]) for name in ("slot", "position", "depth")
+    )
+    least, num_kept = held.least_lengths[slots], held.num_kept[slots]
+    num_cells = held.num_missing(slots, positions + 1 + depths)
+    pools.arena.make_room(num_cells, held.num_new_states(slots))
+    cells = np.zeros(0, dtype=np.int32)
+    if depths.any() or num_kept.any() or not held.is_exact(slots, positions).all():
+        held.reserve_each(slots, positions, depths, send=send)
+    else:
+        cells = held.grow_each(slots, positions, send=send)
+    arrays = RowArrays(slots, positions, cells, *held.next_states(slots))
+    return TakenRows(tuple(rows), arrays, least, depths, num_kept)
+
+
 def chunk_batch(taken: TakenChunks, held: Rows, pools: Pools) -> ChunkBatch:
-    spans = [(row.slot, row.start, row.end) for row in taken.rows]
     index = pools.index
+
+    def of_kind(cells: RowCells) -> HeldCells:
+        spans = [(row.slot, row.start, row.end) for row in taken.rows]
+        new = [cells.held(*span) for span in spans]
+        seen = [cells.held(slot, cells.first_seen(start), end) for slot, start, end in spans]
+        return HeldCells(index(np.concatenate(new)), tuple(SeenCells(index(own)) for own in seen))
+
     return ChunkBatch(
         taken.lengths.tolist(),
         index(taken.tokens),
         index(taken.positions),
         index(taken.states_in),
         index(taken.states_out),
-        *_held_cells(held, spans, pools),
+        of_kind(held.cells),
+        None if held.windows is None else of_kind(held.windows),
         taken=taken,
         last=index(np.cumsum(taken.lengths) - 1),
         conv=_conv_index(taken, pools) if held.keeps_states else None,
     )
 
 
-def decode_batch(rows: RowArrays, tokens: torch.Tensor, held: Rows, pools: Pools) -> Batch:
-    """One token of each row, int64 [rows], for which cells have been taken."""
-    index = pools.index
-    spans = [(slot, at, at + 1) for slot, at in zip(rows.slots, rows.positions, strict=True)]
-    return Batch(
-        [1] * len(spans),
-        tokens,
-        index(rows.positions),
-        index(rows.states_in),
-        index(rows.states_out),
-        *_held_cells(held, spans, pools),
+def decode_batch(
+    taken: TakenRows, held: Rows, future: FutureMap[torch.Tensor], pools: Pools
+) -> DecodeBatch:
+    index, width = pools.index, taken.width
+    slots, depths = index(taken.slots), index(taken.depths)
+    starts = index(taken.positions)
+    if not taken.exact.all():
+        starts = torch.where(index(taken.exact) > 0, starts, future.lengths[slots].long())
+    drafts = _drafts(taken, slots, starts, depths, future, pools)
+    places = index(taken.places)
+    inputs = torch.cat([future.tokens[slots, None], drafts.clamp_min(0)], dim=1)
+    positions = starts[:, None] + torch.arange(width, device=pools.device)
+    owners = slots[:, None].expand_as(positions).flatten()[places]
+    positions = positions.flatten()[places]
+
+    def of_kind(cells: RowCells) -> HeldCells:
+        seen = [_seen(taken, row, starts, cells, pools) for row in range(len(taken.rows))]
+        return HeldCells(cells.table[owners, positions].long(), tuple(seen))
+
+    return DecodeBatch(
+        (1 + taken.depths).tolist(),
+        inputs.flatten()[places].long(),
+        positions,
+        index(taken.arrays.states_in),
+        index(taken.arrays.states_out),
+        of_kind(held.cells),
+        None if held.windows is None else of_kind(held.windows),
+        width=width,
+        slots=slots,
+        starts=starts,
+        drafts=drafts,
+        places=places,
+        counts=torch.where(index(taken.num_kept) > 0, future.counts[slots].long(), 0),
+        most_kept=int(taken.num_kept.max()),
     )
 
 
-def _held_cells(
-    held: Rows, spans: Sequence[tuple[int, int, int]], pools: Pools
-) -> tuple[HeldCells, HeldCells | None]:
-    """Of new tokens [start, end) of each slot, for which cells have been taken."""
+def _drafts(
+    taken: TakenRows,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    depths: torch.Tensor,
+    future: FutureMap[torch.Tensor],
+    pools: Pools,
+) -> torch.Tensor:
+    """int32 [rows, width - 1]: those behind the rows' lengths, of the host's or of the device's."""
+    depth = taken.width - 1
+    if not depth:
+        return slots.new_zeros(len(slots), 0, dtype=torch.int32)
+    behind = torch.arange(depth, device=pools.device)
+    bases, proposed = _proposed(taken)
+    known = pools.index(proposed)
+    at = starts[:, None] + 1 + behind - pools.index(bases)[:, None]
+    inside = (at >= 0) & (at < known.shape[1])
+    found = known.gather(1, at.clamp(0, known.shape[1] - 1)).masked_fill(~inside, NO_TOKEN)
+    on_device = [row.drafted for row in taken.rows]
+    for row, is_own in zip(taken.rows, on_device, strict=True):
+        if is_own:
+            future.note_drafts_read(row.slot, row.depth)
+    if any(on_device):
+        own = pools.index(np.array(on_device))[:, None] > 0
+        found = torch.where(own, future.drafts[slots, :depth].long(), found)
+    return found.masked_fill(behind >= depths[:, None], NO_TOKEN).int()
 
-    def of_kind(cells: RowCells) -> HeldCells:
-        new = [cells.held(slot, start, end) for slot, start, end in spans]
-        seen = [cells.held(slot, cells.first_seen(start), end) for slot, start, end in spans]
-        return HeldCells(pools.index(np.concatenate(new)), tuple(map(pools.index, seen)))
 
-    return of_kind(held.cells), None if held.windows is None else of_kind(held.windows)
+def _proposed(taken: TakenRows) -> tuple[np.ndarray, np.ndarray]:
+    """What the host proposes of positions from a base on, int64 [rows] and [rows, n].
+
+    No more than there can be drafts: a row's length has two bounds.
+    """
+    most = int((taken.positions - taken.least + taken.depths).max())
+    tokens = np.full((len(taken.rows), max(most, 1)), NO_TOKEN, dtype=np.int64)
+    bases = taken.least + 1
+    for number, row in enumerate(taken.rows):
+        if row.depth and (proposal := row.proposal) is not None:
+            base = bases[number] = max(int(bases[number]), proposal.start)
+            part = proposal.tokens[base - proposal.start :][: tokens.shape[1]]
+            tokens[number, : len(part)] = part
+    return bases, tokens
+
+
+def _seen(
+    taken: TakenRows, row: int, starts: torch.Tensor, cells: RowCells, pools: Pools
+) -> SeenCells:
+    least, most = int(taken.least[row]), int(taken.positions[row])
+    depth = int(taken.depths[row])
+    first, end = cells.first_seen(least), most + 1 + depth
+    seen = pools.index(cells.held(int(taken.slots[row]), first, end))
+    if least == most:
+        return SeenCells(seen)
+    keys = torch.arange(first, end, device=pools.device)
+    last = starts[row] + torch.arange(1 + depth, device=pools.device)[:, None]
+    return SeenCells(seen, keys <= last[-1], keys <= last)
 
 
 def inner_checkpoints(row: PrefillRow) -> list[int]:

@@ -27,7 +27,7 @@ from pippin.backends.torch.kernels.attention.tiles import (
 )
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.attention_layer import Scoring
-from pippin.backends.torch.step.chunk_inputs import BlockInputs
+from pippin.backends.torch.step.words import BlockInputs
 from pippin.types import GRID
 
 SUMMED = 16  # tokens of a program of the second kernel

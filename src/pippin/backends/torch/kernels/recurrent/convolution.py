@@ -8,7 +8,7 @@ import triton.language as tl
 
 from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import RecurrentLayer
-from pippin.backends.torch.step.chunk_inputs import BlockInputs
+from pippin.backends.torch.step.words import BlockInputs
 
 KEPT_BLOCK = 256  # channels of a program that keeps inputs
 

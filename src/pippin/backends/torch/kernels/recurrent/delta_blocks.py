@@ -17,7 +17,7 @@ import triton.language as tl
 
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.step.chunk_inputs import RecurrentInputs
+from pippin.backends.torch.step.words import RecurrentInputs
 from pippin.types import GRID
 
 BLOCK_V = 32  # of a head's value channels, to one program of the second kernel

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.mamba_layer import MambaLayer
-from pippin.backends.torch.step.chunk_inputs import RecurrentInputs
+from pippin.backends.torch.step.words import RecurrentInputs
 from pippin.types import GRID
 
 HEADS_TOGETHER = 8  # of one program of the first

@@ -14,7 +14,7 @@ import triton.language as tl
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.recurrent.delta_step import MANY_PROGRAMS, delta_sizes
 from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.step.verify.words import Places
+from pippin.backends.torch.step.words import Places
 
 CONV_BLOCK = 256
 
@@ -117,18 +117,18 @@ def conv_verify(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[tokens, channels] of new tokens and [rows, drafts, width] of kept ones, behind silu."""
     num_taps, channels = layer.taps.shape
-    num_rows, num_kept, width = places.size.num_rows, kept.shape[1], kept.shape[2]
+    num_rows, num_kept, width = places.step.size.num_rows, kept.shape[1], kept.shape[2]
     options = {"dtype": projected.dtype, "device": projected.device}
-    mixed = torch.empty(places.size.num_tokens, channels, **options)
+    mixed = torch.empty(places.step.size.num_placed, channels, **options)
     replayed = torch.empty(num_rows, num_kept, width, **options)
     _conv_verify[(num_rows, triton.cdiv(width, CONV_BLOCK))](
         projected,
         conv,
         kept,
         layer.taps,
-        places.column("slot"),
-        places.column("state_in"),
-        places.column("state_out"),
+        places.step.column("slot"),
+        places.step.column("state_in"),
+        places.step.column("state_out"),
         places.counts,
         mixed,
         replayed,
@@ -139,7 +139,7 @@ def conv_verify(
         width,
         channels + layer.shape.num_v_heads * layer.shape.v_dim,
         TAPS=num_taps,
-        WIDTH=places.size.width,
+        WIDTH=places.step.size.width,
         KEPT=num_kept,
         BLOCK=CONV_BLOCK,
         num_warps=4,
@@ -255,10 +255,10 @@ def delta_verify(
     places: Places,
 ) -> torch.Tensor:
     """float32 [tokens, value heads, v_dim], before the gated norm."""
-    shape, num_rows = layer.shape, places.size.num_rows
+    shape, num_rows = layer.shape, places.step.size.num_rows
     columns = columns_for(num_rows * shape.num_v_heads, shape.v_dim)
     out = torch.empty(
-        places.size.num_tokens,
+        places.step.size.num_placed,
         shape.num_v_heads,
         shape.v_dim,
         dtype=torch.float32,
@@ -271,8 +271,8 @@ def delta_verify(
         layer.decay,
         layer.dt_bias,
         state,
-        places.column("state_in"),
-        places.column("state_out"),
+        places.step.column("state_in"),
+        places.step.column("state_out"),
         places.counts,
         out,
         projected.stride(0),
@@ -280,7 +280,7 @@ def delta_verify(
         replayed.shape[2],
         **delta_sizes(shape),
         COLUMNS=columns,
-        WIDTH=places.size.width,
+        WIDTH=places.step.size.width,
         KEPT=replayed.shape[1],
         num_warps=1,
         **dependent(projected.device),

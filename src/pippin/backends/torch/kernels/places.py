@@ -10,18 +10,18 @@ import triton.language as tl
 from pippin.backends.base import MAX_STOP_IDS
 from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.step.decode_inputs import FIELDS, Inputs
-from pippin.backends.torch.step.verify.words import (
+from pippin.backends.torch.step.words import (
     FIRST_CELL,
     FIRST_STOP,
-    OWN_FIELDS,
+    VERIFY_FIELDS,
     Places,
-    VerifySize,
+    StepInputs,
 )
 
 _SLOT, _POSITION, _CELL = (tl.constexpr(FIELDS.index(n)) for n in ("slot", "position", "cell"))
 _LOW, _HIGH = (tl.constexpr(FIELDS.index(n)) for n in ("key_low", "key_high"))
 _EXACT, _LEAST, _DEPTH, _KEPT, _PROMPT, _DRAFTED, _LEFT = (
-    tl.constexpr(len(FIELDS) + number) for number in range(len(OWN_FIELDS))
+    tl.constexpr(len(FIELDS) + number) for number in range(len(VERIFY_FIELDS))
 )
 _FIELDS = tl.constexpr(len(FIELDS))
 _FIRST_STOP, _FIRST_CELL = tl.constexpr(FIRST_STOP), tl.constexpr(FIRST_CELL)
@@ -102,8 +102,7 @@ def _expand(
 
 
 def expand(
-    size: VerifySize,
-    words: torch.Tensor,  # int32 [fields, rows]
+    step: StepInputs,
     future: FutureMap[torch.Tensor],
     table: torch.Tensor,  # int32 [slots, positions]: the rows' new cells are written
     waste_cell: int,
@@ -111,11 +110,12 @@ def expand(
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=table.device)
 
-    num_rows, num_tokens = size.num_rows, size.num_tokens
+    size = step.size
+    num_rows, num_tokens = size.num_rows, size.num_placed
     inputs, tokens = empty(len(FIELDS), num_tokens), empty(num_tokens)
     drafts, starts, counts = empty(num_rows, size.depth), empty(num_rows), empty(num_rows)
     _expand[(num_rows,)](
-        words,
+        step.rows,
         future.tokens,
         future.lengths,
         future.counts,
@@ -136,7 +136,7 @@ def expand(
         SPAN_LANES=triton.next_power_of_2(size.span),
         num_warps=1,
     )
-    return Places(size, words, Inputs(inputs), tokens, drafts, starts, counts)
+    return Places(step, Inputs(inputs), tokens, drafts, starts, counts)
 
 
 @triton.jit
@@ -180,11 +180,11 @@ def _accept(
 
 
 def accept(places: Places, drawn: torch.Tensor, future: FutureMap[torch.Tensor]) -> torch.Tensor:
-    """int32 [3 + width, rows]: see `VerifyKernels.choose`. Row, length and count go by slot."""
-    num_rows, width = places.size.num_rows, places.size.width
+    """int32 [3 + width, rows]: see `KernelForward.choose`. Row, length and count go by slot."""
+    num_rows, width = places.step.size.num_rows, places.step.size.width
     out = torch.empty(3 + width, num_rows, dtype=torch.int32, device=drawn.device)
     _accept[(num_rows,)](
-        places.rows,
+        places.step.rows,
         drawn,
         places.drafts,
         places.starts,
