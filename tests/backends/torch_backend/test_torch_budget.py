@@ -19,10 +19,10 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 import torch
 
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
+from pippin.backends.torch import memory as largest_steps
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.config import read_shape
-from pippin.backends.torch.memory import largest_steps
-from pippin.backends.torch.memory.budget import MemoryUse, share_out
+from pippin.backends.torch.memory import MemoryUse, share_out
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools, spare_slabs
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload

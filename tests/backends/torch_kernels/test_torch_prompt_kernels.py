@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunk_words import DEVICE, MadeUpStep, chunk
 from pippin.backends.base import PrefillRow
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.kernels.attention.blocks import attend_blocks
-from pippin.backends.torch.kernels.attention.tiles import (
+from pippin.backends.torch.kernels.attention.blocks import (
     AttentionTile,
+    attend_blocks,
     attention_tile_for,
     latent_tile_for,
     splits_for,
@@ -28,9 +28,7 @@ from pippin.backends.torch.kernels.forward import KernelForward
 from pippin.backends.torch.kernels.recurrent.convolution import keep_inputs
 from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
 from pippin.backends.torch.kernels.rows import gated_norm
-from pippin.backends.torch.models.attention_layer import Scoring
-from pippin.backends.torch.models.latent_layer import LatentLayer
-from pippin.backends.torch.models.mamba_layer import MambaInputs, MambaLayer
+from pippin.backends.torch.models.mixers import LatentLayer, MambaInputs, MambaLayer, Scoring
 from pippin.backends.torch.models.parts import Linear, Norm
 from pippin.backends.torch.plain.attention import attend_latent, attend_row
 from pippin.backends.torch.plain.recurrent import Blocks

@@ -19,15 +19,20 @@ from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
 from pippin.backends.draft_limits import NOT_DETERMINISTIC, affordable_depth
 from pippin.backends.fallbacks import Fallbacks
 from pippin.backends.step.slots import FutureMap
+from pippin.backends.torch import memory as largest_steps
 from pippin.backends.torch.config import lacks_draft_kernels, suit_kernels
 from pippin.backends.torch.device import arrays_on, device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.kernels import checks
 from pippin.backends.torch.kernels.checks import Agreed
 from pippin.backends.torch.load import LoadedModel, load
-from pippin.backends.torch.memory import largest_steps
-from pippin.backends.torch.memory.budget import CudaMeter, MemoryUse
-from pippin.backends.torch.memory.shares import LargestSteps, MemoryShares, draft_bytes
+from pippin.backends.torch.memory import (
+    CudaMeter,
+    LargestSteps,
+    MemoryShares,
+    MemoryUse,
+    draft_bytes,
+)
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
 from pippin.backends.torch.runner import Runner, Ways

@@ -20,7 +20,7 @@ from pippin.backends.torch.families.lfm2 import read_lfm2
 from pippin.backends.torch.families.nemotron_h import read_nemotron_h
 from pippin.backends.torch.families.rope import read_rope
 from pippin.backends.torch.families.table import FAMILY, Family, read_options
-from pippin.backends.torch.formats.quantization import read_quantization
+from pippin.backends.torch.formats import read_quantization
 from pippin.backends.torch.shapes import (
     NO_ROPE,
     Activation,

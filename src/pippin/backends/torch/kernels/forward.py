@@ -39,12 +39,15 @@ from pippin.backends.torch.kernels.recurrent.delta_verify import conv_verify, de
 from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
 from pippin.backends.torch.kernels.recurrent.mamba_step import mamba_step
 from pippin.backends.torch.kernels.rows import gated_norm, look_up, norm_rows
-from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
-from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.latent_layer import LatentLayer
-from pippin.backends.torch.models.mamba_layer import MambaLayer
+from pippin.backends.torch.models.mixers import (
+    AttentionLayer,
+    ConvLayer,
+    DeltaLayer,
+    LatentLayer,
+    MambaLayer,
+    Scoring,
+)
 from pippin.backends.torch.plain.forward import noise_words
 from pippin.backends.torch.plain.recurrent import convolve_step
 from pippin.backends.torch.pools.memory import KeptInputs, Pools

@@ -25,9 +25,8 @@ from pippin.backends.torch.kernels.few_rows import most_rows
 from pippin.backends.torch.kernels.packed.linear import is_packed, is_stacked
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix, Mixer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mixers import AttentionLayer, DeltaLayer
 from pippin.backends.torch.models.packed import Packed
 from pippin.backends.torch.models.parts import (
     DenseMlp,

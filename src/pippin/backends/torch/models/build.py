@@ -9,13 +9,12 @@ import torch
 
 from pippin.backends.mtp_weights import LAYER, PREFIX
 from pippin.backends.torch.checkpoint import Weights
-from pippin.backends.torch.formats.find import find_weight
-from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.formats import find_weight
 from pippin.backends.torch.models.build_latent import build_latent
 from pippin.backends.torch.models.build_mlp import build_mlp
 from pippin.backends.torch.models.build_recurrent import build_recurrent
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mixer
-from pippin.backends.torch.models.mtp_head import MtpHead
+from pippin.backends.torch.models.mixers import AttentionLayer, MtpHead
 from pippin.backends.torch.models.packed import Weight, cat, dense
 from pippin.backends.torch.models.parts import Head, Linear, Norm
 from pippin.backends.torch.models.rope import Rope

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from pippin.backends.torch.models.build_recurrent import WeightSource
-from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.models.mixers import LatentLayer
 from pippin.backends.torch.models.packed import Stacked, cat
 from pippin.backends.torch.models.parts import Linear, Norm
 from pippin.backends.torch.models.rope import Rope

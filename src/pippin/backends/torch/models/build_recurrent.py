@@ -6,10 +6,8 @@ from typing import Protocol
 
 import torch
 
-from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import RecurrentLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.mamba_layer import MambaLayer
+from pippin.backends.torch.models.mixers import ConvLayer, DeltaLayer, MambaLayer
 from pippin.backends.torch.models.parts import Linear, Norm
 from pippin.backends.torch.shapes import ConvShape, DeltaShape, MambaShape, RecurrentShape
 

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
-from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.mamba_layer import MambaLayer
+from pippin.backends.torch.models.mixers import DeltaLayer, MambaLayer
 from pippin.backends.torch.shapes import DeltaShape
 
 MANY_PROGRAMS = 132  # multiprocessors of an H200

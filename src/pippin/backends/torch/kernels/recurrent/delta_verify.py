@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.recurrent.delta_step import MANY_PROGRAMS, delta_sizes
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mixers import DeltaLayer
 from pippin.backends.torch.step.words import Places
 
 CONV_BLOCK = 256

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.products import precision_of
-from pippin.backends.torch.models.mamba_layer import MambaLayer
+from pippin.backends.torch.models.mixers import MambaLayer
 from pippin.backends.torch.step.words import RecurrentInputs
 from pippin.types import GRID
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.models.mamba_layer import MambaLayer
+from pippin.backends.torch.models.mixers import MambaLayer
 
 
 @triton.jit
