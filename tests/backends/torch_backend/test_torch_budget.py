@@ -19,10 +19,9 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 import torch
 
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
-from pippin.backends.torch import memory as largest_steps
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.config import read_shape
-from pippin.backends.torch.memory import MemoryUse, share_out
+from pippin.backends.torch.memory import MemoryUse, largest_chunk, share_out
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools, spare_slabs
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
@@ -179,7 +178,7 @@ def test_what_is_tried_is_the_largest_chunk_and_all_rows_with_every_stage(
 def test_a_chunk_that_no_row_can_hold_is_made_of_several(
     max_len: int, num_slots: int, lengths: list[int]
 ) -> None:
-    assert largest_steps.largest_chunk(100, max_len, num_slots) == lengths
+    assert largest_chunk(100, max_len, num_slots) == lengths
 
 
 def test_a_step_that_does_not_fit_is_an_error_with_both_numbers(device: MadeUpDevice) -> None:

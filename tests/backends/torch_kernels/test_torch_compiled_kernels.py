@@ -181,7 +181,7 @@ def test_weights_are_loaded_before_a_kernel_waits_for_the_one_before_it(kernel: 
 
 PACKED = """
 from pippin.backends.torch.kernels.packed.numbers import PackedArrays
-from pippin.backends.torch.kernels.packed.rows import _few_rows as kernel
+from pippin.backends.torch.kernels.packed.products import _few_rows as kernel
 
 constants = dict(bias=None, K=1024, KIND=0, GROUP=64, PER_WORD=8, OFFSET=True, BIAS=False, ROWS=1)
 constants |= dict(TWO_AT_A_TIME=True, COLUMNS=32, WARPS=4, RUNS=1, PDL=True)

@@ -26,7 +26,7 @@ from pippin.backends.torch.kernels.attention.blocks import (
 )
 from pippin.backends.torch.kernels.forward import KernelForward
 from pippin.backends.torch.kernels.recurrent.convolution import keep_inputs
-from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
+from pippin.backends.torch.kernels.recurrent.mamba import mamba_blocks
 from pippin.backends.torch.kernels.rows import gated_norm
 from pippin.backends.torch.models.mixers import LatentLayer, MambaInputs, MambaLayer, Scoring
 from pippin.backends.torch.models.parts import Linear, Norm

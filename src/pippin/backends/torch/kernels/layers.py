@@ -22,7 +22,7 @@ from pippin.backends.torch.kernels.experts.products import (
 )
 from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, route
 from pippin.backends.torch.kernels.few_rows import most_rows
-from pippin.backends.torch.kernels.packed.linear import is_packed, is_stacked
+from pippin.backends.torch.kernels.packed.products import is_packed, is_stacked
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix, Mixer

@@ -17,12 +17,54 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
-from pippin.backends.torch.kernels.experts.packed import tile_sums
 from pippin.backends.torch.kernels.experts.routing import ExpertBlocks, Routes
-from pippin.backends.torch.kernels.packed.numbers import arrays_of, constants_of
+from pippin.backends.torch.kernels.packed.numbers import arrays_of, constants_of, factor, number
 from pippin.backends.torch.kernels.packed.sums import PackedTile, packed_sums
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.packed import Packed, Weight
+
+
+@triton.jit
+def tile_sums(
+    sums,  # [tokens, rows]
+    x_rows,  # pointers [tokens, 1]
+    is_token,  # [tokens]
+    weight,  # PackedArrays
+    row,  # int64 [rows]: of the weight
+    is_row,
+    start,
+    end,  # words
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`sums` and x W^T over some words of the weight's rows, by tensor cores."""
+    per_group: tl.constexpr = GROUP // PER_WORD
+    for first in tl.range(start, end, WORDS, num_stages=STAGES):
+        w = first + tl.arange(0, WORDS)
+        inside = (w < end)[:, None] & is_row[None, :]
+        words = tl.load(
+            weight.words + row[None, :] * (K // PER_WORD) + w[:, None], mask=inside, other=0
+        )
+        at = row[None, :] * (K // GROUP) + (w // per_group)[:, None]
+        scale = factor(weight.scales, at, inside)
+        if OFFSET:
+            offset = tl.load(weight.offsets + at, mask=inside, other=0.0).to(tl.float32)
+        channel = (w // per_group) * GROUP + w % per_group
+        for part in tl.static_range(PER_WORD):
+            x_at = x_rows + (channel + part * per_group)[None, :]
+            x = tl.load(x_at, mask=is_token[:, None] & (w < end)[None, :], other=0.0)
+            found = number(words, part, KIND) * scale
+            if OFFSET:
+                found += offset
+            sums = tl.dot(x, found.to(x.dtype), sums, input_precision=PRECISION)
+    return sums
+
 
 SHARED_BYTES = 96 << 10  # of shared memory: what every GPU since Ampere has for a program
 _SUMMED = 1024  # channels that a program adds up
