@@ -266,7 +266,7 @@ def test_close_frees_memory_that_payloads_still_name(device: MadeUpDevice) -> No
             runner.rows.table,
         )
     ]
-    parts = [weakref.ref(part) for part in (runner, runner.rows, runner.prompts, runner.decodes)]
+    parts = [weakref.ref(part) for part in (runner, runner.rows, runner.forwards)]
     del runner
     before = device.num_given_back
     backend.close()

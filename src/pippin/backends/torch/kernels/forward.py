@@ -32,9 +32,13 @@ from pippin.backends.torch.kernels.packed.products import by_kernels, look_up_pa
 from pippin.backends.torch.kernels.places import accept, expand
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.recurrent.convolution import conv_rows, keep_inputs
+from pippin.backends.torch.kernels.recurrent.delta import (
+    conv_step,
+    conv_verify,
+    delta_step,
+    delta_verify,
+)
 from pippin.backends.torch.kernels.recurrent.delta_blocks import delta_blocks
-from pippin.backends.torch.kernels.recurrent.delta_step import conv_step, delta_step
-from pippin.backends.torch.kernels.recurrent.delta_verify import conv_verify, delta_verify
 from pippin.backends.torch.kernels.recurrent.mamba import mamba_blocks, mamba_step
 from pippin.backends.torch.kernels.rows import gated_norm, look_up, norm_rows
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer

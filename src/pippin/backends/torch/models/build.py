@@ -32,9 +32,9 @@ from pippin.backends.torch.models.parts import (
     Linear,
     Mlp,
     Norm,
+    Rope,
     SquaredMlp,
 )
-from pippin.backends.torch.models.rope import Rope
 from pippin.backends.torch.shapes import (
     Activation,
     AttentionShape,

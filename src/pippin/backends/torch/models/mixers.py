@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.torch.models.parts import Linear, Mlp, Norm
-from pippin.backends.torch.models.rope import Rope
+from pippin.backends.torch.models.parts import Linear, Mlp, Norm, Rope
 from pippin.backends.torch.shapes import (
     AttentionShape,
     ConvShape,
