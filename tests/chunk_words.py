@@ -37,7 +37,7 @@ from pippin.backends.torch.step.batches import (
 from pippin.backends.torch.step.decode_inputs import FIELDS, Choice
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
-from pippin.backends.torch.step.noise import add_gumbel_noise
+from pippin.backends.torch.step.sampler import add_gumbel_noise
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.words import FIRST_CELL, StepInputs, StepSize, StepWords
 from pippin.types import Component

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pippin.api.app import Application
-from pippin.api.http.access_control import key_in, known_keys, network_of, separates_owners
+from pippin.api.http.access_control import Keys, key_in, network_of
 from pippin.api.http.answers import ErrorResponse, RequestLog
 from pippin.api.http.read_body import BodyBudget, Workers, decode_body, read_bytes
 from pippin.config import Config, LimitsConfig, ServerConfig
@@ -62,8 +62,7 @@ class Ingress:
     """An ASGI app: reads a request within its limits and sends it to the replica of its prefix."""
 
     def __init__(self, server: ServerConfig, limits: LimitsConfig, forward: Forward) -> None:
-        self._keys = known_keys(server) if server.api_key else None
-        self._separates = separates_owners(server)
+        self._keys = Keys(server)
         self._limits = limits
         self._forward = forward
         self._workers = Workers()
@@ -91,12 +90,12 @@ class Ingress:
         """Nothing of a request without a key: the replica refuses it by its headers."""
         owner = b""
         client: bytes | str = network_of(request.client.host) if request.client else ""
-        if self._keys is not None:
+        if self._keys.are_needed:
             found = self._keys.owner(key_in(request.headers))
             if found is None:
                 return b"", ""
             client = found
-            owner = found if self._separates else b""
+            owner = found if self._keys.separates else b""
         with self._bodies.claim(client) as claim:
             body = await read_bytes(request, self._limits, claim)
             prompt = await self._workers.run(prompt_text, body) if body else ""

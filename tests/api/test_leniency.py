@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from qwen35_server import prompt_text, says, serving_qwen
 from scripted_engine import MODEL, TEXT, ScriptedEngine, say, serving
 
 from cases import cases
@@ -23,7 +22,7 @@ from pippin.api.job import prepare_chat
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import HEADER_CHARS, Leniency
 from pippin.api.requests.neutral_request import ChatRequest
-from pippin.api.response_store import ResponseStore
+from pippin.api.response_store import ResponseStores
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import RequestError, UnsupportedField
 
@@ -43,7 +42,7 @@ def chat(fields: dict[str, Any], **options: bool) -> ChatRequest:
 
 def responses(fields: dict[str, Any], **options: bool) -> ChatRequest:
     body = {"model": "stories", "input": "Hi."} | fields
-    return parse_responses_request(body, rules(**options, stored=ResponseStore(10, 10_000)))
+    return parse_responses_request(body, rules(**options, stores=ResponseStores(10, 10_000)))
 
 
 def messages(fields: dict[str, Any], **options: bool) -> ChatRequest:
@@ -331,17 +330,6 @@ def test_options_of_the_server_refuse_instead() -> None:
         for more in ({"store": True}, {"messages": [{"role": "user", "content": [IMAGES[0][2]]}]}):
             asked = {"model": "stories", "messages": [USER]} | more
             assert httpx.post(f"{url}/v1/chat/completions", json=asked).status_code == 400
-
-
-def test_a_session_goes_on_after_a_screenshot() -> None:
-    with serving_qwen(says("I see.")) as (url, engine):
-        shot = {"role": "user", "content": [{"type": "text", "text": "Look: "}, IMAGES[0][2]]}
-        asked = {
-            "model": "qwen",
-            "messages": [shot, {"role": "assistant", "content": "So."}, USER],
-        }
-        httpx.post(f"{url}/v1/chat/completions", json=asked).raise_for_status()
-    assert "Look: [image: PNG omitted]" in prompt_text(engine)
 
 
 @pytest.mark.parametrize(

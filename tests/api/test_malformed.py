@@ -108,34 +108,6 @@ def test_a_body_of_any_bytes(client: httpx.Client, body: bytes) -> None:
     assert post(client, CHAT_PATH, body).is_client_error
 
 
-NUMBERS = [
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e999",
-    "-1e999",
-    "1" * 5000,
-    "-0",
-    "1e-400",
-    "0x1",
-    "01",
-]
-NUMBER_FIELDS = [
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed"),
-    *("max_tokens", "min_tokens", "n", "priority", "timeout", "logprobs", "frequency_penalty"),
-]
-
-
-@pytest.mark.parametrize("field", NUMBER_FIELDS)
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number[:8])
-def test_a_number_that_is_none(client: httpx.Client, field: str, number: str) -> None:
-    post(client, COMPLETION_PATH, f'{{"model":"stories","prompt":"a","{field}":{number}}}'.encode())
-
-
-def nested(opening: str, closing: str, depth: int, inner: str = "1") -> str:
-    return opening * depth + inner + closing * depth
-
-
 BY_HAND = [
     b"",
     b" ",
@@ -158,26 +130,8 @@ BY_HAND = [
     json.dumps(CHAT | {"model": "x" * 100_000}).encode(),
     json.dumps(CHAT | {"x" * 100_000: 1}).encode(),
     *(
-        f'{{"model":"stories","messages":[{{"role":"user","content":"a"}}],"{field}":{value}}}'.encode()
-        for field in ("chat_template_kwargs", "metadata", "logit_bias", "tools", "stop", "unknown")
-        for depth in (100, 900, 5000, 100_000)
-        for value in (nested("[", "]", depth), nested('{"a":', "}", depth))
-    ),
-    *(
-        json.dumps(
-            CHAT
-            | {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
-                    },
-                ]
-            }
-        ).encode()
-        for depth in (100, 900, 5000, 100_000)
-        for arguments in (nested("[", "]", depth), nested('{"a":', "}", depth), "1" * 5000)
+        f'{{"model":"stories","prompt":"a","temperature":{number}}}'.encode()
+        for number in ("NaN", "-Infinity", "1e999", "1" * 5000, "-0", "1e-400", "0x1", "01")
     ),
 ]
 

@@ -1,4 +1,7 @@
-"""A field of sampling is one row of a table: every dialect honours it and describes it."""
+"""A worked example: a new field is one row of a table, which checks, reads and describes it.
+
+A field of sampling reaches the engine in every dialect.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from qwen35_server import says, serving_qwen
 
 import pippin
 from cases import cases
+from pippin.api.requests.fields import FieldTable, integer_from
+from pippin.api.requests.openai_fields import CHAT
+from pippin.errors import RequestError
+from test_tools import load_tool
 
 USER = {"role": "user", "content": "Hi."}
 NEW = {"speculate": False, "min_p": 0.25, "min_tokens": 1}
@@ -54,3 +62,18 @@ def test_such_a_field_is_named_in_two_files_before_the_sampler() -> None:
         if "backends" not in path.parts and re.search(r"\bmin_p\b", path.read_text())
     }
     assert named == {"api/requests/fields.py", "types.py", "text/bundle.py"}
+
+
+def test_a_row_is_checked_read_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a field of chats alone needs besides: a row of `CHAT`, and its use in `parse_chat`."""
+    tool = load_tool("field_tables")
+    table = FieldTable({**CHAT.fields, "patience": integer_from(0, 5)}, required=CHAT.required)
+    sent = {"messages": [USER], "patience": 3}
+    assert table.read(sent, tool.RULES).get("patience") == 3
+    with pytest.raises(RequestError, match="patience is 6; it must be an integer from 0 to 5"):
+        table.read({**sent, "patience": 6}, tool.RULES)
+    (schema, _) = table.schema(tool.RULES)["properties"]["patience"]["anyOf"]
+    assert schema == {"type": "integer", "minimum": 0, "maximum": 5}
+    monkeypatch.setitem(tool.TABLES, "chat", table)
+    page = tool.rewritten("<!-- fields: chat -->\n")
+    assert "| `patience` | an integer from 0 to 5 | |" in page

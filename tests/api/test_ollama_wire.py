@@ -136,15 +136,6 @@ def test_a_text_takes_the_place_of_an_image() -> None:
     assert "--images refuse" in refused.json()["error"]
 
 
-def test_the_root_answers_as_ollama_where_there_is_no_page() -> None:
-    with serving(ScriptedEngine()) as url:
-        assert httpx.head(url).status_code == 200  # what Ollama's command asks first
-        assert "<html" in httpx.get(url).text
-    with serving(ScriptedEngine(), ServerConfig(page=False)) as url:
-        assert httpx.head(url).status_code == 200
-        assert httpx.get(url).text == "Ollama is running"
-
-
 def test_options_that_ollama_does_not_know_are_ignored_and_reported() -> None:
     options = {"num_ctx": 4096, "draft_num_predict": 4, "temprature": 1}
     reply = post("chat", **CHAT, options=options)

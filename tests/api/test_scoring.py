@@ -20,6 +20,7 @@ from bundled import BUNDLED_PATH
 from cases import cases
 from pippin.api.endpoints.embeddings import PAIRS, parse_score, whole_score
 from pippin.api.model_info import RequestRules
+from pippin.api.served_models import ModelLease, ServedText
 from pippin.config import LimitsConfig
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.loop import Loop
@@ -265,8 +266,9 @@ def test_a_rerankers_scores_are_those_of_transformers(tmp_path: Path) -> None:
     backend = TorchBackend(load(directory, dtype="float32"), num_slots=4, pool_bytes=50_000_000)
     loop = Loop(Scheduler(backend, Limits(max_running=4)), backend)
     rules = RequestRules(MODEL, text.defaults, LimitsConfig())
-    job = parse_score({"text_1": "a hen", "text_2": DOCUMENTS}, text, rules)
-    reply = asyncio.run(whole_score(job, LoopEngine(loop), MODEL))  # type: ignore[arg-type]
+    lease = ModelLease(LoopEngine(loop), ServedText(text, rules))  # type: ignore[arg-type]
+    job = parse_score({"text_1": "a hen", "text_2": DOCUMENTS}, lease.served)
+    reply = asyncio.run(whole_score(job, lease))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippin.api.requests.body import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES, Body, Leniency, shown
-from pippin.api.response_store import ResponseStore
+from pippin.api.response_store import ResponseStore, ResponseStores
 from pippin.config import LimitsConfig
 from pippin.errors import ModelNotFound
 from pippin.text.bundle import SamplingDefaults
@@ -133,7 +133,11 @@ class RequestRules:
     snapshots: SnapshotHistory = field(default_factory=SnapshotHistory)
     # Of the request's owner:
     owner: bytes = b""
-    stored: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
+    stores: ResponseStores = field(default_factory=lambda: ResponseStores(0, 0))
+
+    @property
+    def stored(self) -> ResponseStore:
+        return self.stores.of(self.owner)
 
     def body(self, fields: Any) -> Body:
         """A request's JSON, to be read as leniently as this server reads."""

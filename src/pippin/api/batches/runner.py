@@ -28,7 +28,7 @@ from pippin.api.batches.store import (
     Status,
     new_id,
 )
-from pippin.api.http.access_control import known_keys, owner_state, separates_owners
+from pippin.api.http.access_control import Keys
 from pippin.api.http.answers import RequestLog, record_of
 from pippin.api.requests.body import check_json_size
 from pippin.config import ServerConfig
@@ -154,7 +154,7 @@ class LineClient:
 
     async def ask(self, path: str, body: bytes, owner: Mapping[str, Any]) -> dict[str, Any]:
         """The response, after as many tries as the engine is full or absent. `owner`: see
-        `access_control.owner_state`."""
+        `Keys.state_of`."""
         wait_s = FIRST_WAIT_S
         while True:
             scope = _scope(path, owner)
@@ -353,13 +353,13 @@ class Batches:
             self._owners.clear()
 
     def _open(self, directory: Path) -> None:
-        config, keys = self._config, known_keys(self._config).owners()
+        config, keys = self._config, Keys(self._config)
         database = Database(directory)
-        share = config.batch_bytes // max(1, len(keys))
+        share = config.batch_bytes // max(1, len(keys.owners))
         try:
-            for key in keys or [b""]:
+            for key in keys.owners or [b""]:
                 name, most = _name_of(key), config.batch_file_bytes
-                state = owner_state(key, separates=separates_owners(config)) if key else {}
+                state = keys.state_of(key) if key else {}
                 self._owners[key] = OwnerStore(
                     database, name, state, max_bytes=share, max_file_bytes=most
                 )

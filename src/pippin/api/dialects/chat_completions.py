@@ -31,7 +31,7 @@ from pippin.api.requests.sampling_fields import (
     read_options,
     template_variables,
 )
-from pippin.api.requests.tools import InputReader, input_of, read_chat_tools
+from pippin.api.requests.tools import InputReader, input_of, read_tools
 from pippin.api.served_models import ModelLease
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
@@ -98,7 +98,7 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
     return ChatRequest(
         options=options,
         messages=normalise(parse_messages(body), rules, options.salt),
-        tool_use=read_chat_tools(body),
+        tool_use=read_tools(body, nested=True),
         add_generation_prompt=body.get("add_generation_prompt", True),
         continue_final_message=continues_final_message(body),
         reasoning_effort=effort,

@@ -35,7 +35,7 @@ from pippin.api.requests.messages import Message, function_call, message_bodies,
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
 from pippin.api.requests.openai_fields import ROLES
 from pippin.api.requests.sampling_fields import num_logprobs, read_options
-from pippin.api.requests.tools import read_chat_tools
+from pippin.api.requests.tools import read_tools
 from pippin.api.served_models import ModelLease
 from pippin.errors import ModelNotFound, PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
@@ -218,7 +218,7 @@ class LoadRequest:
 
 def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadRequest:
     body = CHAT.read(fields, rules)
-    options, tool_use = _options(body, rules), read_chat_tools(body)
+    options, tool_use = _options(body, rules), read_tools(body, nested=True)
     if not body.get("messages"):
         return LoadRequest(body.leniency, options.keep_alive_s)
     messages = [_message(message) for message in message_bodies(body)]

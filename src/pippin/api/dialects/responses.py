@@ -42,7 +42,7 @@ from pippin.api.requests.tools import (
     call_fields,
     full_name,
     output_text,
-    read_responses_tools,
+    read_tools,
 )
 from pippin.api.response_store import StoredTurn
 from pippin.api.served_models import ModelLease
@@ -105,15 +105,6 @@ FUNCTION = ItemForm("function_call", "fc", "arguments", "function_call_arguments
 CUSTOM = ItemForm("custom_tool_call", "ctc", "input", "custom_tool_call_input")
 
 
-def shell_call(call_id: str, name: str, arguments: str) -> Item | None:
-    """A call of a shell tool. None: these are not its arguments, and it is a function's call."""
-    fields = call_fields(name, arguments)
-    if fields is None:
-        return None
-    known = {"id": new_id(SHELL_TOOLS[name].prefix), "call_id": call_id, "status": "completed"}
-    return {**known, **fields}
-
-
 ENCRYPTED = "reasoning.encrypted_content"
 _MARK = "pippin-reasoning-"  # what other servers encrypted begins otherwise, and cannot be read
 
@@ -122,24 +113,25 @@ _MARK = "pippin-reasoning-"  # what other servers encrypted begins otherwise, an
 class ReasoningForm:
     """Where a client looks for reasoning."""
 
-    summarised: bool = False  # the summary is all of it: no other model writes a shorter one
+    summary: str | None = None  # it is all of it: no other model writes a shorter one
     encrypted: bool = False  # encoded, also: some clients send nothing else back
 
     @classmethod
     def asked(cls, body: Body) -> ReasoningForm:
         reasoning = body.object("reasoning") or Body({})
         return cls(
-            summarised=reasoning.has("summary") or reasoning.has("generate_summary"),
+            summary=reasoning.get("summary") or reasoning.get("generate_summary"),
             encrypted=ENCRYPTED in body.get("include", ()),
         )
 
     @property
     def item(self) -> ItemForm:
-        return SUMMARY if self.summarised else REASONING
+        return REASONING if self.summary is None else SUMMARY
 
     def extra(self, text: str) -> dict[str, str]:
         """What a complete item has besides. Not secret: the client is shown the text too."""
-        return {"encrypted_content": _MARK + _encoded(text)} if self.encrypted else {}
+        encoded = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
+        return {"encrypted_content": _MARK + encoded} if self.encrypted else {}
 
 
 def reasoning_of(item: Body) -> str:
@@ -153,10 +145,6 @@ def reasoning_of(item: Body) -> str:
         if text:
             return text
     return ""
-
-
-def _encoded(text: str) -> str:
-    return base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
 
 
 def _decoded(given: str) -> str:
@@ -350,7 +338,8 @@ def parse_responses_request(
     previous = None if previous_id is None else stored.previous(previous_id)
     items = read_items(body, stored.items, rules.limits.max_body_bytes)
     before = [] if previous is None else previous.items()
-    tool_use = read_responses_tools(body)
+    tool_use = read_tools(body, nested=False)
+    reasoning = ReasoningForm.asked(body)
     echo = {
         "frequency_penalty": options.params.frequency_penalty,
         "instructions": body.get("instructions"),
@@ -361,7 +350,7 @@ def parse_responses_request(
         "presence_penalty": options.params.presence_penalty,
         "previous_response_id": previous_id,
         "prompt_cache_key": body.get("prompt_cache_key"),
-        "reasoning": {"effort": effort, "summary": _summary(body)},
+        "reasoning": {"effort": effort, "summary": reasoning.summary},
         "safety_identifier": body.get("safety_identifier"),
         "store": store,
         "temperature": options.params.temperature,
@@ -384,13 +373,8 @@ def parse_responses_request(
         items=items,
         previous=previous,
         store=store,
-        reasoning=ReasoningForm.asked(body),
+        reasoning=reasoning,
     )
-
-
-def _summary(body: Body) -> str | None:
-    reasoning = body.object("reasoning") or Body({})
-    return reasoning.string("summary", None) or reasoning.string("generate_summary", None)
 
 
 class ResponsesDialect(BlockStream):
@@ -495,7 +479,7 @@ class ResponsesDialect(BlockStream):
         value = {"text" if form.index else form.text_field: text, **form.place, **form.delta}
         if form is FUNCTION:
             value["name"] = self._item["name"]
-        done = self._item_event(f"response.{form.text_event}.done", **value)
+        done = self._event(f"response.{form.text_event}.done", **self._place, **value)
         done += self._part_event("done")
         item = form.filled(self._item, text)
         if kind == self.REASONING:
@@ -504,10 +488,12 @@ class ResponsesDialect(BlockStream):
 
     def _end_shell_call(self, *, complete: bool) -> bytes:
         text, (id, name) = self._text, self._call
-        item = shell_call(id, name, text) if complete else None
-        if item is None:
+        fields = call_fields(name, text) if complete else None
+        if fields is None:  # these are not its arguments, and it is a function's call
             started = self._start(self.CALL, *self._new_call(id, name))
             return started + self._text_delta(text) + self._end(complete=complete)
+        known = {"id": new_id(SHELL_TOOLS[name].prefix), "call_id": id, "status": "completed"}
+        item = {**known, **fields}
         place = {"output_index": len(self._done)}
         events = self._event(
             "response.output_item.added", **place, item=item | {"status": "in_progress"}
@@ -537,10 +523,8 @@ class ResponsesDialect(BlockStream):
         if not form.index:
             return b""
         part = form.part_of(self._text)
-        return self._item_event(f"response.{form.part_event}.{what}", part=part, **form.place)
-
-    def _item_event(self, kind: str, **data: Any) -> bytes:
-        return self._event(kind, **self._place, **data)
+        kind = f"response.{form.part_event}.{what}"
+        return self._event(kind, **self._place, part=part, **form.place)
 
     @property
     def _place(self) -> dict[str, Any]:

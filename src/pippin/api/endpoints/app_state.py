@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from pippin.api.batches.runner import Batches
 from pippin.api.endpoints.metrics_endpoint import ServerMetrics
-from pippin.api.http.access_control import Admins, client_of, owner_of, owner_salt_of
+from pippin.api.http.access_control import Keys, client_of, owner_of, owner_salt_of
 from pippin.api.http.answers import record_of
 from pippin.api.http.read_body import SMALL_BYTES, BodyBudget, Workers, decode_body, read_body
 from pippin.api.http.sending import in_time, unless_disconnected
@@ -60,7 +60,7 @@ class AppState:
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.limits)
-        self.admins = Admins(self.config)
+        self.keys = Keys(self.config)
         self.rules = RequestRules(  # for requests that no model reads
             self.models.default.info,
             SamplingDefaults(),
@@ -84,15 +84,12 @@ class AppState:
 
     async def read(self, request: Request, work: Callable[[Any, ServedText], T]) -> T:
         """The result of `work` on a request's JSON, in a thread. The model need not be loaded."""
-        with self.bodies.claim(client_of(request.scope)) as claim:
-            body = await read_body(request, self.limits, claim)
-            _, _, found = await self._work(request, body, work)
-        return found
+        async with self._body(request) as body:
+            return (await self._work(request, body, work))[2]
 
     async def read_json(self, request: Request, work: Callable[[Any], T]) -> T:
         """The same, of a request for no model."""
-        with self.bodies.claim(client_of(request.scope)) as claim:
-            body = await read_body(request, self.limits, claim)
+        async with self._body(request) as body:
             return await self.workers.run(lambda body: work(decode_body(body)), body)
 
     async def prepare(
@@ -101,8 +98,7 @@ class AppState:
         """A request for the engine: what is wrong with it is found before its model loads. The
         model stays loaded until the reply has been sent."""
         self.models.check_ready()
-        with self.bodies.claim(client_of(request.scope)) as claim:
-            body = await read_body(request, self.limits, claim)
+        async with self._body(request) as body:
             entry, served, job = await self._work(request, body, work)
             lease = await self._lease(request, entry, job.timeout_s)
             if lease.served.model != served.model:  # it is known exactly since it was loaded
@@ -114,6 +110,12 @@ class AppState:
         record.ignored = job.leniency.header()
         record.facts = lambda: job.facts(shown_with)
         return job, lease
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
+        """Counted against what all bodies may take, until it was read."""
+        with self.bodies.claim(client_of(request.scope)) as claim:
+            yield await read_body(request, self.limits, claim)
 
     async def _work(
         self, request: Request, body: bytearray, work: Callable[[Any, ServedText], T]
@@ -145,8 +147,7 @@ class AppState:
 
     def _for_owner(self, request: Request, served: ServedText) -> ServedText:
         owner = owner_of(request.scope)
-        stored = self.stored.of(owner)
-        rules = replace(served.rules, limits=self.limits, owner=owner, stored=stored)
+        rules = replace(served.rules, limits=self.limits, owner=owner, stores=self.stored)
         return replace(served, rules=rules)
 
 

@@ -277,7 +277,7 @@ def replies(
         try:
             job, lease = await _prepare(state, request, read)
         except _Unload as unload:
-            state.admins.check(request.scope)
+            state.keys.check_admin(request.scope)
             state.models.get(unload.name).keep_alive(0.0)
             record_of(request.scope).ignored = unload.load.leniency.header()
             return without_text(unload.name, unload.load)
@@ -323,7 +323,7 @@ async def _prepare(
 ) -> tuple[J, ModelLease]:
     """`keep_alive` counts from the end of this request. It is every client's model, so where
     keys are set an admin's `keep_alive` alone has an effect."""
-    is_admin = state.admins.admit(request.scope)
+    is_admin = state.keys.is_admin(request.scope)
 
     def checked(fields: Any, served: ServedText) -> J:
         job = read(fields, served)

@@ -108,7 +108,7 @@ async def status(state: AppState, request: Request) -> Response:
     found = await state.engine_of(request).status()
     if (cache := found.get("cache")) is None:
         return JSONResponse(found)
-    if not state.admins.admit(request.scope):
+    if not state.keys.is_admin(request.scope):
         del cache["recent_paths"]
     elif not shows_prompts(state.config):
         for path in cache["recent_paths"]:

@@ -30,26 +30,60 @@ from pippin.config import ServerConfig
 from pippin.errors import LoadError, PippinError
 
 
-class ApiKeys:
-    """Keys, known by their digests: comparing takes equally long for every key."""
+class Keys:
+    """A server's keys by their digests, each of which is an owner. Comparing takes equally long for
+    every key.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = list(dict.fromkeys(_digest(key.encode()) for key in keys))
+    Admins have an admin key, or the only API key of a server without one; without API keys every
+    client is one.
+    """
 
-    def __len__(self) -> int:
-        return len(self._digests)
-
-    def owners(self) -> list[bytes]:
-        return list(self._digests)
-
-    def __contains__(self, owner: bytes) -> bool:
-        same = [hmac.compare_digest(owner, digest) for digest in self._digests]
-        return any(same)
+    def __init__(self, config: ServerConfig) -> None:
+        self.owners = _digests((*config.api_key, *config.admin_key))
+        alone = () if len(self.owners) > 1 else config.api_key
+        self._admins = _digests(config.admin_key or alone)
+        self.are_needed = bool(config.api_key)
+        # Whether requests of different keys share no cached prefix:
+        self.separates = len(self.owners) > 1 and not config.share_prefixes
 
     def owner(self, key: str) -> bytes | None:
         """The digest of a known key, from a header as starlette decodes it."""
         given = _digest(key.strip().encode("latin-1"))
-        return given if given in self else None
+        return given if _is_among(given, self.owners) else None
+
+    def state_of(self, owner: bytes) -> dict[str, bytes]:
+        """What the requests of an owner carry."""
+        return {"owner": owner, "salt": salt_of_owner(owner) if self.separates else b""}
+
+    def is_admin(self, scope: Scope) -> bool:
+        return not self.are_needed or _is_among(owner_of(scope), self._admins)
+
+    def check_admin(self, scope: Scope) -> None:
+        if self.is_admin(scope):
+            return
+        if self._admins:
+            raise PippinError(
+                "this needs the admin key of this server (--admin-key), not an API key",
+                code="admin_key_required",
+            )
+        raise PippinError(
+            "this needs an admin key, and this server has several API keys and no admin key: set "
+            "one with --admin-key-file, --admin-key or PIPPIN_ADMIN_KEY, and send it as the key",
+            code="admin_key_required",
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _digests(keys: Iterable[str]) -> list[bytes]:
+    return list(dict.fromkeys(_digest(key.encode()) for key in keys))
+
+
+def _is_among(owner: bytes, digests: Iterable[bytes]) -> bool:
+    same = [hmac.compare_digest(owner, digest) for digest in digests]
+    return any(same)
 
 
 def owner_of(scope: Scope) -> bytes:
@@ -74,11 +108,6 @@ def client_of(scope: Scope) -> bytes | str:
     return owner_of(scope) or network_of((scope.get("client") or ("",))[0])
 
 
-def known_keys(config: ServerConfig) -> ApiKeys:
-    """API and admin keys: each is an owner."""
-    return ApiKeys((*config.api_key, *config.admin_key))
-
-
 def key_in(headers: Mapping[str, str]) -> str:
     """The key that a request carries, as OpenAI's or as Anthropic's clients send it."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -95,39 +124,6 @@ def read_key_file(path: str) -> tuple[str, ...]:
     if not keys:
         raise LoadError(f"the file of keys {path} is empty: write one key per line")
     return keys
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-class Admins:
-    """Without API keys every client is one; with keys, those that have an admin key.
-
-    The only API key of a server without an admin key is one.
-    """
-
-    def __init__(self, config: ServerConfig) -> None:
-        alone = () if len(known_keys(config)) > 1 else config.api_key
-        self._keys = ApiKeys(config.admin_key or alone)
-        self._open = not config.api_key
-
-    def admit(self, scope: Scope) -> bool:
-        return self._open or owner_of(scope) in self._keys
-
-    def check(self, scope: Scope) -> None:
-        if self.admit(scope):
-            return
-        if len(self._keys):
-            raise PippinError(
-                "this needs the admin key of this server (--admin-key), not an API key",
-                code="admin_key_required",
-            )
-        raise PippinError(
-            "this needs an admin key, and this server has several API keys and no admin key: set "
-            "one with --admin-key-file, --admin-key or PIPPIN_ADMIN_KEY, and send it as the key",
-            code="admin_key_required",
-        )
 
 
 log = logging.getLogger(__name__)
@@ -155,8 +151,7 @@ class AccessControl:
     ) -> None:
         """`public` paths need no key."""
         self._app = app
-        self._keys = known_keys(config) if config.api_key else None
-        self._separates = separates_owners(config)
+        self._keys = Keys(config)
         self._public = public
         self._is_local = is_local
         self._hosts = {"localhost", "*.internal", config.host.lower()}
@@ -197,7 +192,7 @@ class AccessControl:
         try:
             headers = Headers(scope=scope)
             self._check_origin(scope, headers)
-            if self._keys is not None and scope["path"] not in self._public:
+            if self._keys.are_needed and scope["path"] not in self._public:
                 owner = self._keys.owner(key_in(headers))
                 if owner is None:
                     raise PippinError(
@@ -205,7 +200,7 @@ class AccessControl:
                         "x-api-key",
                         code="invalid_api_key",
                     )
-                scope["state"].update(owner_state(owner, separates=self._separates))
+                scope["state"].update(self._keys.state_of(owner))
         except PippinError as error:
             await ErrorResponse(error)(scope, receive, send)
             return
@@ -217,7 +212,7 @@ class AccessControl:
             return
         host = host_of(given)
         known = _address(host) is not None or any(_matches(host, name) for name in self._hosts)
-        if not known and not (self._keys and self._keys.owner(key_in(headers)) is not None):
+        if not known and not (self._keys.are_needed and self._keys.owner(key_in(headers))):
             raise PippinError(
                 f"the Host {given[:100]!r} is not a name of this server; "
                 "allow it with --allowed-host",
@@ -257,16 +252,6 @@ def warn_if_open(config: ServerConfig) -> None:
         )
 
 
-def separates_owners(config: ServerConfig) -> bool:
-    """Whether requests of different keys share no cached prefix."""
-    return len(known_keys(config)) > 1 and not config.share_prefixes
-
-
-def owner_state(owner: bytes, *, separates: bool) -> dict[str, bytes]:
-    """What the requests of an owner carry."""
-    return {"owner": owner, "salt": salt_of_owner(owner) if separates else b""}
-
-
 def owner_salt_of(scope: Scope) -> bytes:
     """What separates the prefixes of its owner from those of others; empty: nothing does."""
     salt: bytes = scope["state"].get("salt", b"")
@@ -296,7 +281,7 @@ def shows_prompts(config: ServerConfig) -> bool:
     """Whether clients may read the prompts of others. `auto`: if there is one client."""
     if config.show_prompts != "auto":
         return config.show_prompts == "on"
-    return len(known_keys(config)) == 1 or (not config.api_key and is_loopback(config.host))
+    return len(Keys(config).owners) == 1 or (not config.api_key and is_loopback(config.host))
 
 
 def check_downloads(config: ServerConfig, scope: Scope) -> None:
@@ -307,7 +292,7 @@ def check_downloads(config: ServerConfig, scope: Scope) -> None:
             "this server downloads and deletes no models (--allow-pull)", code="forbidden"
         )
     if config.api_key:
-        Admins(config).check(scope)
+        Keys(config).check_admin(scope)
     elif config.allow_pull == "auto" and not _is_local(scope):
         raise PippinError(
             "without keys only clients on the server's own machine may download and delete models: "

@@ -7,10 +7,9 @@ import ctypes
 import platform
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
-from types import TracebackType
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -43,7 +42,7 @@ class Form(NamedTuple):
 
 
 async def read_form(
-    request: Request, limits: LimitsConfig, max_file_bytes: int, claim: BodyClaim, sink: Sink
+    request: Request, limits: LimitsConfig, max_file_bytes: int, claim: Claim, sink: Sink
 ) -> Form:
     most = max_file_bytes + MAX_OVERHEAD_BYTES
     declared = request.headers.get("content-length", "")
@@ -62,7 +61,7 @@ async def read_form(
         received = timed = 0
         async for piece in request.stream():
             received += len(piece)
-            claim.resize(len(piece))
+            claim(len(piece))
             if received > most:
                 raise _upload_too_large(most)
             if received - timed >= TIMED_BYTES:
@@ -134,6 +133,9 @@ MIN_BUDGET_BYTES = 256_000_000
 BODIES_OF_BUDGET = 8  # of the largest size
 
 
+Claim = Callable[[int], None]  # of so many bytes
+
+
 class BodyBudget:
     """What the bodies of all requests may take, from their first byte until they were read.
 
@@ -146,10 +148,22 @@ class BodyBudget:
         self._by_client: Counter[bytes | str] = Counter()
         self._claimed = 0
 
-    def claim(self, client: bytes | str) -> BodyClaim:
-        return BodyClaim(self, client)
+    @contextmanager
+    def claim(self, client: bytes | str) -> Iterator[Claim]:
+        """What one request holds is set by calling it. Left, it is free."""
+        held = 0
 
-    def add(self, client: bytes | str, nbytes: int) -> None:
+        def resize(nbytes: int) -> None:
+            nonlocal held
+            self._add(client, nbytes - held)
+            held = nbytes
+
+        try:
+            yield resize
+        finally:
+            resize(0)
+
+    def _add(self, client: bytes | str, nbytes: int) -> None:
         """Raise an error where that is more than the client may have. Negative: it is free."""
         own, claimed = self._by_client[client] + nbytes, self._claimed + nbytes
         if nbytes > 0 and own > self._max_bytes - claimed:
@@ -165,38 +179,14 @@ class BodyBudget:
             del self._by_client[client]
 
 
-class BodyClaim:
-    """Of one request. Left, it is free."""
-
-    def __init__(self, budget: BodyBudget, client: bytes | str) -> None:
-        self._budget = budget
-        self._client = client
-        self._nbytes = 0
-
-    def resize(self, nbytes: int) -> None:
-        self._budget.add(self._client, nbytes - self._nbytes)
-        self._nbytes = nbytes
-
-    def __enter__(self) -> BodyClaim:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.resize(0)
-
-
-async def read_body(request: Request, limits: LimitsConfig, claim: BodyClaim) -> bytearray:
+async def read_body(request: Request, limits: LimitsConfig, claim: Claim) -> bytearray:
     """The body of a request, which is JSON whatever a program's Content-Type says."""
     _check_media_type(request)
     _check_encoding(request)
     return await read_bytes(request, limits, claim)
 
 
-async def read_bytes(request: Request, limits: LimitsConfig, claim: BodyClaim) -> bytearray:
+async def read_bytes(request: Request, limits: LimitsConfig, claim: Claim) -> bytearray:
     """A body of any type."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > limits.max_body_bytes:
@@ -205,7 +195,7 @@ async def read_bytes(request: Request, limits: LimitsConfig, claim: BodyClaim) -
     try:
         async with asyncio.timeout(limits.body_timeout):
             async for piece in request.stream():
-                claim.resize(len(body) + len(piece))
+                claim(len(body) + len(piece))
                 body += piece
                 if len(body) > limits.max_body_bytes:
                     raise _too_large("larger", limits)

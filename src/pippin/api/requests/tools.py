@@ -455,29 +455,13 @@ _ONLY_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_chat_tools(body: Body) -> ToolUse:
-    tools = [_chat_tool(tool) for tool in tool_bodies(body) if not is_left_out(tool, _CALLED)]
-    return tool_use(body, tools, _choice(body, nested=True))
-
-
-def read_responses_tools(body: Body) -> ToolUse:
-    kept = [
-        tool
-        for tool in tool_bodies(body)
-        if not _runs_elsewhere(tool) and not is_left_out(tool, (*OWN_KINDS, *_SHELLS))
-    ]
-    tools = [each for tool in kept for each in _responses_tools(tool)]
-    return tool_use(body, tools, _choice(body, nested=False))
-
-
-def _chat_tool(tool: Body) -> DeclaredTool:
-    kind = tool.get("type")
-    tool.ignore_unknown({"type", kind, "cache_control"})
-    inner = tool.required_object(kind)
-    inner.ignore_unknown(_FUNCTION_FIELDS if kind == FUNCTION else _CUSTOM_FIELDS)
-    if kind == FUNCTION:
-        return function_tool(inner, "parameters")
-    return custom_tool(inner, grammar_field="grammar")
+def read_tools(body: Body, *, nested: bool) -> ToolUse:
+    """`nested`: as in chats, where what a tool is stands in a member with the name of its type."""
+    known = _CALLED if nested else (*OWN_KINDS, *_SHELLS)
+    bodies = [tool for tool in tool_bodies(body) if nested or not _runs_elsewhere(tool)]
+    kept = [tool for tool in bodies if not is_left_out(tool, known)]
+    tools = [each for tool in kept for each in _declared(tool, nested=nested)]
+    return tool_use(body, tools, _choice(body, nested=nested))
 
 
 def _runs_elsewhere(tool: Body) -> bool:
@@ -489,26 +473,31 @@ def _runs_elsewhere(tool: Body) -> bool:
     return True
 
 
-def _responses_tools(tool: Body) -> list[DeclaredTool]:
-    if (kind := tool.get("type")) in _SHELLS:
+def _declared(tool: Body, *, nested: bool) -> list[DeclaredTool]:
+    kind = tool.get("type")
+    if kind in _SHELLS:
         tool.ignore_unknown({"type", "allowed_callers", "environment"})
         return [DeclaredTool(shell_function(kind), is_shell=True)]
-    if tool.get("type") != NAMESPACE:
-        return [_responses_tool(tool)]
-    tool.ignore_unknown({"type", "name", "description", "tools"})
-    name, description = tool_name(tool), tool.string("description", "")
-    kept = [each for each in tool_bodies(tool) if not is_left_out(each, _CALLED)]
-    return [_responses_tool(each).within(name, description) for each in kept]
-
-
-def _responses_tool(tool: Body) -> DeclaredTool:
-    kind = tool.get("type")
-    for field, neutral in _ONLY_NEUTRAL.items():
-        if tool.has(field) and tool.get(field) not in neutral:
-            tool.ignore(field, "tools are shown at once, and the client runs them")
-    fields = _FUNCTION_FIELDS | {"output_schema"} if kind == FUNCTION else _CUSTOM_FIELDS
-    tool.ignore_unknown({"type", *fields, *_ONLY_NEUTRAL})
-    return function_tool(tool, "parameters") if kind == FUNCTION else custom_tool(tool)
+    if kind == NAMESPACE:
+        tool.ignore_unknown({"type", "name", "description", "tools"})
+        name, description = tool_name(tool), tool.string("description", "")
+        kept = [each for each in tool_bodies(tool) if not is_left_out(each, _CALLED)]
+        inner = [one for each in kept for one in _declared(each, nested=False)]
+        return [each.within(name, description) for each in inner]
+    fields = _FUNCTION_FIELDS if kind == FUNCTION else _CUSTOM_FIELDS
+    if nested:
+        tool.ignore_unknown({"type", kind, "cache_control"})
+        tool = tool.required_object(kind)
+        tool.ignore_unknown(fields)
+    else:
+        for field, neutral in _ONLY_NEUTRAL.items():
+            if tool.has(field) and tool.get(field) not in neutral:
+                tool.ignore(field, "tools are shown at once, and the client runs them")
+        also = {"output_schema"} if kind == FUNCTION else set()
+        tool.ignore_unknown({"type", *fields, *_ONLY_NEUTRAL, *also})
+    if kind == FUNCTION:
+        return [function_tool(tool, "parameters")]
+    return [custom_tool(tool, grammar_field="grammar" if nested else None)]
 
 
 def _choice(body: Body, *, nested: bool) -> ToolChoice:

@@ -16,8 +16,8 @@ from time import perf_counter
 import torch
 
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
-from pippin.backends.draft_limits import NOT_DETERMINISTIC, affordable_depth
 from pippin.backends.fallbacks import Fallbacks
+from pippin.backends.step.drafts import NOT_DETERMINISTIC, affordable_depth
 from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.config import lacks_draft_kernels, suit_kernels
 from pippin.backends.torch.device import arrays_on, device_info, to_device
@@ -36,7 +36,7 @@ from pippin.backends.torch.memory import (
     run_largest_sampling,
 )
 from pippin.backends.torch.pools.layout import PoolLayout
-from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
+from pippin.backends.torch.pools.payloads import host_memory, payload_arrays
 from pippin.backends.torch.runner import Runner, Ways
 from pippin.backends.torch.step.filters import in_top_p_by
 from pippin.backends.torch.step.pending import TorchPending

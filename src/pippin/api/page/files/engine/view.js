@@ -2,7 +2,7 @@
 
 import { h, icon } from "../lib/dom.js";
 import { count, plural } from "../lib/format.js";
-import { Histogram, Memory, Numbers } from "./charts.js";
+import { Memory, Numbers } from "./charts.js";
 import { Details, Requests } from "./details.js";
 import { Icicle } from "./icicle.js";
 import { Feed, State } from "./state.js";
@@ -24,8 +24,6 @@ export class Engine {
   #feed = new Feed({ event: (name, data) => this.#heard(name, data), trouble: (text) => this.#tell(text) });
   #numbers = new Numbers();
   #memory = new Memory();
-  #ttft = new Histogram("Time to first token", "fill-prompt");
-  #gaps = new Histogram("Gaps between tokens", "fill-decode");
   #details = new Details(() => {});
   #timeline = new Timeline(this.#state, (step, busy) => {
     this.#setPaused(true);
@@ -50,8 +48,7 @@ export class Engine {
             card("requests-card", "Requests", [], this.#requests.element)),
           h("div", { class: "column" },
             this.#details.element,
-            card("memory-card", "Memory", [], this.#memory.element),
-            card("times-card", "Times", [], h("div", { class: "times" }, this.#ttft.element, this.#gaps.element))))),
+            card("memory-card", "Memory", [], this.#memory.element)))),
     );
     document.addEventListener("visibilitychange", () => this.#watch());
     this.#showPause();
@@ -108,8 +105,6 @@ export class Engine {
     this.#timer = null;
     this.#numbers.draw(this.#state);
     this.#memory.draw(this.#state.memory);
-    this.#ttft.draw(this.#state.ttfts);
-    this.#gaps.draw(this.#state.gaps);
     const { numNodes, numTokens, nodes, isThere } = this.#state.tree;
     this.#treeNote.textContent = isThere
       ? `${plural(numTokens, "token")} in ${plural(numNodes, "node")}${numNodes > nodes.size ? `, ${count(nodes.size)} of them shown` : ""}`
