@@ -34,7 +34,7 @@ quick = cache(partial(load_tool, "quick"))
     ("changed", "chosen", "passed_over"),
     [
         ("src/pippin/cache/tree/radix.py", "cache/test_eviction.py", "scheduler/test_replies.py"),
-        ("src/pippin/bench/report.py", "bench/test_bench_offline.py", "scheduler/test_pace.py"),
+        ("src/pippin/bench/report.py", "bench/test_bench_report.py", "scheduler/test_pace.py"),
         ("tests/builders.py", "scheduler/test_replies.py", "text/test_cut_json.py"),
         ("tests/text/test_cut_json.py", "text/test_cut_json.py", "text/test_tokenizer.py"),
         ("tools/fuzz_bodies.py", "api/test_hostile_bodies.py", "text/test_cut_json.py"),
