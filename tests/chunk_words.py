@@ -18,9 +18,8 @@ from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.device import arrays_on, find_device
 from pippin.backends.torch.graphs.steps import CapturedSteps, Forwarded
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
+from pippin.backends.torch.models.mixers import AttentionLayer, DeltaLayer, Inputs
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.plain.recurrent import gated_delta_step
 from pippin.backends.torch.pools.layout import WASTE_SLAB, PoolLayout
@@ -38,7 +37,7 @@ from pippin.backends.torch.step.batches import (
 from pippin.backends.torch.step.decode_inputs import FIELDS, Choice
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
-from pippin.backends.torch.step.noise import add_gumbel_noise
+from pippin.backends.torch.step.sampler import add_gumbel_noise
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.words import FIRST_CELL, StepInputs, StepSize, StepWords
 from pippin.types import Component

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import msgspec
 from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
@@ -111,7 +112,7 @@ async def _addresses(plan: Plan, prefill: DeploymentHandle) -> tuple[str, ...]:
 
 def build(table: dict[str, Any]) -> Application:
     """What a Serve config file names as its `import_path`; `table` are its `args`."""
-    plan = Plan.from_builtins(table)
+    plan = msgspec.convert(table, Plan)
     options = deployment_options(plan)
     ingress = serve.deployment(serve.ingress()(IngressDeployment), **options["ingress"])
     engine = serve.deployment(EngineDeployment, **options["engine"])

@@ -163,27 +163,12 @@ class Plan:
         peers: PeersConfig = dataclasses.replace(self.config.peers, **changes)
         return dataclasses.replace(self.replica_config, peers=peers)
 
-    def to_builtins(self) -> dict[str, Any]:
-        """For a Serve config file, without what is as by default."""
-        return _differing(self, Plan())
 
-    @classmethod
-    def from_builtins(cls, table: dict[str, Any]) -> Plan:
-        return msgspec.convert(table, cls)
-
-
-def _differing(value: Any, default: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from a default one's, as JSON has them."""
-    found: dict[str, Any] = {}
-    for entry in dataclasses.fields(value):
-        mine, theirs = getattr(value, entry.name), getattr(default, entry.name)
-        if mine == theirs:
-            continue
-        if dataclasses.is_dataclass(mine):
-            found[entry.name] = _differing(mine, theirs or PrefillConfig())
-        else:
-            found[entry.name] = msgspec.to_builtins(mine)
-    return found
+def _differing(value: Any, default: Any) -> Any:
+    """What differs from a default, as JSON has them."""
+    if not isinstance(value, dict) or not isinstance(default, dict):
+        return value
+    return {k: _differing(v, default[k]) for k, v in value.items() if v != default[k]}
 
 
 T = TypeVar("T", RayConfig, PrefillConfig)
@@ -298,7 +283,7 @@ def serve_config(plan: Plan) -> dict[str, Any]:
                 "name": plan.ray.name,
                 "route_prefix": "/",
                 "import_path": "pippin_ray.application:build",
-                "args": plan.to_builtins(),
+                "args": _differing(msgspec.to_builtins(plan), msgspec.to_builtins(Plan())),
             }
         ],
     }

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.backends.draft_limits import FEW_BYTES, MOST_SHARE, ROW_TOKENS, affordable_depth
 from pippin.backends.mlx.backend import MLXBackend, draft_bytes
+from pippin.backends.step.drafts import FEW_BYTES, MOST_SHARE, ROW_TOKENS, affordable_depth
 from processes import is_installed
 
 OPTIONS: dict[str, Any] = {"num_slots": 4, "dtype": "float32", "mtp": True}

@@ -27,7 +27,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.gpu import added_norms
 from pippin.backends.mlx.gpu.added_norms import use_pending_sums
 from pippin.backends.mlx.load import LoadedModel, prepare
-from pippin.backends.mlx.rows import arrays, mains
+from pippin.backends.mlx.rows import mains, memory
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.shapes import Ladder
 from pippin.backends.mlx.trial_run import adds_later, deferred_norms
@@ -73,7 +73,7 @@ CROWD = (
     Case(70, 8, 73),
 )
 # The same in a quarter of the steps, for tails of a quarter of the length.
-SHORT_TAIL = arrays.TAIL // 4
+SHORT_TAIL = memory.TAIL // 4
 SHORT_CROWD = tuple(
     replace(case, max_tokens=-(-case.max_tokens // 4), joins_at=case.joins_at // 4)
     for case in CROWD
@@ -206,7 +206,7 @@ def test_in_a_ragged_crowd_everyone_says_what_mlx_lm_says(family: str) -> None:
 def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "TAIL", SHORT_TAIL)
+    monkeypatch.setattr(memory, "TAIL", SHORT_TAIL)
     check(family, serve(family, SHORT_CROWD, like_a_gpu=True))
 
 
@@ -267,7 +267,7 @@ def test_however_layers_attend_everyone_says_what_mlx_lm_says(
     family: str, kernel: AttendPacked | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain layers, windows, sinks; one row that grows alone, then a crowd."""
-    monkeypatch.setattr(arrays, "TAIL", SHORT_TAIL)
+    monkeypatch.setattr(memory, "TAIL", SHORT_TAIL)
     paths = AttentionPaths(kernel)
     for cases in ([Case(65, 20)], SHORT_CROWD):
         check(family, serve(family, cases, like_a_gpu=True, attention=paths))
@@ -289,7 +289,7 @@ def test_many_flushes_and_merges_change_nothing(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short tails and few segments: rows of all lengths are moved every few steps."""
-    monkeypatch.setattr(arrays, "TAIL", 8)
+    monkeypatch.setattr(memory, "TAIL", 8)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 2)
     check(family, serve(family, CROWD[:-2]))  # all but those that wait for the long ones
 

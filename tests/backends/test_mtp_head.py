@@ -16,7 +16,6 @@ from cases import cases
 from families import CONFIGS, build
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, make_mtp_head
 from pippin.backends.mlx.load import load_model
 from pippin.backends.mtp_weights import PREFIX, STORED_LESS_ONE, find_mtp_weights
@@ -200,24 +199,3 @@ def test_rings_are_counted_in_a_rows_bytes() -> None:
     held = sum(array.nbytes for array in backend._decodes.drafter.rings.arrays())
     assert 0 < held <= backend._decodes.drafter.row_bytes
     assert backend.row_bytes(64) > backend._footprint.row_bytes(64)
-
-
-def ring_after(num_without: int, num_steps: int) -> np.ndarray:
-    """Keys that the head has after a reply's last step, where the first steps left no drafts."""
-    backend = MLXBackend(served(BUNDLED), num_slots=1, max_depth=DEPTH)
-    steps, prompt = Steps(backend), np.arange(3, 40, dtype=np.int32)
-    row = PrefillRow(1, 0, prompt, samples=True)
-    steps.run(admit=(admit(1, prompt),), prefill=(row,))
-    for number in range(num_steps):
-        num_drafts = 0 if number < num_without else DEPTH
-        steps.run(decode=(DecodeRow(1, len(prompt) + number, num_drafts=num_drafts),))
-    assert backend._decodes.drafter is not None
-    return np.array(backend._decodes.drafter.rings.arrays()[0])
-
-
-def test_a_head_that_starts_late_is_fed_what_it_missed() -> None:
-    if operations() is None:
-        pytest.skip("there is no operation for the head here")
-    expected = ring_after(0, num_steps=14)
-    assert np.count_nonzero(np.abs(expected).sum(axis=(0, 1, 3))) >= 14
-    np.testing.assert_allclose(ring_after(13, num_steps=14), expected, atol=1e-4)

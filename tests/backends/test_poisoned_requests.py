@@ -17,7 +17,7 @@ from builders import Client, Reply
 from families import build
 from near_ties import assert_same
 from pippin.backends.mlx.load import LoadedModel, prepare
-from pippin.backends.mlx.rows import arrays, mains, segments
+from pippin.backends.mlx.rows import mains, memory
 from serving import make_client, make_prompt
 
 pytestmark = pytest.mark.slow
@@ -66,9 +66,9 @@ def replies_to(client: Client, name: str, token: int) -> list[Reply]:
 def test_a_request_that_is_not_a_number_changes_nothing_for_others(
     name: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "TAIL", 24)
+    monkeypatch.setattr(memory, "TAIL", 24)
     monkeypatch.setattr(mains, "FEWEST_SHARED", 8)
-    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(mains, "SHARE_COST_TOKENS", 0)
     model = poisonous(name, value)
     spoiled = replies_to(make_client(name, model=model), name, POISON)
     clean = replies_to(make_client(name, model=model), name, HARMLESS)

@@ -24,7 +24,7 @@ from memory_store import MemoryStore
 from near_ties import assert_same, count_same
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.head import Head, measure_hidden
-from pippin.backends.mlx.rows import arrays
+from pippin.backends.mlx.rows import memory
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.components import ATTENTION, HIDDEN, STATE, WINDOW
 from pippin.cache.tree.eviction import Unit
@@ -426,7 +426,7 @@ def test_with_a_tail_of_any_length_replies_are_the_same_and_what_they_leave_is_r
 ) -> None:
     assert tail != GRID
     prompts, expected = prompts_of(name), usual_replies(name)
-    monkeypatch.setattr(arrays, "TAIL", tail)
+    monkeypatch.setattr(memory, "TAIL", tail)
     client = make_client(name)
     replies = ask_all(client, prompts, max_tokens=NUM_TOKENS)
     assert_same(replies, expected)

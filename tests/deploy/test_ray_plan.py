@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cli.commands import error_of, output_of
@@ -123,7 +124,7 @@ def test_a_dry_run_prints_a_serve_config_that_means_the_same(
     printed = json.loads(output_of(capsys, "deploy", "ray", str(path), "--dry-run"))
     plan = read_plan(path)
     (application,) = printed["applications"]
-    assert Plan.from_builtins(application["args"]) == plan
+    assert msgspec.convert(application["args"], Plan) == plan
     assert printed["http_options"]["port"] == plan.config.server.port
     assert application["import_path"] == "pippin_ray.application:build"
 
@@ -180,4 +181,4 @@ def test_ray_takes_these_options_and_this_config(tmp_path: Path) -> None:
     schema = import_module("ray.serve.schema").ServeDeploySchema
     assert schema.model_validate(serve_config(plan)).applications[0].name == "pippin"
     build = import_module("pippin_ray.application").build
-    assert build(plan.to_builtins())._bound_deployment.name == "ingress"
+    assert build(serve_config(plan)["applications"][0]["args"])._bound_deployment.name == "ingress"

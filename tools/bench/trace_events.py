@@ -10,10 +10,11 @@ queue     from arrival to start         side by side
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,21 +106,23 @@ def messages(lines: Iterable[str]) -> Iterator[Snapshot | Frame]:
             yield msgspec.json.decode(line.removeprefix("data: "), type=KINDS[name])
 
 
-def main(url: str, path: str) -> None:
+def write_trace(url: str, path: Path) -> None:
     key = os.environ.get("PIPPIN_ADMIN_KEY") or os.environ.get("PIPPIN_API_KEY", "")
     headers = {"Authorization": f"Bearer {key.split()[0]}"} if key else {}
     trace = Trace()
-    with (
-        Path(path).open("w") as file,
-        httpx.stream("GET", f"{url}/events", headers=headers, timeout=None) as reply,
-    ):
+    with httpx.stream("GET", f"{url}/events", headers=headers, timeout=None) as reply:
         reply.raise_for_status()
-        file.write("[\n")  # readers do not need the closing bracket
-        for message in messages(reply.iter_lines()):
-            for event in trace.take(message):
-                file.write(json.dumps(event) + ",\n")
-            file.flush()
+        with path.open("w") as file:
+            file.write("[\n")  # readers do not need the closing bracket
+            for message in messages(reply.iter_lines()):
+                file.writelines(json.dumps(event) + ",\n" for event in trace.take(message))
+                file.flush()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", help="Address of the server.")
+    parser.add_argument("file", type=Path, help="File to write.")
+    given = parser.parse_args()
+    with suppress(KeyboardInterrupt):
+        write_trace(given.url, given.file)

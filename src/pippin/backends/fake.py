@@ -10,11 +10,10 @@ of the wrong thing, a missing token or a polluted state therefore changes the te
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from time import perf_counter, sleep
 from typing import Any, cast
 
@@ -65,30 +64,31 @@ def placed(position: int, token: int) -> int:
 
 @dataclass
 class ToyRow:
-    """What one slot holds."""
+    """What one slot holds; `states` and `sums` after each of its tokens, and before the first."""
 
     admit: Admit
     window: int  # 0: the model keeps none
-    # Of the KV: what rejected drafts left behind `length` is overwritten, and never read.
-    cells: list[int] = field(default_factory=list)
-    length: int = 0
-    state: int = 0  # before `pending`
-    pending: list[int] = field(default_factory=list)  # accepted drafts: the next token runs them
-    attention: int = 0
+    tokens: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=lambda: [0])
+    sums: list[int] = field(default_factory=lambda: [0])
+    num_cells: int = 0  # at most so far: rejected drafts had some
     num_sampled: int = 0
     hidden: list[int] = field(default_factory=list)  # restored, until a token is run
-    num_rejected: int = 0  # drafts of the last step, of which a plan may not know yet
+    num_accepted: int = 0  # drafts of the last step,
+    num_rejected: int = 0  # of which a plan may not know yet
     borrowed: tuple[FakePayload, ...] = ()  # restored by reference: must not be released
     destroyed: bool = False  # a failed step left it undefined
 
     def __post_init__(self) -> None:
         self.num_sampled = len(self.admit.reply)
 
-    def copy(self) -> ToyRow:
-        """One that goes on by itself."""
-        copied = copy.copy(self)
-        copied.cells, copied.pending, copied.hidden = [*self.cells], [*self.pending], [*self.hidden]
-        return copied
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def most_held(self) -> int:
+        return max(self.num_cells, self.length)
 
     @property
     def num_borrowed(self) -> int:
@@ -98,51 +98,25 @@ class ToyRow:
         """Whether its token has been sampled in this slot, or forced."""
         return position >= len(self.admit.prompt) + len(self.admit.reply)
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.cells[: self.length]
-
-    @property
-    def folded_state(self) -> int:
-        """The recurrent state after all that the row holds."""
-        return reduce(mix, self.pending, self.state)
-
     def run(self, token: int) -> None:
-        self._append(token)
-        self.state, self.pending = mix(self.folded_state, token), []
-
-    def write_drafts(self, drafts: Sequence[int]) -> None:
-        """Their KV is there whether or not they will be accepted."""
-        self.cells[self.length : self.length + len(drafts)] = drafts
-
-    def accept(self, token: int) -> None:
-        assert self.cells[self.length] == token
-        self._append(token)
-        self.pending.append(token)
-
-    def drop_behind(self, length: int) -> None:
-        """Do without drafts that the last step accepted; the row samples nothing any more."""
-        num_dropped = self.length - length
-        assert 0 <= num_dropped <= len(self.pending), "a row can drop accepted drafts alone"
-        del self.pending[len(self.pending) - num_dropped :]
-        self.length = length
-
-    def _append(self, token: int) -> None:
-        self.attention = self.attention + placed(self.length, token) & MASK
-        self.cells[self.length : self.length + 1] = [token]
-        self.length += 1
+        self.states.append(mix(self.states[-1], token))
+        self.sums.append(self.sums[-1] + placed(self.length, token) & MASK)
+        self.tokens.append(token)
         self.hidden = []
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:], self.states[length + 1 :], self.sums[length + 1 :]
 
     def restore(
         self, length: int, window: Sequence[int], tokens: Sequence[int], state: int
     ) -> None:
         """Rebuild the row from payloads alone; what no payload covers stays unknown (-1)."""
-        self.cells, self.length = [-1] * length, length
+        self.tokens = [-1] * length
         for known in (window, tokens):
             if known:
-                self.cells[length - len(known) :] = known
-        self.attention = sum(placed(i, t) for i, t in enumerate(self.cells)) & MASK
-        self.state, self.pending = state, []
+                self.tokens[length - len(known) :] = known
+        self.sums = [0] * length + [sum(placed(i, t) for i, t in enumerate(self.tokens)) & MASK]
+        self.states = [0] * length + [state]
 
     def check_borrowed(self) -> None:
         for payload in self.borrowed:
@@ -151,21 +125,21 @@ class ToyRow:
     def destroy(self) -> None:
         """What a failed step may leave: other tokens, another state."""
         self.destroyed = True
-        self.state ^= 1
-        self.attention ^= 1
+        self.states[-1] ^= 1
+        self.sums[-1] ^= 1
         self.hidden = []
-        self.cells = [-2] * len(self.cells)
+        self.tokens = [-2] * self.length
 
     def digests(self, components: Sequence[Component]) -> list[int]:
         """What the next token depends on: the toy's hidden vector."""
         digests = [self.length]
         if Component.STATE in components:
-            digests.append(self.folded_state)
+            digests.append(self.states[-1])
         if Component.ATTENTION in components:
-            digests.append(self.attention)
+            digests.append(self.sums[-1])
         if self.window:
             first = max(0, self.length - self.window)
-            recent = enumerate(self.cells[first : self.length], first)
+            recent = enumerate(self.tokens[first:], first)
             digests.append(sum(placed(i, t) for i, t in recent) & MASK)
         return digests
 
@@ -463,7 +437,9 @@ class FakeBackend(StepRunner[FakePending]):
 
     def memory_used(self) -> int:
         """Rows and every payload that was not released."""
-        rows = (self.row_bytes(len(r.cells), r.num_borrowed) for r in self._rows.values())
+        rows = (
+            self.row_bytes(max(r.num_cells, r.length), r.num_borrowed) for r in self._rows.values()
+        )
         return sum(rows) + self.ledger.nbytes
 
     def memory_parts(self) -> dict[str, int]:
@@ -497,10 +473,12 @@ class FakeBackend(StepRunner[FakePending]):
         def work() -> None:
             row = self._rows[retire.slot]
             assert not row.destroyed, "a destroyed row was captured"
-            row.drop_behind(retire.end)
+            dropped = row.length - retire.end
+            assert 0 <= dropped <= row.num_accepted, "a row can drop accepted drafts alone"
+            row.cut(retire.end)
             _fill(row, payloads, retire.start, retire.end)
             if state is not None:
-                state.write([row.folded_state])
+                state.write([row.states[-1]])
 
         self.device_queue.enqueue(pending.plan.step, work)
         states: dict[int, Payload] = {retire.end: state} if state is not None else {}
@@ -535,7 +513,7 @@ class FakeBackend(StepRunner[FakePending]):
             for token in chunk.tokens.tolist():
                 row.run(token)
                 if row.length in states:
-                    states[row.length].write([row.state])
+                    states[row.length].write([row.states[-1]])
             self.device_queue.tokens_run += len(chunk.tokens)
             _fill(row, payloads, chunk.start, chunk.end)
             if hidden is not None:
@@ -592,10 +570,10 @@ class FakeBackend(StepRunner[FakePending]):
         row.check_borrowed()
         unsure = decode.position - row.length  # the plan was made before the last step's end
         assert row.destroyed or unsure in (0, row.num_rejected), "positions follow each other"
-        row.num_rejected = 0
+        row.num_accepted = row.num_rejected = 0
         row.run(self._take(decode.slot))
         if (state := pending.checkpoints.get(decode.slot)) is not None:
-            as_fake((state,))[0].write([row.state])
+            as_fake((state,))[0].write([row.states[-1]])
             pending.captured_at[decode.slot] = row.length
         if decode.depth:
             self._verify(pending, decode)
@@ -613,17 +591,16 @@ class FakeBackend(StepRunner[FakePending]):
             assert row.destroyed or row.length >= proposal.start, "what is known is not proposed"
             first = max(0, row.length - proposal.start)
             drafts = proposal.tokens[first : first + decode.depth].tolist()
-        row.write_drafts(drafts)
+        row.num_cells = max(row.num_cells, row.length + len(drafts))
         self.device_queue.tokens_run += len(drafts)
         token = self.sample(pending, decode.slot)
-        accepted = 0
-        while accepted < len(drafts) and token == drafts[accepted]:
-            if token in row.admit.stop_ids:
+        for draft in drafts:
+            if token != draft or token in row.admit.stop_ids:
                 break
-            row.accept(token)
-            accepted += 1
+            row.run(token)
+            row.num_accepted += 1
             token = self.sample(pending, decode.slot)
-        row.num_rejected = decode.depth - accepted
+        row.num_rejected = decode.depth - row.num_accepted
 
     # ---- what rows say next -----------------------------------------------------------------
 
@@ -666,16 +643,17 @@ class FakeBackend(StepRunner[FakePending]):
 
     def _draft(self, slot: int, num_drafts: int) -> None:
         """For the slot's next step: what the toy says next, with errors."""
-        drafts: list[int] = []
-        if num_drafts:
-            ahead, token = self._rows[slot].copy(), int(self.future_map.tokens[slot])
+        row, drafts = self._rows[slot], list[int]()
+        held, hidden, token = row.length, row.hidden, int(self.future_map.tokens[slot])
         for _ in range(num_drafts):
-            ahead.run(token)
-            token = ahead.next_token(self.spec.components, self.spec.vocab_size)
-            ahead.num_sampled += 1
-            if mix(ahead.admit.seed, ahead.length) % 1000 >= 1000 * self._draft_share:
+            row.run(token)
+            token = row.next_token(self.spec.components, self.spec.vocab_size)
+            row.num_sampled += 1
+            if mix(row.admit.seed, row.length) % 1000 >= 1000 * self._draft_share:
                 token = (token + 1) % self.spec.vocab_size
             drafts.append(token)
+        row.cut(held)
+        row.num_sampled, row.hidden = row.num_sampled - num_drafts, hidden
         self.future_map.stash_drafts(np.array([slot]), np.array([drafts], dtype=np.int32))
         self.future_map.note_drafts_written(np.array([slot]), len(drafts))
 

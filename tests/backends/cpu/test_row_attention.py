@@ -11,9 +11,9 @@ import pytest
 from pippin.backends.mlx.attention.views import reads_table
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows import segments
-from pippin.backends.mlx.rows.arrays import RowArrays
-from pippin.backends.mlx.rows.segments import Piece, Segment, WindowClass, make_kv_table
+from pippin.backends.mlx.rows import mains
+from pippin.backends.mlx.rows.decode_rows import RowArrays
+from pippin.backends.mlx.rows.mains import Piece, Segment, WindowClass, make_kv_table
 from pippin.types import Component
 
 SCALE = 0.3
@@ -152,7 +152,7 @@ def test_sinks_weigh_along(ours: Any) -> None:
 def test_rows_that_share_what_they_begin_with(
     ours: Any, num_shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 50)
+    monkeypatch.setattr(mains, "SHARE_COST_TOKENS", 50)
     rows = Rows(5)
     rows.add_segment({3: 20, -1: 5, 0: 1, 2: 33}, num_shared=num_shared)
     rows.add_segment({1: 50, 2: 8}, num_shared=30)
@@ -163,7 +163,7 @@ def test_rows_that_share_what_they_begin_with(
 def test_scores_far_apart_are_put_together_without_overflow(
     ours: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(mains, "SHARE_COST_TOKENS", 0)
     rows = Rows(2)
     rows.add_segment({0: 20, 1: 30}, num_shared=40)
     rows.queries *= 300
@@ -193,7 +193,7 @@ def test_a_compiled_step_runs_any_rows_of_a_table(
     ours: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was traced with other rows: nothing of theirs may be left in it."""
-    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(mains, "SHARE_COST_TOKENS", 0)
     rows = [uneven_rows(seed=1), uneven_rows(seed=2)]
     rows[1].add_segment({3: 200, 1: 7}, num_shared=100)
 

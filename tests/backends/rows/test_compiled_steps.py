@@ -16,10 +16,10 @@ import pytest
 from families import VOCAB
 from near_ties import TOLERANCE, log_softmax
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows import arrays, segments
+from pippin.backends.mlx.rows import mains, memory
 from pippin.backends.mlx.rows.decode_forward import MAX_COMPILED, DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.segments import read_spans
+from pippin.backends.mlx.rows.mains import read_spans
 from serving import served
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ HYBRID = "qwen3_5"
 @pytest.fixture(autouse=True)
 def short_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few steps cross a flush."""
-    monkeypatch.setattr(arrays, "TAIL", 16)
+    monkeypatch.setattr(memory, "TAIL", 16)
 
 
 def make_forward(*, compiled: bool) -> DecodeForward:
@@ -101,7 +101,7 @@ def test_only_so_many_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_steps_of_rows_that_share_give_what_plain_ones_apart_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(mains, "SHARE_COST_TOKENS", 0)
     tokens = make_tokens(150, 3)
     prompts = {slot: tokens[: 150 - slot] for slot in (1, 2, 3)}
     compiled, plain = make_forward(compiled=True), make_forward(compiled=False)

@@ -15,9 +15,8 @@ from pippin.backends.mlx.attention.packed_rows import AttentionPaths, attend_joi
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows import memory
-from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.mains import Mains, Row
-from pippin.backends.mlx.rows.memory import Footprint, SpareLimit
+from pippin.backends.mlx.rows.memory import TAIL, Footprint, SpareLimit
 
 WINDOW, WIDTH = 128, 6
 

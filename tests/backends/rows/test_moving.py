@@ -13,11 +13,10 @@ from pippin.backends.mlx.attention.packed_rows import AttentionPaths, attend_joi
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
-from pippin.backends.mlx.rows import arrays, mains, memory, segments
+from pippin.backends.mlx.rows import mains, memory
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.mains import Mains, Row
+from pippin.backends.mlx.rows.mains import Mains, Row, Segment, Span, common_len, read_spans
 from pippin.backends.mlx.rows.memory import COLUMN_STEP, Footprint, SpareLimit
-from pippin.backends.mlx.rows.segments import Segment, Span, common_len, read_spans
 
 HEADS = 2
 
@@ -98,7 +97,7 @@ class Rows:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short tails, few segments, and every beginning that can be shared is."""
-    monkeypatch.setattr(arrays, "TAIL", 8)
+    monkeypatch.setattr(memory, "TAIL", 8)
     monkeypatch.setattr(mains, "FEWEST_SHARED", 4)
     monkeypatch.setattr(mains, "SETTLED_STEPS", 3)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 5)
@@ -218,7 +217,7 @@ def test_rows_that_begin_alike_name_the_same_columns(
     monkeypatch.setattr(mains, "FEWEST_SHARED", 3)
     monkeypatch.setattr(mains, "SETTLED_STEPS", 2)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 3)
-    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 8)
+    monkeypatch.setattr(mains, "SHARE_COST_TOKENS", 8)
     rng = np.random.default_rng(seed)
     held = Mains(LAYOUT, SpareLimit(Footprint(LAYOUT)), AttentionPaths(), has_table=True)
     beginnings = rng.integers(0, 99, (2, 30))

@@ -17,10 +17,10 @@ import pytest
 from near_ties import TOLERANCE, log_softmax
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows import arrays, mains, segments
+from pippin.backends.mlx.rows import mains, memory
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.segments import read_spans
+from pippin.backends.mlx.rows.mains import read_spans
 from reference import assert_right, score
 from serving import diverge, make_client, make_prompt, served
 
@@ -35,11 +35,11 @@ MODELS = ("qwen3_5", "llama", "gemma3", "gpt_oss", "gemma4")
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share whatever can be shared, and move often."""
-    monkeypatch.setattr(arrays, "TAIL", BLOCK)
+    monkeypatch.setattr(memory, "TAIL", BLOCK)
     monkeypatch.setattr(mains, "FEWEST_SHARED", BLOCK)
     monkeypatch.setattr(mains, "SETTLED_STEPS", 1)
     monkeypatch.setattr(mains, "MOST_IN_TABLE", 4)
-    monkeypatch.setattr(segments, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(mains, "SHARE_COST_TOKENS", 0)
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 from builders import Client, Reply
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
-from pippin.backends.mlx.step.recent_shapes import RecentShapes
+from pippin.backends.mlx.step.pending import RecentShapes
 from pippin.types import StepForwards
 from serving import make_client, make_prompt
 

@@ -13,7 +13,8 @@ from cases import cases
 from near_ties import log_softmax
 from pippin.backends.base import Admit
 from pippin.backends.masks import pack
-from pippin.backends.mlx.step import filters, noise
+from pippin.backends.mlx.step import filters
+from pippin.backends.mlx.step import sampler as noise
 from pippin.backends.mlx.step.sampler import MLXSampler, dropped_tokens, send
 from pippin.backends.sampling.batches import DrawGroup, SampleBatch
 from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits, stream_of

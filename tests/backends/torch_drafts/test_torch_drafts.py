@@ -28,7 +28,7 @@ from pippin.backends.torch.drafts import drafters as step_drafters
 from pippin.backends.torch.drafts.drafters import Entries
 from pippin.backends.torch.forwards import Forwards
 from pippin.backends.torch.load import load
-from pippin.backends.torch.step.noise import add_gumbel_noise
+from pippin.backends.torch.step.sampler import add_gumbel_noise
 from pippin.backends.torch.step.words import StepSize
 from pippin.backends.warm_up import WarmUp
 from pippin.errors import LoadError

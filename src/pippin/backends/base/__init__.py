@@ -24,9 +24,8 @@ and the device's own lengths count. What rejected drafts wrote is never read.
 Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
 
     plan.py      what a step computes
-    result.py    what it returns
+    result.py    what it returns, and the bytes that this takes
     backend.py   a backend, its step in flight, and what things cost before they happen
-    sizes.py     those costs, where each payload is a copy of its own
 """
 
 from __future__ import annotations
@@ -44,8 +43,14 @@ from pippin.backends.base.plan import (
     Spill,
     StepPlan,
 )
-from pippin.backends.base.result import Capture, Damage, Spilled, StepResult
-from pippin.backends.base.sizes import captured_bytes, loaded_bytes
+from pippin.backends.base.result import (
+    Capture,
+    Damage,
+    Spilled,
+    StepResult,
+    captured_bytes,
+    loaded_bytes,
+)
 
 __all__ = [
     "MAX_STOP_IDS",

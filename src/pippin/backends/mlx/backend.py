@@ -26,7 +26,6 @@ from pippin.backends.base import (
     StepPlan,
     captured_bytes,
 )
-from pippin.backends.draft_limits import affordable_depth
 from pippin.backends.fallbacks import Fallbacks, noted_in
 from pippin.backends.mlx.cpu.operations import compile_without_fusing, running_ahead
 from pippin.backends.mlx.device import (
@@ -41,18 +40,17 @@ from pippin.backends.mlx.drafts.draft_model import load_draft_model
 from pippin.backends.mlx.drafts.draft_rows import find_draft_layers
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
-from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
-from pippin.backends.mlx.payloads.packing import Packer
-from pippin.backends.mlx.payloads.transfers import Transfers
+from pippin.backends.mlx.payloads.packing import Packer, Transfers
+from pippin.backends.mlx.payloads.payload import MLXFingerprints
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
 from pippin.backends.mlx.rows.decodes import Decodes
 from pippin.backends.mlx.rows.memory import Footprint
 from pippin.backends.mlx.shapes import Ladder, to_warm_up
-from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.recent_shapes import RecentShapes
+from pippin.backends.mlx.step.pending import MLXPending, RecentShapes
 from pippin.backends.mlx.step.sampler import ARRAYS, MLXSampler
+from pippin.backends.step.drafts import affordable_depth
 from pippin.backends.step.pending import Sampling
 from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import SlotTable

@@ -23,8 +23,8 @@ from pippin.backends.sampling.batches import (
     PenaltyGroup,
     RowSubset,
     SampleBatch,
+    TokenHistory,
 )
-from pippin.backends.sampling.history import TokenHistory
 from pippin.backends.sampling.noise import noise_keys
 from pippin.backends.sampling.rules import PADDING, SlotSampling
 

@@ -34,8 +34,8 @@ from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
 from pippin.backends.torch.pools.fingerprints import TorchFingerprints, WordSums
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import KeptInputs, Pools
+from pippin.backends.torch.pools.payloads import Transfers
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.pools.transfers import Transfers
 from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.parts import StepParts
@@ -166,7 +166,7 @@ class Runner(StepRunner[TorchPending]):
         fallbacks: Fallbacks,
     ) -> None:
         if ways.kernels:  # Triton is not everywhere
-            from pippin.backends.torch.kernels.packed.linear import by_kernels
+            from pippin.backends.torch.kernels.packed.products import by_kernels
 
             decoder, draft = by_kernels(decoder), by_kernels(draft)
         self._decoder = decoder

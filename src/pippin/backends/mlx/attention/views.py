@@ -4,7 +4,7 @@
 gathered, padded to the longest row, in every step. A layer that attends in its own way is given
 what was gathered, and a mask. `TableRowKV` is for CPUs that attend to a KV table in one operation:
 a step's graph is then the same for any rows, compiled once for each number of them. `PackedRowKV`
-is for a kernel that reads segments; `LatentKV` and `PackedLatentKV` are for latent attention.
+is for a kernel that reads segments.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.decode_step import WITHOUT_ITS_MASK, DecodeStep, RowMask
-from pippin.backends.mlx.attention.head_ropes import Rope, what_is_left
+from pippin.backends.mlx.attention.head_ropes import what_is_left
 from pippin.backends.mlx.attention.packed_rows import PackedCall, gathered, with_columns
 from pippin.backends.mlx.cpu.operations import operations
-from pippin.backends.mlx.layout import LayerCache, Layout
+from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 
 
@@ -44,7 +44,16 @@ def array_of(side: Any) -> mx.array:
 
 
 class RowKV:
-    """The cache view of one attention layer during a decode step."""
+    """The cache view of one attention layer during a decode step.
+
+    One with latent attention (MLA) does, as mlx-lm's models write it for one token:
+
+        scores = scaled q · latent + (scaled rotated q · rotated key), which the model itself adds
+
+    A column is [latent: key and value at once | rotated key]. The model gets an identity in place
+    of all rotated keys, so what it adds are its rotated queries, and no key is moved.
+    `layout.discover` has found that its layers do compute this.
+    """
 
     def __init__(self, step: DecodeStep, cache: LayerCache, place: int) -> None:
         """`place`: of the cache among the KV caches."""
@@ -53,6 +62,7 @@ class RowKV:
         self.offset = step.tree["offset"]
         self.tail: list[mx.array] = list(step.tree["tails"][place])
         self._place = place
+        self._is_latent = cache.reads is Reads.LATENT
         self._class = step.layout.window_classes.index(cache.window)
         self._new: KV | None = None  # what the model was given, also for layers that borrow it
 
@@ -74,7 +84,7 @@ class RowKV:
         """Not looked at: attention reads the view itself, which is found by these if lent."""
         self._new = keys, values
         self.step.lenders[id(keys)] = self
-        return keys, values
+        return keys, _identity(values.shape[-1], keys.dtype) if self._is_latent else values
 
     def lends(self, keys: mx.array) -> bool:
         return self._new is not None and keys is self._new[0]
@@ -85,6 +95,8 @@ class RowKV:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> Any:
+        if self._is_latent:
+            return None
         window = window_size or self.layer_cache.window
         if self.step.layout.splits:
             return RowMask(window, self.step)
@@ -96,7 +108,16 @@ class RowKV:
     def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        """`mask`: that some layer's view has made."""
+        """`mask`: that some layer's view has made; of latents the rotated queries, scaled, [width,
+        heads, 1, dim]."""
+        if self._is_latent:
+            values = self._joined(0)
+            keys = mx.concatenate([values, self._joined(1)], axis=-1)
+            queries = mx.concatenate([queries * scale, mask.astype(queries.dtype)], axis=-1)
+            mask, scale = self.step.mask(self.layer_cache, self.layer_cache.window), 1.0
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            )
         if isinstance(mask, RowMask):
             mask = self.step.mask(self.layer_cache, mask.window)
         elif not any(mask is given for given in self.step.given):
@@ -158,21 +179,14 @@ class PackedRowKV(RowKV):
     def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        assert mask.window == self.layer_cache.window, "a kernel sees what its layer keeps"
         assert self._new is not None
-        q, k, ropes = what_is_left(queries, self._new[0])
-        return self._by_kernel(q, k, self._new[1], scale, sinks, ropes)
-
-    def _by_kernel(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        ropes: tuple[Rope, Rope] | None,
-        rotated: mx.array | None = None,
-    ) -> mx.array:
+        (k, v), q, rotated = self._new, queries, None
+        if self._is_latent:
+            rotated, v, ropes = what_is_left(mask, v)
+            rotated = rotated.astype(q.dtype)
+        else:
+            assert mask.window == self.layer_cache.window, "a kernel sees what its layer keeps"
+            q, k, ropes = what_is_left(q, k)
         shape = self.step.shape.mains
         assert shape is not None
         assert shape.paths.kernel is not None
@@ -193,55 +207,6 @@ class PackedRowKV(RowKV):
         )
         out, *self.tail = shape.paths.kernel(call)
         return out
-
-
-class LatentKV(RowKV):
-    """The view of a layer with latent attention (MLA), as mlx-lm's models write it for one token:
-
-        scores = scaled q · latent + (scaled rotated q · rotated key), which the model itself adds
-
-    A column is [latent: key and value at once | rotated key]. The model gets an identity in place
-    of all rotated keys, so what it adds are its rotated queries, and no key is moved.
-    `layout.discover` has found that its layers do compute this.
-    """
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        super().update_and_fetch(keys, values)
-        return keys, _identity(values.shape[-1], values.dtype)
-
-    def make_mask(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def attend(
-        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
-    ) -> mx.array:
-        """`mask`: the rotated queries, scaled, [width, heads, 1, dim]."""
-        latents = self._joined(0)
-        both = mx.concatenate([queries * scale, mask.astype(queries.dtype)], axis=-1)
-        keys = mx.concatenate([latents, self._joined(1)], axis=-1)
-        visible = self.step.mask(self.layer_cache, self.layer_cache.window)
-        return mx.fast.scaled_dot_product_attention(
-            both, keys, latents, scale=1.0, mask=visible, sinks=sinks
-        )
-
-
-class PackedLatentKV(PackedRowKV):
-    """The same over packed rows, for one kernel."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._handed_out(keys, values)
-        return keys, _identity(values.shape[-1], keys.dtype)
-
-    def make_mask(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def attend(
-        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
-    ) -> mx.array:
-        assert self._new is not None
-        rotated, v, ropes = what_is_left(mask, self._new[1])
-        rotated = rotated.astype(queries.dtype)
-        return self._by_kernel(queries, self._new[0], v, scale, sinks, ropes, rotated)
 
 
 @cache

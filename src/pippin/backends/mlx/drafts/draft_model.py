@@ -14,7 +14,7 @@ import mlx.core as mx
 from pippin.backends.mlx.drafts.rings import RingKV, RingLayer, RingShape
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.sampling.rules import FAR
-from pippin.backends.step.draft_texts import LENGTH, NUM_FIRST
+from pippin.backends.step.drafts import LENGTH, NUM_FIRST
 from pippin.errors import LoadError
 
 

@@ -8,8 +8,8 @@ itself will have there. Nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -18,23 +18,18 @@ from pippin.backends.base import DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.cpu.layers import HeadOperation
 from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.drafts.draft_model import DraftModel
-from pippin.backends.mlx.drafts.draft_rows import VerifyStep
 from pippin.backends.mlx.drafts.rings import (
-    MOST_OF_ROW,
     RingKV,
     Rings,
     RingShape,
     RingStep,
     SlotRings,
 )
-from pippin.backends.mlx.step.noise import noise_words
 from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.sampler import MLXSampler, send
+from pippin.backends.mlx.step.sampler import MLXSampler, noise_words, send
 from pippin.backends.sampling.rules import Draw
-from pippin.backends.step.draft_texts import MOST_FED, DraftTexts, Missing
+from pippin.backends.step.drafts import MOST_FED, DraftTexts, Missing
 from pippin.backends.step.slots import FutureMap, SlotTable
-
-MOST_MISSED = 96  # tokens that were missed, of all rows
 
 # As `StepDrafter._run` has them.
 Entries = tuple[mx.array | None, mx.array, mx.array, mx.array]
@@ -48,62 +43,7 @@ class Ran:
     lengths: mx.array  # int32 [width]: tokens that the row held before the step
     hidden: mx.array | None  # [width, n, hidden]: of the input token and of drafts behind it
     tokens: mx.array  # int32 [width, n]: sampled behind these
-    inputs: mx.array | None  # int32 [width, 1]: what the rows ran first, if known
     counts: mx.array  # int32 [width]: of these how many are behind accepted drafts
-
-
-class _Missed(NamedTuple):
-    slots: np.ndarray  # int32 [width]
-    inputs: mx.array  # int32 [width, 1]
-    hidden: mx.array  # [width, 1, hidden]
-
-
-class MissedSteps:
-    """What steps of the same rows ran that left no drafts, for a head that is to draft after all.
-
-    A head that starts to draft in the middle of a reply has seen nothing of it, and its first
-    drafts are half as often right. Hidden vectors of the last steps are fed when they are needed:
-
-        steps      [ no drafts left | no drafts left | leaves drafts ]
-        vectors      h1               h2               h3
-        tokens       t1 (its input)   t2               t3, s3 (sampled)  fed: h1 t2, h2 t3, h3 s3
-    """
-
-    def __init__(self) -> None:
-        self._steps: list[_Missed] = []
-
-    def clear(self) -> None:
-        self._steps.clear()
-
-    def add(self, ran: VerifyStep) -> None:
-        if not (ran.plain and ran.hidden):  # of others it is not known yet what they accept
-            self._steps.clear()
-            return
-        if self._steps and self._steps[-1].slots.tobytes() != ran.slots.tobytes():
-            self._steps.clear()
-        self._steps.append(_Missed(ran.slots, ran.inputs, ran.hidden[0]))
-        del self._steps[: -min(MOST_OF_ROW, max(1, MOST_MISSED // len(ran.slots)))]
-
-    def before(self, ran: Ran) -> Ran:
-        """A step of the same rows as one with those it missed."""
-        steps = self._steps
-        if (
-            not steps
-            or ran.inputs is None
-            or ran.hidden is None
-            or not np.array_equal(steps[-1].slots, ran.slots)
-        ):
-            return ran
-        number = len(steps)
-        hidden = [*(step.hidden for step in steps), ran.hidden]
-        tokens = [*(step.inputs for step in steps[1:]), ran.inputs, ran.tokens]
-        return replace(
-            ran,
-            lengths=ran.lengths - number,
-            hidden=mx.concatenate(hidden, axis=1),
-            tokens=mx.concatenate(tokens, axis=1),
-            counts=ran.counts + number,
-        )
 
 
 class Reader(Protocol):
@@ -152,7 +92,6 @@ class StepDrafter:
         self._shape = reader.ring_shape(max_depth)
         self._most_tokens = 1 + max_depth  # of a row in a step
         self.rings = SlotRings(self._shape)
-        self._missed = MissedSteps()
         self._compiled = mx.compile(self._run)
 
     @property
@@ -165,12 +104,10 @@ class StepDrafter:
     def prepare(self, rows: Sequence[DecodeRow], is_exact: Callable[[DecodeRow], bool]) -> None:
         """It is about to run these; `is_exact`: the position of a row is."""
 
-    def pass_over(self, rows: Sequence[DecodeRow], ran: VerifyStep) -> None:
+    def pass_over(self, rows: Sequence[DecodeRow]) -> None:
         """It has run these, and feeds nothing of them yet."""
         for row in rows:
             self.rings.forget(row.slot)
-        if self._reader.operation is not None:
-            self._missed.add(ran)
 
     def note_sampled(self, step: MLXPending) -> None:
         """All rows of a step have been launched."""
@@ -178,7 +115,6 @@ class StepDrafter:
     def forget(self, slot: int) -> None:
         """It ended, or its row is another's now."""
         self.rings.forget(slot)
-        self._missed.clear()
 
     def draft_first(self, rows: Sequence[tuple[PrefillRow, mx.array | None]]) -> list[mx.array]:
         """For slots whose first token was sampled, from a hidden vector [1, 1, hidden] each."""
@@ -189,14 +125,12 @@ class StepDrafter:
         tokens = self._future_map.tokens[mx.array(slots)][:, None]
         counts = mx.zeros((len(rows),), mx.int32)
         hidden = mx.concatenate(vectors)
-        ran = Ran(slots, lengths, hidden, tokens, None, counts)
+        ran = Ran(slots, lengths, hidden, tokens, counts)
         return self.draft(ran, max(row.num_drafts for row, _ in rows))
 
     def draft(self, ran: Ran, num_drafts: int) -> list[mx.array]:
         """Feed the tokens, and leave drafts for the next step of each row; all that was written."""
         noise = self._noise(ran, num_drafts)
-        ran = self._missed.before(ran)
-        self._missed.clear()
         rings = self.rings.joined(ran.slots.tolist(), ran.lengths)
         entries = (ran.hidden, ran.tokens, ran.counts, ran.lengths - rings.starts)
         return self._run_rows(ran.slots, rings, entries, noise)
@@ -297,7 +231,7 @@ class StepDrafter:
 
 
 class ModelDrafter(StepDrafter):
-    """By a draft model: what it has yet to read of each request is in step/draft_texts.py."""
+    """By a draft model: what it has yet to read of each request is in step/drafts.py."""
 
     reads_on = True
 
@@ -321,7 +255,7 @@ class ModelDrafter(StepDrafter):
         for group in self._texts.to_feed(rows, is_exact):
             self._feed(group, mx.zeros((len(group), 0, 2), mx.uint32))
 
-    def pass_over(self, rows: Sequence[DecodeRow], ran: VerifyStep) -> None:
+    def pass_over(self, rows: Sequence[DecodeRow]) -> None:
         self._texts.pass_over(rows)
 
     def note_sampled(self, step: MLXPending) -> None:
@@ -343,7 +277,7 @@ class ModelDrafter(StepDrafter):
             lengths = mx.array([missing.end - 1 for missing in group], mx.int32)
             slots = np.array([missing.slot for missing in group], dtype=np.int32)
             one = mx.zeros((len(group), 1), mx.int32)
-            ran = Ran(slots, lengths, None, one, None, one[:, 0])
+            ran = Ran(slots, lengths, None, one, one[:, 0])
             num_drafts = max(by_slot[missing.slot].num_drafts for missing in group)
             written += self._feed(group, self._noise(ran, num_drafts))
         return written

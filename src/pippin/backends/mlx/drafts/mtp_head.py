@@ -24,7 +24,7 @@ from pippin.backends.mlx.cpu.layers import (
     find_head_operation,
 )
 from pippin.backends.mlx.cpu.operations import LinearLayers, LinearWeights, operations
-from pippin.backends.mlx.drafts.rings import MOST_OF_ROW, RingKV, RingLayer, RingShape
+from pippin.backends.mlx.drafts.rings import RingKV, RingLayer, RingShape
 from pippin.backends.mtp_weights import LAYER, PREFIX, STORED_LESS_ONE, find_mtp_weights
 
 # Ids that drafts are chosen among: the first. Tokenizers number frequent tokens first, and a wrong
@@ -71,9 +71,7 @@ class MTPHead(Module):
     def ring_shape(self, max_depth: int) -> RingShape:
         sides = self.kv_shape
         layer = RingLayer(sides, sides, self.norm.weight.dtype)
-        weight = self.norm.weight
-        missed = MOST_OF_ROW * weight.size * weight.dtype.size
-        return RingShape((layer,), RING, 0, num_wrong=max_depth, missed_bytes=missed)
+        return RingShape((layer,), RING, 0, num_wrong=max_depth)
 
     def read(
         self,

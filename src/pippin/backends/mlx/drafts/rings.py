@@ -18,7 +18,6 @@ import numpy as np
 
 from pippin.backends.mlx.payloads.packing import KV
 
-MOST_OF_ROW = 24  # tokens of which hidden vectors are kept to be read later
 IN_FLIGHT = 2  # a ring that is read, and one that is written
 
 
@@ -37,7 +36,6 @@ class RingShape:
     length: int  # tokens
     num_first: int  # of these, so many are never overwritten
     num_wrong: int  # cells that drafts which were rejected may have been written to
-    missed_bytes: int = 0  # of a slot, what is kept to be read later
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +45,7 @@ class RingShape:
             for layer in self.layers
             for heads, dim in (layer.keys, layer.values)
         )
-        return IN_FLIGHT * (self.length + 1) * channels + self.missed_bytes
+        return IN_FLIGHT * (self.length + 1) * channels
 
     def blank(self, starts: mx.array) -> Rings:
         def zeros(side: tuple[int, int], dtype: mx.Dtype) -> mx.array:

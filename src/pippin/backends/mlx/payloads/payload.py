@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.step.fingerprints import Prints
+from pippin.backends.step.fingerprints import Fingerprints, Prints, Summed
+from pippin.backends.step.pending import Arrival
 from pippin.types import Payload
 
 Owner = TypeVar("Owner", "Block", "StatePayload")
@@ -128,3 +129,28 @@ def _crc(arrays: Iterable[mx.array]) -> int:
     for array in arrays:
         digest = zlib.crc32(np.asarray(mx.contiguous(array).view(mx.uint8)).tobytes(), digest)
     return digest
+
+
+Printed = Block | StatePayload
+
+
+class MLXFingerprints(Fingerprints[Printed]):
+    def _owners(self, payload: Payload) -> Iterable[Printed]:
+        """Whole blocks, also where a payload has a part of one."""
+        if isinstance(payload, StatePayload):
+            return [payload]
+        return [span.block for span in spans_of(payload)]
+
+
+def sum_words(owners: Sequence[Printed], bring: Callable[[Sequence[mx.array]], Arrival]) -> Summed:
+    sums = mx.stack([mx.sum(_words(array)) for owner in owners for array in owner.arrays])
+    arrival = bring([sums])
+    return Summed(lambda: arrival.wait()[0], [len(owner.arrays) for owner in owners])
+
+
+def _words(array: mx.array) -> mx.array:
+    """uint32, unless rows are too short for that."""
+    row_bytes = array.shape[-1] * array.itemsize
+    if row_bytes % 4 == 0:
+        return array.view(mx.uint32)
+    return array.view(mx.uint16 if row_bytes % 2 == 0 else mx.uint8).astype(mx.uint32)

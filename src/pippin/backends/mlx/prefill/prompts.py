@@ -22,8 +22,7 @@ from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.prompt_scores import MLXPromptScores
 from pippin.backends.mlx.recurrent.taps import tap_states
 from pippin.backends.mlx.shapes import Exact
-from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.recent_shapes import RecentShapes
+from pippin.backends.mlx.step.pending import MLXPending, RecentShapes
 from pippin.backends.step.slots import SlotTable
 from pippin.types import Component
 

@@ -16,14 +16,12 @@ from mlx_lm.models.cache import ArraysCache
 from pippin.backends.mlx.attention.decode_step import DecodeStep, StepShape, Tree
 from pippin.backends.mlx.attention.head_ropes import DeferredRopes, deferring
 from pippin.backends.mlx.attention.views import (
-    LatentKV,
-    PackedLatentKV,
     PackedRowKV,
     RowKV,
     TableRowKV,
 )
 from pippin.backends.mlx.gpu.added_norms import adding_later
-from pippin.backends.mlx.layout import LayerCache, Layout, Reads
+from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.recurrent.replay import DraftStates, Replay
 
@@ -117,9 +115,7 @@ def _state_view(replay: Replay | None, cache: LayerCache, entries: Sequence[mx.a
 
 def _view(step: DecodeStep, cache: LayerCache, place: int) -> RowKV:
     """What an attention layer sees; `place`: of the cache among the KV caches."""
-    latent, mains = cache.reads is Reads.LATENT, step.shape.mains
+    mains = step.shape.mains
     if mains is None:
         return TableRowKV(step, cache, place)
-    if mains.paths.kernel is None:
-        return (LatentKV if latent else RowKV)(step, cache, place)
-    return (PackedLatentKV if latent else PackedRowKV)(step, cache, place)
+    return (RowKV if mains.paths.kernel is None else PackedRowKV)(step, cache, place)

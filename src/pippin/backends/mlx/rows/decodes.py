@@ -14,17 +14,15 @@ import numpy as np
 
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.mlx.drafts.draft_model import DraftModel
-from pippin.backends.mlx.drafts.draft_rows import DraftRows, VerifyStep, find_draft_layers
+from pippin.backends.mlx.drafts.draft_rows import DraftRows, Verifier, VerifyStep, find_draft_layers
 from pippin.backends.mlx.drafts.drafter import ModelDrafter, Ran, StepDrafter
-from pippin.backends.mlx.drafts.verifier import Verifier
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.recent_shapes import RecentShapes
+from pippin.backends.mlx.step.pending import MLXPending, RecentShapes
 from pippin.backends.mlx.step.sampler import ARRAYS, send
 from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.step.slots import FutureMap, SlotTable
@@ -175,7 +173,7 @@ class Decodes:
             tokens, counts = self._verifier.verify(step, rows, decodes, ran, unsure)
         if self.drafter is not None:
             if tokens is None or counts is None or not (num_drafts or self.drafter.reads_on):
-                self.drafter.pass_over(decodes, ran)
+                self.drafter.pass_over(decodes)
             else:
                 self._draft(step, ran, tokens, counts, num_drafts)
         for decode in decodes:
@@ -195,7 +193,7 @@ class Decodes:
         """For the next steps of these rows, of what this one sampled."""
         assert self.drafter is not None
         hidden = ran.hidden[0] if ran.hidden else None
-        found = Ran(ran.slots, ran.lengths, hidden, tokens, ran.inputs, counts)
+        found = Ran(ran.slots, ran.lengths, hidden, tokens, counts)
         step.written += self.drafter.draft(found, num_drafts)
 
     def draft_first(

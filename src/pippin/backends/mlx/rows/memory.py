@@ -17,10 +17,10 @@ import mlx.core as mx
 
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.recurrent.replay import kept_bytes
-from pippin.backends.mlx.rows.arrays import TAIL
 
 logger = logging.getLogger(__name__)
 
+TAIL = 64  # columns: steps from one move into mains to the next
 COLUMN_STEP = 64  # mains are counted in so many columns
 
 IN_FLIGHT = 2  # copies of what each step writes anew: one that is read, one that is written

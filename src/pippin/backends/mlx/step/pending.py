@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -11,8 +12,8 @@ import numpy as np
 
 from pippin.backends.base import Capture, StepResult
 from pippin.backends.mlx.cpu.operations import check_operations
-from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints, sum_words
 from pippin.backends.mlx.payloads.packing import payload_arrays
+from pippin.backends.mlx.payloads.payload import MLXFingerprints, sum_words
 from pippin.backends.step.pending import Pending
 from pippin.types import Payload
 
@@ -103,3 +104,21 @@ class MLXPending(Pending[mx.array]):
         self.read_all()
         check_operations()
         return self.result()
+
+
+MAX_SHAPES = 4096
+
+
+class RecentShapes:
+    def __init__(self, max_shapes: int = MAX_SHAPES) -> None:
+        self._max_shapes = max_shapes
+        self._shapes: OrderedDict[Hashable, None] = OrderedDict()
+
+    def add(self, shape: Hashable) -> bool:
+        """A forward of this shape is run; returns whether it is new."""
+        is_new = shape not in self._shapes
+        self._shapes[shape] = None
+        self._shapes.move_to_end(shape)
+        if len(self._shapes) > self._max_shapes:
+            self._shapes.popitem(last=False)
+        return is_new

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
-from pippin.backends.step.draft_texts import (
+from pippin.backends.step.drafts import (
     MOST_FED,
     MOST_TOKENS,
     DraftTexts,
@@ -170,7 +170,7 @@ class RowDrafts:
 
 
 class TextDrafts(RowDrafts):
-    """By a model of its own: what it has yet to read of each request is in step/draft_texts.py."""
+    """By a model of its own: what it has yet to read of each request is in step/drafts.py."""
 
     def __init__(self, parts: StepParts, drafter: ModelDrafter) -> None:
         super().__init__(parts, drafter)

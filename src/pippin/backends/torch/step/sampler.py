@@ -9,6 +9,7 @@ import torch
 
 from pippin.backends.masks import WORD_BITS
 from pippin.backends.sampling.batches import BiasEdits, DrawGroup, PenaltyGroup, RowSubset, Send
+from pippin.backends.sampling.noise import threefry
 from pippin.backends.sampling.rules import FAR, Draw
 from pippin.backends.sampling.sampler import (
     ANY_NUMBER,
@@ -18,7 +19,6 @@ from pippin.backends.sampling.sampler import (
     SampleRow,
 )
 from pippin.backends.torch.step.filters import LeastInTopP, dropped_tokens, least_in_top_p
-from pippin.backends.torch.step.noise import add_gumbel_noise
 
 
 class TorchSampler(Sampler[torch.Tensor]):
@@ -121,3 +121,28 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Logpro
     values = x.gather(-1, ids)
     order = values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return Logprobs(chosen[:, 0], ids.gather(-1, order), values.gather(-1, order) - normaliser)
+
+
+def add_gumbel_noise(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Logits, float32 [n, V], with the noise of the rows' keys, int32 [n, 2]."""
+    return x - torch.log(exponential(random_bits(keys, x.shape[-1])))
+
+
+def random_bits(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """int32 [n, vocab_size]: the bits of unsigned numbers."""
+    num_counters = (vocab_size + 1) // 2
+    j = torch.arange(num_counters, dtype=torch.int32, device=keys.device)
+    words = threefry(keys[:, :1], keys[:, 1:], j, j + num_counters, _rotated)
+    return torch.cat(words, dim=-1)[:, :vocab_size]
+
+
+def _rotated(words: torch.Tensor, by: int) -> torch.Tensor:
+    high = (words >> (32 - by)) & ((1 << by) - 1)
+    return (words << by) | high
+
+
+def exponential(bits: torch.Tensor) -> torch.Tensor:
+    """float32, always positive and finite."""
+    coarse = 1.0 - ((bits >> 9) & 0x7FFFFF).float() * 2.0**-23
+    fine = (512 - (bits & 511)).float() * 2.0**-32
+    return fine - torch.log(coarse)

@@ -58,7 +58,7 @@ T& of_row(std::vector<T>& by_row, int row) {
   return by_row[row];
 }
 
-// As `make_kv_table` in rows/segments.py writes them.
+// As `make_kv_table` in rows/mains.py writes them.
 inline Contents read_contents(const int* numbers) {
   const auto next = [&] { return *numbers++; };
   Contents contents;

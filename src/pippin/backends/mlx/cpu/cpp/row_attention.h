@@ -26,7 +26,7 @@ enum RowInput {
 
 // New columns of one side of the tails, where they lie. mlx writes in place only what has one holder, and with two
 // steps in flight it would copy all of a tail. A holder of an older version reads other columns: one that it
-// reads is not written again, and tails that are begun anew have memory of their own (rows/arrays.py).
+// reads is not written again, and tails that are begun anew have memory of their own (rows/decode_rows.py).
 // What is no column of the tail is not written.
 inline void write_tail(const View& tail, const View& columns, const int* cursor, float* out) {
   std::vector<float> room;
