@@ -126,7 +126,7 @@ class Maker:
         self.random = random.Random(f"{format} {seed}")
         self.format = format
 
-    def call(self, most_arguments: int = 4) -> Call:
+    def call(self) -> Call:
         makers = {
             "text": self._string,
             "ключ": self._string,
@@ -137,7 +137,7 @@ class Maker:
             "tree": lambda: {"a": [self._string(), {"b": None}], "c_d": {"e": True}},
             "list": lambda: [1, [2, [self._string()]], {}, 2**70],
         }
-        keys = self.random.sample(list(makers), self.random.randint(0, most_arguments))
+        keys = self.random.sample(list(makers), self.random.randint(0, 4))
         return self.random.choice(NAMES), {key: makers[key]() for key in keys}
 
     def good(self) -> Example:
@@ -152,11 +152,6 @@ class Maker:
         if self.format == "harmony" and before:
             before = f"<|channel|>final<|message|>{before}<|end|><|start|>assistant"
         return Example(before + text + after, calls, letters)
-
-    def short(self) -> Example:
-        """One call and nothing else, so that it can be cut at every place in no time."""
-        call = self.call(most_arguments=1)
-        return Example(write_calls(self.format, [call]), [call])
 
     def cut(self) -> Example:
         text = self.good().text
@@ -180,9 +175,3 @@ def examples(format: str, num: int = 200) -> list[Example]:
     maker = Maker(format, 0)
     kinds = [maker.good, maker.good, maker.cut, maker.malformed]
     return [kinds[i % len(kinds)]() for i in range(num)]
-
-
-@cache
-def short_calls(format: str, num: int = 200) -> list[Example]:
-    maker = Maker(format, 1)
-    return [maker.short() for _ in range(num)]

@@ -81,45 +81,37 @@ _ROPES = {name: {"rope_theta": 1e4} for name in ("sliding_attention", "full_atte
 _INDEX = {"index_head_dim": 16, "index_n_heads": 8, "index_topk": 24}
 
 # What a family has beside those, or differently.
-_DIFFERENCES: dict[str, Config] = {
-    "Klear": {},
+_NO_DIFFERENCES = (
+    *("Klear", "afmoe", "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "bailing_moe_v3"),
+    *("cohere", "cohere2", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "gemma"),
+    *("glm", "glm4", "gpt2", "gptj", "helium", "hunyuan_v1_dense", "internlm2", "internlm3"),
+    *("iquestloopcoder", "laguna", "lille-130m", "mimo", "minimax", "mixtral", "muse_glimmer"),
+    *("nanbeige", "nanochat", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe"),
+    *("phixtral", "plamo2", "plamo3", "qwen", "qwen2", "qwen2_moe", "qwen3_moe", "seed_oss"),
+    *("smollm3", "solar_open", "stablelm", "starcoder2", "step3p5", "talkie", "telechat3"),
+    "youtu_llm",
+)
+_DIFFERENCES: dict[str, Config] = {name: Config() for name in _NO_DIFFERENCES} | {
     "afm7": {"num_layers": 4, "num_kv_reuse_layers": 2, "hidden_dim_scale_factor": 1.5},
-    "afmoe": {},
     "apertus": {"post_norm": True},
     "baichuan_m1": {"sliding_window_layers": [0], "conv_window": 2},
-    "bailing_hybrid": {},
-    "bailing_moe": {},
-    "bailing_moe_linear": {},
-    "bailing_moe_v3": {},
-    "cohere": {},
-    "cohere2": {},
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": EXPERT, "moe_num_experts": 4, "moe_top_k": 4},
     },
-    "deepseek": {},
     "deepseek_v2": {
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         "topk_method": "greedy",
     },
-    "dots1": {},
-    "ernie4_5": {},
-    "ernie4_5_moe": {},
-    "exaone": {},
     "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
     "exaone_moe": {"is_moe_layer": [False, True]},
     "gear": {"num_hidden_layers": 3, "layer_types": ["conv_mixer", *_NAMES["layer_types"]]},
-    "gemma": {},
     "gemma3": {"text_config": CONFIGS["gemma3"] | {"model_type": "gemma3_text"}},
     "gemma4": {"text_config": CONFIGS["gemma4"]},
-    "glm": {},
-    "glm4": {},
     "glm4_moe": {"rope_scaling": None},
     "glm4_moe_lite": {"num_key_value_heads": HEADS},
     "glm_moe_dsa": _INDEX | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
-    "gpt2": {},
     "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.5},
-    "gptj": {},
     "granite": _MULTIPLIERS,
     "granitemoe": _MULTIPLIERS,
     "granitemoehybrid": _MULTIPLIERS
@@ -133,17 +125,12 @@ _DIFFERENCES: dict[str, Config] = {
         "mamba_conv_bias": True,
         "position_embedding_type": "nope",
     },
-    "helium": {},
     "hunyuan": {
         "use_mixed_mlp_moe": True,
         "use_cla": True,
         "cla_share_factor": 2,
         "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 2.0},
     },
-    "hunyuan_v1_dense": {},
-    "internlm2": {},
-    "internlm3": {},
-    "iquestloopcoder": {},
     "jamba": {
         "attn_layer_offset": 1,
         "attn_layer_period": 2,
@@ -156,15 +143,12 @@ _DIFFERENCES: dict[str, Config] = {
         "text_config": CONFIGS["kimi_linear"] | {"hidden_act": "situ", "activation_situ_beta": 1.5}
     },
     "kimi_vl": {"text_config": _LATENT},
-    "laguna": {},
     "lfm2-vl": {"text_config": CONFIGS["lfm2"]},
     "lfm2_moe": {"full_attn_idxs": [1], "use_expert_bias": True, "layer_types": None},
-    "lille-130m": {},
     "llama4_text": {"no_rope_layers": [1, 0]},
     "longcat_flash": _LONGCAT,
     "mamba": {"time_step_rank": 4},
     "mellum": {"rope_parameters": _ROPES},
-    "mimo": {},
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [1, 0],
         "moe_layer_freq": [0, 1],
@@ -186,7 +170,6 @@ _DIFFERENCES: dict[str, Config] = {
             "long_factor": [1.0] * 4,
         },
     },
-    "minimax": {},
     "minimax_m3_vl": {
         "text_config": _NAMES
         | {
@@ -215,11 +198,6 @@ _DIFFERENCES: dict[str, Config] = {
             "original_max_position_embeddings": 32,
         }
     },
-    "mixtral": {},
-    "muse_glimmer": {},
-    "nanbeige": {},
-    "nanochat": {},
-    "nemotron": {},
     "nemotron-nas": {
         "num_hidden_layers": 3,
         "block_configs": [
@@ -228,28 +206,15 @@ _DIFFERENCES: dict[str, Config] = {
             {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 1.0}},
         ],
     },
-    "olmo2": {},
-    "olmo3": {},
-    "olmoe": {},
     "openelm": {
         "num_query_heads": [4, 4],
         "num_kv_heads": [2, 2],
         "ffn_dim_divisor": 16,
         "ffn_multipliers": [1.0, 2.0],
     },
-    "phi": {},
-    "phi3": {},
-    "phimoe": {},
-    "phixtral": {},
     "pixtral": {"text_config": _SIZES | _TEXT},
     "plamo": {"n_shared_head": 2},
-    "plamo2": {},
-    "plamo3": {},
-    "qwen": {},
-    "qwen2": {},
-    "qwen2_moe": {},
     "qwen2_vl": {"text_config": _SIZES | {"model_type": "qwen2"}},
-    "qwen3_moe": {},
     "qwen3_5_moe": CONFIGS["qwen3_5_moe"],
     "qwen3_vl": {"text_config": CONFIGS["qwen3"]},
     "qwen3_vl_moe": {"text_config": _NAMES | {"model_type": "qwen3_moe"}},
@@ -261,16 +226,7 @@ _DIFFERENCES: dict[str, Config] = {
     "rwkv7": dict.fromkeys(
         ("a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "decay_low_rank_dim"), 16
     ),
-    "seed_oss": {},
-    "smollm3": {},
-    "solar_open": {},
     "spark2_5": {"rope_parameters": _ROPES, "hidden_act": "gelu"},
-    "stablelm": {},
-    "starcoder2": {},
-    "step3p5": {},
-    "talkie": {},
-    "telechat3": {},
-    "youtu_llm": {},
 }
 
 _WITH_METAL_KERNELS: dict[str, Config] = {

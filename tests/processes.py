@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -42,6 +45,44 @@ def run_python(code: str, **env: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Served:
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def engine_pid(self) -> int:
+        (pid,) = children_of(self.process.pid)
+        return pid
+
+    def read_command(self) -> str:
+        """The one that the banner offers, two lines below the address."""
+        assert self.process.stdout is not None
+        return [self.process.stdout.readline() for _ in range(2)][-1]
+
+
+@contextmanager
+def serve(
+    *options: str,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    stderr: int | None = None,
+) -> Iterator[Served]:
+    """`pippin serve` on a free port, killed at the end if it still runs."""
+    command = [sys.executable, "-m", "pippin", "serve", "--port", "0", *options]
+    with subprocess.Popen(
+        command, env=env or environment(), cwd=cwd, stdout=subprocess.PIPE, stderr=stderr, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            banner = process.stdout.readline()
+            found = re.search(r"http://[^\s\"]+", banner)
+            assert found, f"no address in {banner!r}"
+            yield Served(process, found[0])
+        finally:
+            process.kill()
 
 
 def is_running(pid: int) -> bool:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, cycle, permutations
+from itertools import count, cycle
 from statistics import fmean
 from typing import Any
 
@@ -62,19 +62,6 @@ class RoundRobin(EnginePool):
 
     def _choose(self, hashes: list[int]) -> EngineClient:
         return next(self._turns)
-
-
-class Split(EnginePool):
-    """Knows which prompts belong together: those that begin alike, in the order in which they are
-    first seen, each on the replica that stands in `places`."""
-
-    def __init__(self, num_replicas: int, places: Sequence[int]) -> None:
-        super().__init__(num_replicas)
-        self._places = places
-        self._seen: dict[int, int] = {}
-
-    def _choose(self, hashes: list[int]) -> EngineClient:
-        return self.replicas[self._places[self._seen.setdefault(hashes[0], len(self._seen))]]
 
 
 @dataclass
@@ -162,7 +149,6 @@ async def branches(world: ReplicaWorld) -> None:
 
 
 WORKLOADS: dict[str, Scenario] = {"conversations": conversations, "branches": branches}
-NUM_STARTS = {"conversations": 4, "branches": 6}
 POLICIES: dict[str, Callable[[int], EnginePool]] = {
     "one cache": lambda num_replicas: EnginePool(),
     "routed by prefix": EnginePool,
@@ -176,19 +162,6 @@ def hit_rate(policy: str, workload: str, *, num_replicas: int, nbytes: int, seed
         return (await world.run(WORKLOADS[workload])).hit_rate
 
     return asyncio.run(work())
-
-
-def best_split(workload: str, *, num_replicas: int, nbytes: int, seed: int) -> float:
-    """The highest hit rate of all ways to divide what prompts begin with into equal parts."""
-    num_starts = NUM_STARTS[workload]
-    alike = [number % num_replicas for number in range(num_starts)]
-    found = {places for places in permutations(alike) if places[0] == 0}
-
-    async def work(places: Sequence[int]) -> float:
-        world = ReplicaWorld(Split(num_replicas, places), nbytes, seed)
-        return (await world.run(WORKLOADS[workload])).hit_rate
-
-    return max(asyncio.run(work(places)) for places in sorted(found))
 
 
 def mean_hit_rate(

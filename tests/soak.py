@@ -18,14 +18,12 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +33,7 @@ import numpy as np
 from hostile_grammars import draw_hostile
 from near_ties import count_same
 from pippin.types import TokenLogprobs
-from processes import children_of, environment
+from processes import Served, children_of, serve
 
 CLIENTS = 12
 KILL_SECONDS = 20.0
@@ -127,35 +125,16 @@ class Report:
         ]
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-
-    @property
-    def engine_pid(self) -> int | None:
-        """None: there is none at the moment."""
-        return next(iter(children_of(self.process.pid)), None)
-
-
-@asynccontextmanager
-async def serving(*options: str) -> AsyncIterator[Server]:
-    command = [sys.executable, "-m", "pippin", "serve", "--port", "0", *TIGHT, *options]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            banner = await asyncio.to_thread(process.stdout.readline)
-            found = re.search(r"http://\S+", banner)
-            assert found, f"no address in {banner!r}"
-            yield Server(process, found[0])
-            process.terminate()
-            assert await asyncio.to_thread(process.wait, REQUEST_SECONDS) == 0
-        finally:
-            process.kill()
+@contextmanager
+def serving(*options: str) -> Iterator[Served]:
+    with serve(*TIGHT, *options) as served:
+        yield served
+        served.process.terminate()
+        assert served.process.wait(REQUEST_SECONDS) == 0
 
 
 class Soak:
-    def __init__(self, server: Server, seconds: float, kill_seconds: float, seed: int = 0) -> None:
+    def __init__(self, server: Served, seconds: float, kill_seconds: float, seed: int = 0) -> None:
         self.report = Report()
         self._server = server
         self._seconds = seconds
@@ -183,6 +162,11 @@ class Soak:
                 group.create_task(self._kill())
             await self._check_that_nothing_is_left()
         return self.report
+
+    @property
+    def _engine_pid(self) -> int | None:
+        """None: there is none at the moment."""
+        return next(iter(children_of(self._server.process.pid)), None)
 
     @property
     def _over(self) -> bool:
@@ -320,7 +304,7 @@ class Soak:
                 if self._over:
                     return
             async with asyncio.timeout(REQUEST_SECONDS):
-                while (pid := self._server.engine_pid) is None:  # it was taken for one that hangs
+                while (pid := self._engine_pid) is None:  # it was taken for one that hangs
                     await asyncio.sleep(0.1)
             os.kill(pid, number)
             began = time.monotonic()
@@ -334,7 +318,7 @@ class Soak:
             if (size := _resident_mb(self._server.process.pid)) is None:
                 raise BrokenPromise("the server is gone")
             self.report.server_mb.append((at, size))
-            pid = self._server.engine_pid
+            pid = self._engine_pid
             if pid is not None:
                 self.report.engine_pids.add(pid)
             if pid is not None and (size := _resident_mb(pid)) is not None:
@@ -372,7 +356,7 @@ def _resident_mb(pid: int) -> float | None:
 async def soak(
     seconds: float, heartbeat_timeout: int, kill_seconds: float = KILL_SECONDS
 ) -> Report:
-    async with serving("--heartbeat-timeout", str(heartbeat_timeout)) as server:
+    with serving("--heartbeat-timeout", str(heartbeat_timeout)) as server:
         return await Soak(server, seconds, kill_seconds).run()
 
 

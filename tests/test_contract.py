@@ -218,16 +218,6 @@ def test_a_slot_that_is_not_in_the_plan_keeps_what_it_holds(make_backend: MakeBa
 
 
 @every_backend
-def test_a_slot_may_rest_between_its_prompt_and_its_first_decode(make_backend: MakeBackend) -> None:
-    prompt, other = make_tokens(9, 1), make_tokens(5, 2)
-    steps = Steps(make_backend())
-    tokens = [steps.start(1, prompt)]
-    steps.generate(2, other, 3)
-    tokens.append(steps.run(decode=(DecodeRow(1, 9), DecodeRow(2, 7))).tokens[1][0])
-    assert_says(tokens, alone(make_backend, prompt, 2))
-
-
-@every_backend
 def test_a_restored_prefix_equals_a_computed_one(make_backend: MakeBackend) -> None:
     prompt = make_tokens(80)
     steps = Steps(make_backend())
@@ -258,20 +248,6 @@ def test_captures_say_what_they_cover(make_backend: MakeBackend) -> None:
     assert capture.nbytes == sum(p.nbytes for p in [*capture.kv.values(), capture.states[64]])
     head, tail = capture.kv[kv_components[0]].split(24)
     assert (head.num_tokens, tail.num_tokens) == (24, 40)
-
-
-@every_backend
-def test_a_split_prefix_restores_as_the_whole_does(make_backend: MakeBackend) -> None:
-    prompt = make_tokens(70)
-    steps = Steps(make_backend())
-    row = prefill(1, prompt, 0, 64, captures=True, checkpoints=(64,))
-    (capture,) = steps.run(admit=(admit(1, prompt),), prefill=(row,)).captures
-    payloads = {component: payload.split(24) for component, payload in capture.kv.items()}
-    divided = Restore(64, {**payloads, Component.STATE: (capture.states[64],)})
-    result = steps.run(
-        admit=(admit(2, prompt),), prefill=(prefill(2, prompt, 64, 70, restore=divided),)
-    )
-    assert_says([result.tokens[2][0]], alone(make_backend, prompt, 1))
 
 
 def through_bytes(backend: Backend, steps: Steps, whole: Restore, **fields: Any) -> Restore:
@@ -576,18 +552,6 @@ def test_masks_go_to_their_rows_whoever_is_in_the_batch(make_backend: MakeBacken
         pending.sample(masks)
         tokens = pending.wait().tokens
         assert {slot: tokens[slot] for slot in masked} == {slot: (20 + slot,) for slot in masked}
-
-
-@every_backend
-def test_a_masked_decode_row_stays_in_its_batch(make_backend: MakeBackend) -> None:
-    grammar, plain = make_tokens(9, 1), make_tokens(9, 2)
-    steps = Steps(make_backend())
-    tokens = {slot: [steps.start(slot, prompt)] for slot, prompt in ((1, grammar), (2, plain))}
-    pending = steps.launch(decode=(DecodeRow(1, 9, masked=True), DecodeRow(2, 9)))
-    pending.sample(full_masks(1, steps.backend.spec.vocab_size))
-    result = pending.wait()
-    assert_says([*tokens[1], result.tokens[1][0]], alone(make_backend, grammar, 2))
-    assert_says([*tokens[2], result.tokens[2][0]], alone(make_backend, plain, 2))
 
 
 @every_backend

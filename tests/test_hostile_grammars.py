@@ -14,7 +14,8 @@ import pytest
 
 from hostile_grammars import FAMILIES
 from pippin.types import GrammarSpec
-from soak import REQUEST_SECONDS, Server, serving
+from processes import Served
+from soak import REQUEST_SECONDS, serving
 
 MODEL = "stories-hybrid-20m"
 
@@ -54,7 +55,7 @@ def bodies(spec: GrammarSpec) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-async def attack(server: Server) -> None:
+async def attack(server: Served) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=REQUEST_SECONDS) as client:
         before = server.engine_pid
         for name, (family, large, _) in FAMILIES.items():
@@ -72,8 +73,5 @@ async def attack(server: Server) -> None:
 
 @pytest.mark.slow
 def test_no_grammar_in_any_dialect_ends_an_engine_or_the_server() -> None:
-    async def work() -> None:
-        async with serving() as server:
-            await attack(server)
-
-    asyncio.run(work())
+    with serving() as server:
+        asyncio.run(attack(server))

@@ -13,166 +13,68 @@ from cases import cases
 SRC = Path(__file__).parent.parent / "src" / "pippin"
 ANYTHING = None
 
-# The longest matching name decides. `errors` and its own package are open to everyone.
+# The longest matching name decides. `errors` and its own package are open to everyone; `.` is
+# `pippin` itself.
+TABLE = """\
+version:
+types:
+errors:
+logs:
+amounts:
+config: amounts types
+messages: types
+metrics: types
+cache: types
+cache.entries: types
+cache.disk: cache.entries types
+text:
+sequences: messages text types
+embedding: messages sequences types
+tasks:
+decode: types
+backends:
+backends.fallbacks:
+backends.base: backends.fallbacks cache.entries types
+backends.sampling: backends.base types
+backends.warm_up: backends.base types
+backends.chunking: backends.base types
+backends.host:
+backends.masks:
+backends.mtp_weights:
+backends.step: backends.base backends.sampling cache.entries types
+backends.fake: backends.base backends.masks backends.step cache.entries types
+backends.mlx: backends.base backends.chunking backends.fallbacks backends.host backends.masks
+    backends.mtp_weights backends.sampling backends.step cache.entries config types
+backends.torch: amounts backends.base backends.chunking backends.fallbacks backends.host
+    backends.masks backends.mtp_weights backends.sampling backends.step cache.entries types
+scheduler: backends.base backends.masks backends.warm_up cache decode messages metrics types
+engine: amounts backends cache config decode logs messages metrics scheduler types version
+engine.engine_spec: cache config scheduler.request
+engine.grammar_zygote: decode text types
+engine.engine_client: engine.events.schema engine.kv_events messages
+engine.engine_pool: engine.engine_client engine.kv_events messages
+engine.kv_events: cache messages types
+engine.events: backends.base cache messages metrics scheduler types
+engine.events.schema: types
+api: amounts config decode.json_schema decode.size embedding engine.engine_client engine.engine_pool
+    hub messages sequences switching tasks text types
+offline: api.requests.body api.requests.sampling_fields config embedding engine.build_loop
+    engine.engine_client messages metrics scheduler.loop sequences startup.resolve tasks text types
+startup: amounts api backends.host backends.mlx.refusals backends.nvidia backends.torch.config
+    config engine.engine_client engine.engine_pool engine.events hub logs messages supervision
+    switching text version
+startup.server_file:
+hub: amounts startup.server_file
+terminal: . config startup.checkpoint startup.server_file
+terminal.doctor: . amounts backends config offline.llm startup.resolve types version
+switching: engine.engine_pool messages
+supervision: config engine.engine_client engine.engine_spec messages
+bench: version
+"""
 MAY_IMPORT: dict[str, set[str] | None] = {
-    "version": set(),
-    "types": set(),
-    "errors": set(),
-    "logs": set(),
-    "amounts": set(),
-    "config": {"amounts", "types"},
-    "messages": {"types"},
-    "metrics": {"types"},
-    "cache": {"types"},
-    "cache.entries": {"types"},
-    "cache.disk": {"cache.entries", "types"},
-    "text": set(),
-    "sequences": {"messages", "text", "types"},
-    "embedding": {"messages", "sequences", "types"},
-    "tasks": set(),
-    "decode": {"types"},
-    "backends": set(),
-    "backends.fallbacks": set(),
-    "backends.base": {"backends.fallbacks", "cache.entries", "types"},
-    "backends.sampling": {"backends.base", "types"},
-    "backends.warm_up": {"backends.base", "types"},
-    "backends.chunking": {"backends.base", "types"},
-    "backends.host": set(),
-    "backends.masks": set(),
-    "backends.mtp_weights": set(),
-    "backends.step": {"backends.base", "backends.sampling", "cache.entries", "types"},
-    "backends.fake": {
-        "backends.base",
-        "backends.masks",
-        "backends.step",
-        "cache.entries",
-        "types",
-    },
-    "backends.mlx": {
-        "backends.base",
-        "backends.chunking",
-        "backends.fallbacks",
-        "backends.host",
-        "backends.masks",
-        "backends.mtp_weights",
-        "backends.sampling",
-        "backends.step",
-        "cache.entries",
-        "config",
-        "types",
-    },
-    "backends.torch": {
-        "amounts",
-        "backends.base",
-        "backends.chunking",
-        "backends.fallbacks",
-        "backends.host",
-        "backends.masks",
-        "backends.mtp_weights",
-        "backends.sampling",
-        "backends.step",
-        "cache.entries",
-        "types",
-    },
-    "scheduler": {
-        "backends.base",
-        "backends.masks",
-        "backends.warm_up",
-        "cache",
-        "decode",
-        "messages",
-        "metrics",
-        "types",
-    },
-    "engine": {
-        "amounts",
-        "backends",
-        "cache",
-        "config",
-        "decode",
-        "logs",
-        "messages",
-        "metrics",
-        "scheduler",
-        "types",
-        "version",
-    },
-    "engine.engine_spec": {"config", "cache", "scheduler.request"},
-    "engine.grammar_zygote": {"decode", "text", "types"},
-    "engine.engine_client": {"engine.events.schema", "engine.kv_events", "messages"},
-    "engine.engine_pool": {"engine.engine_client", "engine.kv_events", "messages"},
-    "engine.kv_events": {"cache", "messages", "types"},
-    "engine.events": {"backends.base", "cache", "messages", "metrics", "scheduler", "types"},
-    "engine.events.schema": {"types"},
-    "api": {
-        "amounts",
-        "config",
-        "decode.json_schema",
-        "decode.size",
-        "embedding",
-        "engine.engine_client",
-        "engine.engine_pool",
-        "hub",
-        "messages",
-        "sequences",
-        "switching",
-        "tasks",
-        "text",
-        "types",
-    },
-    "offline": {
-        "api.requests.body",
-        "api.requests.sampling_fields",
-        "config",
-        "embedding",
-        "engine.build_loop",
-        "engine.engine_client",
-        "messages",
-        "metrics",
-        "scheduler.loop",
-        "sequences",
-        "startup.resolve",
-        "tasks",
-        "text",
-        "types",
-    },
-    "startup": {
-        "amounts",
-        "api",
-        "backends.host",
-        "backends.mlx.refusals",
-        "backends.nvidia",
-        "backends.torch.config",
-        "config",
-        "engine.engine_client",
-        "engine.engine_pool",
-        "engine.events",
-        "hub",
-        "logs",
-        "messages",
-        "supervision",
-        "switching",
-        "text",
-        "version",
-    },
-    "startup.server_file": set(),
-    "hub": {"amounts", "startup.server_file"},
-    "terminal": {"", "config", "startup.checkpoint", "startup.server_file"},
-    "terminal.doctor": {
-        "",
-        "amounts",
-        "backends",
-        "config",
-        "offline.llm",
-        "startup.resolve",
-        "types",
-        "version",
-    },
-    "switching": {"engine.engine_pool", "messages"},
-    "supervision": {"config", "engine.engine_client", "engine.engine_spec", "messages"},
-    "bench": {"version"},
-    **dict.fromkeys(["", "__main__", "cli"], ANYTHING),
-}
+    name: {imported.strip(".") for imported in allowed.split()}
+    for name, _, allowed in (row.partition(":") for row in TABLE.replace("\n ", "").splitlines())
+} | dict.fromkeys(["", "__main__", "cli"], ANYTHING)
 FOREIGN = {
     **dict.fromkeys(["mlx", "mlx_lm"], "backends.mlx"),
     **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -12,18 +11,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
+import processes
 from bundled import BUNDLED_PATH
 from pippin import cli
 from processes import (
     PATIENCE_SECONDS,
-    children_of,
+    Served,
     environment,
     is_running,
     wait_until,
@@ -40,37 +39,11 @@ CHAT = {
 NEVER_HUNG = ("--heartbeat-timeout", "3600")  # an engine that is stopped is not replaced
 
 
-@dataclass(frozen=True)
-class Served:
-    process: subprocess.Popen[str]
-    url: str
-    command: str  # the one the banner offers
-
-    @property
-    def engine_pid(self) -> int:
-        (pid,) = children_of(self.process.pid)
-        return pid
-
-
-@contextmanager
-def serve(*options: str, stderr: int | None = None, **env: str) -> Iterator[Served]:
-    """A server with the fake backend on a free port, killed at the end if it still runs."""
-    command = [sys.executable, "-m", "pippin", "serve", "--backend", "fake", "--port", "0"]
-    with subprocess.Popen(
-        [*command, *options],
-        env={**environment(), **env},
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            says, _, command = (process.stdout.readline() for _ in range(3))
-            found = re.search(r"http://\S+", says)
-            assert found, f"no address in {says!r}"
-            yield Served(process, found[0], command)
-        finally:
-            process.kill()
+def serve(*options: str, stderr: int | None = None, **env: str) -> AbstractContextManager[Served]:
+    """With the fake backend."""
+    return processes.serve(
+        "--backend", "fake", *options, stderr=stderr, env={**environment(), **env}
+    )
 
 
 @contextmanager
@@ -158,7 +131,7 @@ def serve_and_fail(*argv: str, **env: str) -> tuple[int, str]:
 
 def test_the_banner_holds_a_curl_that_works_and_ctrl_c_ends_both_processes() -> None:
     with serve() as served:
-        curl, _, url, _, header, _, body = shlex.split(served.command)
+        curl, _, url, _, header, _, body = shlex.split(served.read_command())
         assert curl == "curl"
         reply = httpx.post(url, headers=dict([header.split(": ")]), content=body)
         assert reply.status_code == 200

@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from processes import PATIENCE_SECONDS, children_of, wait_until, wait_until_gone
-from test_serve import Served, serve
+from processes import PATIENCE_SECONDS, Served, children_of, wait_until, wait_until_gone
+from test_serve import serve
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 import signal
 import subprocess
 import sys
@@ -19,8 +19,8 @@ from processes import (
     PATIENCE_SECONDS,
     children_of,
     environment_without_compiler,
+    serve,
     wait_until,
-    wait_until_gone,
 )
 
 pytestmark = pytest.mark.slow
@@ -35,23 +35,14 @@ ELSEWHERE = ("pippin_spec_decode_", "pippin_handover_", "pippin_replica_")
 @contextmanager
 def server(directory: Path, end: signal.Signals) -> Iterator[str]:
     """`end`: what it and its engine hear in the end."""
-    options = ["--port", "0", "--cache-dir", str(directory), "--disk", "100MB"]
-    command = [sys.executable, "-m", "pippin", "serve", *options]
-    with subprocess.Popen(
-        command, env=environment_without_compiler(), stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://\S+", process.stdout.readline())
-            assert found
-            yield found[0]
-            for pid in [process.pid, *children_of(process.pid)] if end is signal.SIGKILL else []:
-                subprocess.run(["kill", "-9", str(pid)], check=False)
-            process.send_signal(end)
-            process.wait(PATIENCE_SECONDS)
-        finally:
-            process.kill()
-            wait_until_gone(process.pid)
+    options = ("--cache-dir", str(directory), "--disk", "100MB")
+    with serve(*options, env=environment_without_compiler()) as served:
+        yield served.url
+        process = served.process
+        for pid in [process.pid, *children_of(process.pid)] if end is signal.SIGKILL else []:
+            os.kill(pid, signal.SIGKILL)
+        process.send_signal(end)
+        process.wait(PATIENCE_SECONDS)
 
 
 def ask(url: str, **more: Any) -> dict[str, Any]:

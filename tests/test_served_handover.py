@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from metric_names import documented, families
-from processes import wait_until
-from test_serve import Served, serve
+from processes import Served, wait_until
+from test_serve import serve
 
 pytestmark = pytest.mark.slow
 

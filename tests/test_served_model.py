@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
 import httpx
@@ -15,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 
 from near_ties import ENOUGH, MARGIN
-from processes import PATIENCE_SECONDS, environment, wait_until, wait_until_gone
+from processes import PATIENCE_SECONDS, serve, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -25,18 +22,10 @@ ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "pippin", "serve", "--port", "0"]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            found = re.search(r"http://\S+", server.stdout.readline())
-            assert found
-            yield found[0]
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(PATIENCE_SECONDS) == 0
-        finally:
-            server.kill()
-            wait_until_gone(server.pid)
+    with serve() as served:
+        yield served.url
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE_SECONDS) == 0
 
 
 def client(url: str) -> openai.OpenAI:

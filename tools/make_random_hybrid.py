@@ -39,8 +39,6 @@ from pippin.backends.torch.shapes import (
     DeltaShape,
     DenseShape,
     ExpertShape,
-    LatentShape,
-    MambaShape,
     ModelShape,
 )
 
@@ -203,14 +201,10 @@ class RandomWeights:
         sizes: dict[str, tuple[int, ...]] = {
             "embed_tokens": (shape.vocab_size, hidden),
             "lm_head": (shape.vocab_size, hidden),
-            **self._latent_sizes(),
             **self._delta_sizes(),
-            **self._mamba_sizes(),
             **self._attention_sizes(),
             "norm": (hidden,),
             **self._expert_sizes(),
-            "input_linear": (2 * intermediate, hidden),  # of Granite 4
-            "output_linear": (hidden, intermediate),
             "gate_proj": (intermediate, hidden),
             "up_proj": (intermediate, hidden),
             "down_proj": (hidden, intermediate),
@@ -230,37 +224,6 @@ class RandomWeights:
                 "o_proj": (hidden, heads),
             }
         return {}
-
-    def _latent_sizes(self) -> dict[str, tuple[int, ...]]:
-        hidden = self._shape.hidden
-        for mixer in self._shape.mixers(LatentShape)[-1:]:
-            heads, keys = mixer.num_heads, mixer.plain_dim + mixer.rope.dim
-            return {
-                "q_a_layernorm": (mixer.query_rank,),
-                "kv_a_layernorm": (mixer.rank,),
-                "q_a_proj": (mixer.query_rank, hidden),
-                "q_b_proj": (heads * keys, mixer.query_rank),
-                "q_proj": (heads * keys, hidden),
-                "kv_a_proj": (mixer.rank + mixer.rope.dim, hidden),
-                "kv_b_proj": (heads * (mixer.plain_dim + mixer.value_dim), mixer.rank),
-                "o_proj": (hidden, heads * mixer.value_dim),
-            }
-        return {}
-
-    def _mamba_sizes(self) -> dict[str, tuple[int, ...]]:
-        mamba, hidden = self._shape.recurrent, self._shape.hidden
-        if not isinstance(mamba, MambaShape):
-            return {}
-        return {
-            "mamba.norm": (mamba.inner,),
-            "in_proj": (mamba.inner + mamba.num_channels + mamba.num_heads, hidden),
-            "conv1d.weight": (mamba.num_channels, 1, mamba.num_taps),
-            "conv1d.bias": (mamba.num_channels,),
-            "A_log": (mamba.num_heads,),
-            "dt_bias": (mamba.num_heads,),
-            "mamba.D": (mamba.num_heads,),
-            "out_proj": (hidden, mamba.inner),
-        }
 
     def _delta_sizes(self) -> dict[str, tuple[int, ...]]:
         delta, hidden = self._shape.recurrent, self._shape.hidden
@@ -286,11 +249,8 @@ class RandomWeights:
         experts = next((mlp for mlp in mlps if isinstance(mlp, ExpertShape)), None)
         if experts is None:
             return {}
-        number, size, shared = (
-            experts.num_experts,
-            experts.intermediate,
-            experts.shared_intermediate,
-        )
+        number, size = experts.num_experts, experts.intermediate
+        shared = experts.shared_intermediate
         return {
             "mlp.gate.": (number, hidden),
             "experts.gate_up_proj": (number, 2 * size, hidden),

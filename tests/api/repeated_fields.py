@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from pippin.api.app import ENDPOINTS
 from pippin.api.requests.fields import Unused
-from pippin.api.routes import ENDPOINTS
 
 TABLES = {row.path: row.body for row in ENDPOINTS if row.body is not None}
 

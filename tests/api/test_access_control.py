@@ -12,8 +12,8 @@ from scripted_engine import ScriptedEngine, answer_anything, build_app, say, ser
 from starlette.datastructures import Headers
 
 from cases import cases
+from pippin.api.app import ENDPOINTS
 from pippin.api.http.access_control import AccessControl, read_key_file, warn_if_open
-from pippin.api.routes import ENDPOINTS
 from pippin.config import Config, ServerConfig
 from pippin.errors import ConfigError, LoadError, PippinError
 from pippin.startup.resolve import resolve

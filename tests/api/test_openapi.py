@@ -12,9 +12,9 @@ import pytest
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, serving
 
 from cases import cases
+from pippin.api.app import ENDPOINTS
 from pippin.api.batches.store import Database, OwnerStore
 from pippin.api.model_info import RequestRules
-from pippin.api.routes import ENDPOINTS
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.text.bundle import FillInMiddle
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from repeated_fields import repeated_fields
 from scripted_engine import ScriptedEngine, answer_anything, build_app
 
-from pippin.api.routes import ENDPOINTS
+from pippin.api.app import ENDPOINTS
 from pippin.config import ServerConfig
 
 pytestmark = pytest.mark.slow

@@ -95,7 +95,7 @@ def test_a_host_that_is_not_let_in_gets_no_page() -> None:
     assert fetch("/", headers={"host": "evil.example"}).status_code == 403
 
 
-@pytest.mark.parametrize("path", ["/page/../routes.py", "/page/%2e%2e/routes.py", "/page/chat"])
+@pytest.mark.parametrize("path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page/chat"])
 def test_no_path_leads_elsewhere(path: str) -> None:
     assert fetch(path).status_code == 404
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import httpx
 import pytest
 
 from pippin import __version__, cli
-from processes import environment, environment_without_compiler
+from processes import environment, environment_without_compiler, serve
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -180,34 +179,6 @@ def test_options_of_tools_parse() -> None:
     assert done.stdout.count("\n") == len(commands)
 
 
-@dataclass(frozen=True)
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-    directory: Path
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """On a free port and with a cache on disk."""
-    directory = tmp_path_factory.mktemp("served")
-    words = ["serve", "--port", "0", "--cache-dir", "cache", "--disk", "32MB", "--memory", "300MB"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "pippin", *words],
-        cwd=directory,
-        env=environment_without_compiler() | {"XDG_RUNTIME_DIR": str(directory)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            address = re.search(r"http://\S+", process.stdout.readline())
-            assert address is not None
-            yield Server(process, address[0], directory)
-        finally:
-            process.kill()
-
-
 def run_pippin(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         cli.main([word.replace("DIR", "cache") for word in shlex.split(command)[1:]])
@@ -240,24 +211,29 @@ def python_blocks(name: str) -> list[str]:
 
 @pytest.mark.slow
 def test_commands_and_clients_work_on_a_server(
-    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(server.directory)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(server.directory))  # where the server is found
-    for command in (c for c in TESTED if c.startswith("curl ")):
-        assert request(command, server.url).status_code == 200, command
-    for package in ("openai", "anthropic"):
-        blocks = python_blocks("clients.md")
-        code = next(block for block in blocks if block.startswith(f"from {package} import"))
-        code = code.replace("http://127.0.0.1:8000", server.url)
-        names: dict[str, Any] = {}
-        exec(code.replace("MODEL", "stories-hybrid-20m"), names)
-        names["client"].close()  # its connections, which would be closed whenever it is collected
-    capsys.readouterr()
-    for command in ON_A_SERVER:
-        run_pippin(command, capsys)
-    server.process.send_signal(signal.SIGTERM)
-    server.process.wait()
+    """On a free port and with a cache on disk."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where the server is found
+    options = ("--cache-dir", "cache", "--disk", "32MB", "--memory", "300MB")
+    with serve(*options, env=environment_without_compiler()) as server:
+        for command in (c for c in TESTED if c.startswith("curl ")):
+            assert request(command, server.url).status_code == 200, command
+        for package in ("openai", "anthropic"):
+            blocks = python_blocks("clients.md")
+            code = next(block for block in blocks if block.startswith(f"from {package} import"))
+            code = code.replace("http://127.0.0.1:8000", server.url)
+            names: dict[str, Any] = {}
+            exec(code.replace("MODEL", "stories-hybrid-20m"), names)
+            names[
+                "client"
+            ].close()  # its connections, which would be closed whenever it is collected
+        capsys.readouterr()
+        for command in ON_A_SERVER:
+            run_pippin(command, capsys)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait()
     for command in ON_A_DIRECTORY:
         run_pippin(command, capsys)
 

@@ -3,6 +3,6 @@
     http/  ──▶  dialects/ with requests/  ──▶  job.py with grammar.py  ──▶  an engine
            ◀──  dialects/                 ◀──  job.py                  ◀──
 
-`requests/fields.py` has what tables of fields are made of. `routes.py` has all routes, which
-`endpoints/` and `batches/` answer; `app.py` makes a server of them.
+`requests/fields.py` has what tables of fields are made of. `app.py` has all routes, which
+`endpoints/` and `batches/` answer, and makes a server of them.
 """

@@ -15,9 +15,7 @@ from call_texts import (
     WITHOUT_A_MARK,
     WORDS,
     Example,
-    Maker,
     examples,
-    short_calls,
     write_calls,
 )
 from cases import cases
@@ -43,8 +41,7 @@ def random_parts(text: str, rng: random.Random) -> list[str]:
 
 
 def check_every_cut(format: str, made: list[Example]) -> None:
-    """Once where the same text is before and behind the cut, more than a mark has: calls share most
-    of their frame."""
+    """Once where the same text, more than a mark has, is before and behind the cut."""
     size = max(12, 1 + max(map(len, TOOL_FORMATS[format].parser().marks), default=0))
     tried: set[tuple[str, str]] = set()
     for example in made:
@@ -71,18 +68,6 @@ def test_the_pieces_do_not_depend_on_how_the_text_was_cut(format: str) -> None:
 
 @pytest.mark.slow
 @cases("format", FORMATS)
-def test_each_of_200_calls_is_cut_in_two_at_every_place(format: str) -> None:
-    calls = short_calls(format)
-    assert len(calls) == 200
-    for example in calls:
-        folded = FoldedText.of(parse(format, [example.text]))
-        found = [(call.name, json.loads(call.arguments)) for call in folded.calls.values()]
-        assert (found, folded.content) == (example.calls, ""), example.text
-    check_every_cut(format, calls)
-
-
-@pytest.mark.slow
-@cases("format", FORMATS)
 def test_marks_and_scraps_in_any_order_give_the_same_pieces_too(format: str) -> None:
     rng = random.Random(format)
     parser = TOOL_FORMATS[format].parser
@@ -97,38 +82,25 @@ def test_marks_and_scraps_in_any_order_give_the_same_pieces_too(format: str) -> 
 
 
 @cases("format", FORMATS)
-def test_calls_are_found_with_their_values_exact(format: str) -> None:
-    num_checked = 0
-    for example in examples(format):
-        if example.calls is not None:
-            folded = FoldedText.of(parse(format, [example.text]))
-            found = [(call.name, json.loads(call.arguments)) for call in folded.calls.values()]
-            assert found == example.calls, example.text
-            assert "".join(folded.content.split()) == example.letters, example.text
-            num_checked += 1
-    assert num_checked == 100
-
-
-@cases("format", FORMATS)
-def test_a_call_begins_once_ends_once_and_its_arguments_are_json(format: str) -> None:
+def test_calls_are_found_with_their_values_exact_and_all_else_is_content(format: str) -> None:
+    num_good = num_without_calls = 0
     for example in examples(format):
         pieces = parse(format, [example.text])
+        folded = FoldedText.of(pieces)
         begun = [piece.index for piece in pieces if isinstance(piece, CallBegin)]
         ended = [piece.index for piece in pieces if isinstance(piece, CallEnd)]
         assert begun == ended == list(range(len(begun)))
-        for call in FoldedText.of(pieces).calls.values():
-            assert isinstance(json.loads(call.arguments), dict)
-
-
-@cases("format", [name for name in FORMATS if name != "harmony"])
-def test_what_is_no_call_is_content_to_the_letter(format: str) -> None:
-    num_checked = 0
-    for example in examples(format):
-        folded = FoldedText.of(parse(format, [example.text]))
-        if not folded.calls:
+        found = [(call.name, json.loads(call.arguments)) for call in folded.calls.values()]
+        assert all(isinstance(arguments, dict) for _, arguments in found)
+        if example.calls is not None:
+            assert found == example.calls, example.text
+            assert "".join(folded.content.split()) == example.letters, example.text
+            num_good += 1
+        elif not found and format != "harmony":  # whose messages have headers
             assert folded.content == example.text
-            num_checked += 1
-    assert num_checked > 20
+            num_without_calls += 1
+    assert num_good == 100
+    assert num_without_calls > 20 or format == "harmony"
 
 
 @cases("format", FORMATS)
@@ -161,16 +133,6 @@ def test_a_bad_call_does_not_lose_the_next_one(format: str) -> None:
         folded = FoldedText.of(parse(format, [bad]))
         assert [call.name for call in folded.calls.values()][-1:] == ["get_weather"]
         assert json.loads(list(folded.calls.values())[-1].arguments) == good[1]
-
-
-def test_examples_hold_what_is_hard() -> None:
-    made = [Maker("hermes", seed).good() for seed in range(200)]
-    text = "".join(example.text for example in made)
-    assert str(10**40) in text
-    assert '\\"hi\\"' in text
-    assert "{}" in text
-    assert "😀" in text
-    assert max(len(example.calls or ()) for example in made) == 3
 
 
 @pytest.mark.parametrize("format", FORMATS)
