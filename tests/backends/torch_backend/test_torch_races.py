@@ -19,13 +19,13 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from builders import AMPLE_BYTES
+from builders import AMPLE_BYTES, Client, Reply, ToyGrammar
+from families import VOCAB
 from near_ties import assert_same
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.types import Component, SamplingParams
-from scheduler.test_real_schedules import make_client, play
-from serving import TORCH
+from serving import TORCH, make_client
 from torch_serving import load_torch
 
 ON_CUDA = torch.cuda.is_available()
@@ -254,13 +254,44 @@ def test_it_cannot_happen_here(show: Callable[[], None]) -> None:
     show()
 
 
+def play(name: str, rng: random.Random, *, overlap: bool) -> list[Reply]:
+    """Four requests; some share a prefix, stop, are seeded, end early or obey a grammar."""
+    client: Client = make_client(name, chunk=48, num_slots=3, overlap=overlap)
+    shared = [rng.randrange(10, VOCAB) for _ in range(70)]
+    ends: dict[str, int] = {}
+
+    def step() -> None:
+        client.step()
+        for reply, num_tokens in ends.items():
+            if len(client.replies[reply].tokens) >= num_tokens:
+                client.loop.finish(reply)
+
+    for number in range(4):
+        own = [rng.randrange(10, VOCAB) for _ in range(rng.randrange(1, 20))]
+        params: dict[str, Any] = {"max_tokens": rng.randrange(1, 7), "logprobs": 20}
+        if rng.random() < 0.5:
+            params |= {"temperature": 0.8, "top_p": 0.9, "seed": number, "presence_penalty": 0.5}
+        if rng.random() < 0.3:
+            params["stop_ids"] = range(VOCAB // 2)
+        grammar = ToyGrammar(3, VOCAB) if rng.random() < 0.25 else None
+        prompt = shared[: rng.choice([0, 30, 70])] + own
+        reply = client.submit(prompt, grammar=grammar, **params)
+        if rng.random() < 0.3:
+            ends[reply.id] = rng.randrange(1, 4)
+        for _ in range(rng.randrange(4)):
+            step()
+    while not client.loop.idle:
+        step()
+    return list(client.replies.values())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not ON_CUDA, reason="a CPU runs launches in order: needs CUDA")
 def test_two_hundred_random_schedules_say_what_they_say_without_overlap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = f"{TORCH}qwen3_5"
-    expected = [play(make_client(name, overlap=False), random.Random(s)) for s in range(200)]
+    expected = [play(name, random.Random(s), overlap=False) for s in range(200)]
     launch = TorchBackend.launch
 
     def launch_late(self: TorchBackend, plan: StepPlan) -> Any:
@@ -270,4 +301,4 @@ def test_two_hundred_random_schedules_say_what_they_say_without_overlap(
 
     monkeypatch.setattr(TorchBackend, "launch", launch_late)
     for seed, replies in enumerate(expected):
-        assert_same(play(make_client(name, overlap=True), random.Random(seed)), replies)
+        assert_same(play(name, random.Random(seed), overlap=True), replies)
