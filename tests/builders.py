@@ -278,7 +278,7 @@ def check_idle(client: Client) -> None:
     assert not scheduler.running_slots
     assert not scheduler.requests
     assert not scheduler.admission.queue
-    assert scheduler.num_coming_tokens == 0
+    assert not scheduler.coming
     assert scheduler.slots.num_free == scheduler.slots.num_slots
     assert scheduler.budget.claimed == 0
     assert not client.backend._rows

@@ -1,7 +1,6 @@
 """A tier with very many nodes whose store evicts whole segments while streams run.
 
-A real scheduler on the toy backend. For `tools/simulate.py`, which measures what a step costs then,
-and for a test that counts it.
+A real scheduler on the toy backend, for `tools/simulate.py`, which measures what a step costs then.
 """
 
 from __future__ import annotations

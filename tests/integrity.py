@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import EntryPart, Owned
+from pippin.cache.tree.canary import hash_to_end
 from pippin.cache.tree.components import ATTENTION, COMPONENTS, HIDDEN, STATE
 from pippin.cache.tree.payload_tree import PayloadTree
 from pippin.cache.tree.radix import Node
@@ -29,6 +30,16 @@ def check_tier(tier: CacheTier) -> None:
     assert named <= live.keys(), "the tree names an entry of which it has nothing"
     assert all(map(tier._is_flushed, live.keys() - named)), "an entry is named twice"
     assert tier._lost.keys() <= tier._owned.keys(), "what is not in the tree is kept as lost"
+
+
+def sweep(cache: PrefixCache) -> int:
+    """Have the canary check every node; returns the faults found."""
+    canary = cache.canary
+    assert canary is not None
+    before = canary.faults
+    for node in cache.radix.nodes():
+        canary.passed(node, canary.fault(node, hash_to_end(node)))
+    return canary.faults - before
 
 
 def check_integrity(cache: PrefixCache) -> None:

@@ -13,6 +13,7 @@ import pytest
 from builders import Client
 from cases import cases
 from families import FAMILIES, WINDOW
+from integrity import sweep
 from near_ties import TOLERANCE, assert_same
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.packing import payload_arrays
@@ -138,7 +139,7 @@ def test_overlap_on_and_off_leave_the_same_in_the_cache(name: str) -> None:
         canary = Canary("raise")
         clients.append(make_client(name, canary=canary, **options))
         workload(clients[-1], name)
-        assert cache_of(clients[-1]).sweep(1000) == canary.faults == 0
+        assert sweep(cache_of(clients[-1])) == canary.faults == 0
         assert canary.checked > 0
         check_idle(clients[-1])
     with_overlap, without, _ = clients
@@ -174,7 +175,7 @@ def nudged(array: mx.array) -> mx.array:
 def test_the_canary_catches_a_spoiled_payload_on_restore(name: str) -> None:
     prompt = make_prompt(name, 131, seed=8)
     longer = [*prompt, 9]
-    for index in cache_of(make_client(name))._rules.indices:
+    for index in cache_of(make_client(name)).rules.indices:
         client = make_client(name, canary=Canary("raise"))
         client.ask(prompt, max_tokens=1)
         nodes = nodes_of(client, longer)

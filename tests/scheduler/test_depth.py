@@ -239,14 +239,6 @@ def test_drafts_that_do_not_pay_are_looked_for_ever_more_rarely() -> None:
     assert 10 < chosen < 40, "now and then they are tried again"
 
 
-@pytest.mark.slow
-def test_drafts_never_cost_more_than_three_in_a_hundred_in_many_worlds() -> None:
-    """Of those with many rows a quarter: they take most of the time, and lose as little."""
-    for seed in range(NUM_WORLDS, 6 * NUM_WORLDS):
-        if World(seed).num_rows < MANY_ROWS or seed % 4 == 0:
-            assert speed_up(seed) >= 0.97, seed
-
-
 def test_drafts_gain_about_what_the_best_fixed_depth_does() -> None:
     """Which one that is, is not known beforehand."""
     shares = [speed_up(seed) / best_fixed(seed) for seed in range(0, NUM_WORLDS, 4)]

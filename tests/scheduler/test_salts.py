@@ -72,7 +72,7 @@ def test_a_load_serves_requests_of_its_own_salt_alone() -> None:
     client = start(store, workers=workers)
     replies = [client.submit(prompt, salt=salt) for salt in (b"mine", b"mine", b"yours", b"")]
     client.step()
-    assert client.loop.scheduler.traffic.num_loading == 3
+    assert len(client.loop.scheduler.traffic.loading) == 3
     for _ in range(200):
         workers.advance()
         client.step()

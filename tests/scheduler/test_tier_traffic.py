@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
-from counted_lines import num_lines
-from evicted_segments import EvictedSegments
-from integrity import check_tier
 from memory_store import MemoryStore
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
@@ -312,21 +308,6 @@ def test_a_load_that_would_take_longer_than_computing_is_not_begun() -> None:
     assert disk_of(client)["declined_loads"] == 1
 
 
-@pytest.mark.slow
-def test_a_segment_that_is_evicted_costs_each_step_a_little() -> None:
-    """In lines of Python, in a tier of a few nodes and in one of many."""
-    worst = []
-    for num_nodes in (300, 2_000):
-        world, lines = EvictedSegments(num_nodes), [0]
-        num_steps = world.run(4, lambda work: lines.append(num_lines(work)))  # noqa: B023
-        assert num_steps > num_nodes // 64, "it was not spread over steps"
-        check_tier(world.flow.tiers)
-        worst.append(max(lines))
-    small, large = worst
-    assert large < 1.5 * small, "more than deeper heaps explain"
-    assert large < 8_000
-
-
 def test_sequences_that_wait_to_be_written_are_bounded_in_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -342,35 +323,3 @@ def test_sequences_that_wait_to_be_written_are_bounded_in_bytes(
     assert list(disk.spills._waiting) == ["alone"]
     disk.spills.forget()
     assert disk.spills._waiting_bytes == 0
-
-
-def test_what_is_flushed_and_computed_again_meanwhile_is_written_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A tier forgets the old entry of a key before it gets the new one."""
-    monkeypatch.setattr("pippin.scheduler.traffic.MAX_FLUSHED", 1)
-    store = make_store()
-    prompt, _ = known(store)
-    client = start(store)
-    client.ask(prompt)
-    for number in range(6):
-        client.ask(make_prompt(300, 10 + number))
-    (flow,) = client.loop.scheduler.traffic.tiers
-    below = flow.tiers
-    answers: list[dict[str, Any]] = []
-    client.loop.flush_cache(answers.append)
-    assert flow.tiers.find(prompt) is None
-    reply = client.submit(prompt)
-    while reply.finish is None:
-        client.step()
-        check_tier(below)
-    assert reply.cached_tokens == 0
-    while not answers:
-        client.loop.step()
-        check_tier(below)
-    client.run()
-    client.loop._write_behind()
-    assert {entry.key for entry in store.entries()} == set(below._owned)
-    client.loop.scheduler.cache.flush()
-    assert client.ask(prompt).cached_tokens > 0
-    check_idle(client)

@@ -52,24 +52,14 @@ class Area:
     moving: bool = False  # entries close gaps: no read may start here
 
     @property
-    def size(self) -> int:
-        return self.memory.nbytes
-
-    @property
-    def kept_bytes(self) -> int:
-        return sum(kept.nbytes for kept in self.kept.values())
-
-    @property
     def last_use(self) -> float:
         """On average."""
         return sum(kept.use for kept in self.kept.values()) / max(len(self.kept), 1)
 
-    def has_room(self, nbytes: int) -> bool:
-        return self.end + nbytes <= self.size
-
     def has_gaps(self, nbytes: int) -> bool:
         """Whether `nbytes` fit once gaps are closed."""
-        return self.kept_bytes + aligned(nbytes) <= self.size
+        kept_bytes = sum(kept.nbytes for kept in self.kept.values())
+        return kept_bytes + aligned(nbytes) <= self.memory.nbytes
 
     def blocks(self, kept: Kept) -> list[Bytes]:
         """The bytes of an entry, in blocks as `divided` makes them."""
@@ -161,7 +151,7 @@ class HostStore(EntryStore[Kept]):
         """An area with `nbytes` of room at its end; None while all areas are being read."""
         while True:
             with self._lock:
-                area = next((area for area in self._areas if area.has_room(nbytes)), None)
+                area = next((a for a in self._areas if a.end + nbytes <= a.memory.nbytes), None)
                 if area is not None:
                     return area
                 area = self._area_to_tidy(nbytes)
@@ -181,7 +171,7 @@ class HostStore(EntryStore[Kept]):
                 self._lock.notify_all()
 
     def _area_to_tidy(self, nbytes: int) -> Area | None:
-        free = [area for area in self._areas if not area.num_readers and area.size >= nbytes]
+        free = [a for a in self._areas if not a.num_readers and a.memory.nbytes >= nbytes]
         gaping = [area for area in free if area.has_gaps(nbytes)]
         return min(gaping or free, key=lambda area: area.last_use, default=None)
 

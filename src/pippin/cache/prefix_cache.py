@@ -267,14 +267,6 @@ class PrefixCache(PayloadTree):
 
     # --- check --------------------------------------------------------------------------------
 
-    def sweep(self, num_nodes: int) -> int:
-        """Have the canary check some more nodes; returns the faults found."""
-        return 0 if self.canary is None else self.canary.sweep(self.radix, num_nodes)
-
-    def check_when_idle(self) -> None:
-        if self.canary is not None:
-            self.canary.check_when_idle(self.radix)
-
     def counters(self) -> dict[str, object]:
         """The numbers of a report; does not walk the tree."""
         stats = asdict(self.stats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,12 +101,9 @@ class Admission:
 
     # ---- the queue -------------------------------------------------------------------------
 
-    def check(self, submit: Submit, *, num_coming: int = 0, num_coming_tokens: int = 0) -> None:
-        """Raise for a request that could never start, or that finds the queue full.
-
-        `num_coming` others will be in the queue soon, with `num_coming_tokens` in all: something is
-        compiled or loaded for them.
-        """
+    def check(self, submit: Submit, coming: Sequence[Request] = ()) -> None:
+        """Raise for a request that could never start, or that finds the queue full, with those that
+        are `coming`."""
         prompt_len, max_tokens = submit.prompt_len, submit.params.max_tokens
         max_len = self.costs.spec.max_len
         if prompt_len + max_tokens > max_len:
@@ -122,13 +119,13 @@ class Admission:
         need, capacity = self.costs.row_bytes(prompt_len + 1), self.budget.capacity
         if need > capacity:
             raise OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}")
-        limits, waiting = self.limits, len(self.queue) + num_coming
+        limits, waiting = self.limits, len(self.queue) + len(coming)
         if waiting >= limits.max_queue:
             raise Overloaded(
                 f"{waiting:,} requests are waiting, the queue holds {limits.max_queue:,}"
             )
         num_new = prompt_len + len(submit.prediction) // TOKEN_BYTES
-        num_tokens = self.num_tokens + num_coming_tokens
+        num_tokens = self.num_tokens + sum(request.num_queued for request in coming)
         if waiting and num_tokens + num_new > limits.max_queue_tokens:
             raise Overloaded(
                 f"requests of {num_tokens:,} tokens are waiting and this one has "

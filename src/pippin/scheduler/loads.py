@@ -51,8 +51,8 @@ class Waits(Generic[J]):
         self._ready: list[Request] = []  # to be queued again
 
     @property
-    def num_waiting(self) -> int:
-        return sum(len(job.waiters) for job in self._jobs) + len(self._ready)
+    def requests(self) -> list[Request]:
+        return [*self._ready, *(request for job in self._jobs for request in job.waiters)]
 
     @property
     def under_way(self) -> bool:

@@ -236,9 +236,6 @@ class Loop:
         self.scheduler.fail_all(self.failure)
 
     def _rest_if_idle(self) -> None:
-        cache = self.scheduler.cache
-        if self.idle and self.failure is None and not self._paused and cache is not None:
-            self.scheduler.traffic.check_when_idle()
         self._paused = self.idle
         if self._paused:
             self.backend.make_way(busy=False)

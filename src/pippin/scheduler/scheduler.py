@@ -174,21 +174,16 @@ class Scheduler:
 
     def check(self, submit: Submit) -> None:
         """Raise for a request that could never start, or that finds the queue full."""
-        num_coming = self.num_waiting - len(self.admission.queue)
-        self.admission.check(
-            submit, num_coming=num_coming, num_coming_tokens=self.num_coming_tokens
-        )
+        self.admission.check(submit, self.coming)
 
     @property
-    def num_coming_tokens(self) -> int:
-        """Of requests that will be in the queue when something is compiled or loaded for them."""
-        compiling = sum(request.num_queued for request in self.grammars.coming)
-        return compiling + self.traffic.num_loading_tokens
+    def coming(self) -> list[Request]:
+        """They will be in the queue when something is compiled or loaded for them."""
+        return self.grammars.coming + self.traffic.loading
 
     @property
     def num_waiting(self) -> int:
-        coming = len(self.grammars.coming) + self.traffic.num_loading
-        return len(self.admission.queue) + coming
+        return len(self.admission.queue) + len(self.coming)
 
     @property
     def has_work(self) -> bool:

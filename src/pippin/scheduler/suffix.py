@@ -62,11 +62,7 @@ class TextIndex:
         end = self._len + len(tokens)
         if end > len(self._text):
             self._allocate(max(end, 2 * len(self._text)), self._text[: self._len])
-        if len(tokens) < FEW:
-            for at, token in enumerate(tokens, self._len):
-                self._tokens[at] = token
-        else:
-            self._text[self._len : end] = tokens
+        self._text[self._len : end] = tokens
         self._len = end
 
     def tail(self) -> list[int]:

@@ -174,7 +174,6 @@ class Traffic:
     ) -> None:
         self.pushes = pushes  # to decode engines
         self.clock: Callable[[], float] = perf_counter
-        self.num_loading_tokens = 0  # of requests that wait for a load
         self.tiers: tuple[TierTraffic, ...] = ()
         above: Spills | None = None  # of the slowest tier so far that this engine writes
         for one, tier_io in tiers:
@@ -215,8 +214,9 @@ class Traffic:
         return any(source.under_way for source in self.waits)
 
     @property
-    def num_loading(self) -> int:
-        return sum(source.num_waiting for source in self.waits)
+    def loading(self) -> list[Request]:
+        """Those that wait for a load."""
+        return [request for source in self.waits for request in source.requests]
 
     @property
     def num_received(self) -> int | None:
@@ -246,7 +246,6 @@ class Traffic:
         now = self.clock()
         for tier in self.tiers:
             for request in [r for source in tier.waits for r in source.take_ready(now)]:
-                self.num_loading_tokens -= request.num_queued
                 admission.add(request)
                 changed[request] = None
             for request in admission.considered():
@@ -254,13 +253,11 @@ class Traffic:
                     continue
                 if any(s.start(request, now, compute_seconds) for s in tier.waits):
                     admission.remove(request)
-                    self.num_loading_tokens += request.num_queued
                     changed[request] = None
         return list(changed)
 
     def remove(self, request: Request) -> None:
         """A request that waits for a load has ended."""
-        self.num_loading_tokens -= request.num_queued
         for source in self.waits:
             source.remove(request)
 
@@ -364,16 +361,12 @@ class Traffic:
                 tier.remove_lost()
         self.flushing = any(tree.flushing for tree in self._trees)
 
-    def check_when_idle(self) -> None:
-        for tree in self._trees:
-            tree.check_when_idle()
-
     def counters(self) -> Mapping[TierName, dict[str, Any]]:
         """Of each tier below memory."""
         return {
             tier.tiers.kind.name: tier.tiers.counters()
             | {
-                "loading": tier.loads.num_waiting,
+                "loading": len(tier.loads.requests),
                 "store": asdict(tier.tier_io.store.counters()),
             }
             | ({} if tier.handovers is None else tier.handovers.counters())

@@ -12,6 +12,7 @@ import torch
 
 from builders import Client
 from families import WINDOW
+from integrity import sweep
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.cache.tree.canary import CacheCorruption, Canary
 from pippin.types import Component, Payload
@@ -35,7 +36,7 @@ def test_nothing_that_the_tree_holds_is_written(name: str) -> None:
     histories = [make_prompt(name, 40 + 13 * number, seed=number) for number in range(6)]
     for turn in range(3):
         replies = ask_all(client, histories, max_tokens=6)
-        assert cache_of(client).sweep(1000) == 0
+        assert sweep(cache_of(client)) == 0
         histories = [
             [*history, *reply.tokens, *make_prompt(name, 3, seed=turn)]
             for history, reply in zip(histories, replies, strict=True)
@@ -63,7 +64,7 @@ def spoil(client: Client, payload: Payload) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_spoiled_payload_is_noticed_when_it_is_restored(name: str) -> None:
     prompt = make_prompt(name, 131, seed=8)
-    for index in cache_of(make_client(name))._rules.indices:
+    for index in cache_of(make_client(name)).rules.indices:
         client = make_client(name, canary=Canary("raise"))
         client.ask(prompt, max_tokens=1)
         nodes = nodes_of(client, prompt)

@@ -110,11 +110,14 @@ def test_notes_of_use_are_saved_once_a_minute(tmp_path: Path, verb: str) -> None
     """Of each segment, which are of one entry here."""
     now = [0.0]
     store = open_store(tmp_path, FINGERPRINT, 100_000, clock=lambda: now[0])
-    first, second = states(2)
+    first, second, third = states(3)
     write_all(store, [first, second])
     store.touch([first.key])
     now[0] = NOTE_S
-    getattr(store, verb)(*_another()[: 2 * (verb == "write")])
+    if verb == "write":
+        store.write(third, payload(third))
+    else:
+        store.flush()
     os.close(store._directory_lock._file)  # as if the process had ended here
     again = open_store(tmp_path, FINGERPRINT, 100_000)
     entries = again.entries()
@@ -141,11 +144,11 @@ def test_bytes_written_are_little_more_than_bytes_kept(tmp_path: Path) -> None:
     """Also where everything is replaced several times, and some of it is used all the time."""
     now = [0.0]
     store = open_store(tmp_path, FINGERPRINT, 4 * MB, files=Unsynced(), clock=lambda: now[0])
-    popular: list[Entry] = []  # one of a hundred: they lie in segments of what nobody uses
+    popular: list[Entry] = []  # one of 200: they lie in segments of what nobody uses
     for number in range(1500):
         entry, _ = state_entry(ROOT, [7, number], 2500)  # 10 KB
         assert store.write(entry, payload(entry))
-        if number % 100 == 0:
+        if number % 200 == 0:
             popular.append(entry)
         store.touch(entry.key for entry in popular)
         now[0] += 1.0

@@ -63,7 +63,6 @@ NUM_THREADS = 8  # that read: a few copy from the page cache and hash as fast as
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_SEGMENT_BYTES = 256 << 20
 MIN_SEGMENTS = 16  # of a full log: room is made in steps of a sixteenth
-MOVED_SHARE = 0.05  # of the bytes that callers wrote
 RECORD_BYTES = 512  # more than a record takes beside tokens and arrays
 
 
@@ -133,7 +132,6 @@ class DiskStore(EntryStore[Slot]):
         self._paused_until = -1.0
         self._note_due = clock() + NOTE_S
         self._noted_use = 0  # the clock then
-        self._kept_bytes = self._moved_bytes = 0
         self._segments: list[Segment] = []  # in the order in which they were started
         self._active: Segment | None = None
         self._number = 0  # of the newest segment
@@ -227,12 +225,11 @@ class DiskStore(EntryStore[Slot]):
         if not self._make_room(needed + 2 * HEADER.size):
             return False
         try:
-            self._append(entry, data, self.next_use())
+            self._append(entry, data)
         except OSError as error:
-            if error.errno not in FULL or not self._give_up_segment(move=False):
+            if error.errno not in FULL or not self._give_up_segment():
                 raise
-            self._append(entry, data, self.next_use())
-        self._kept_bytes += entry.nbytes
+            self._append(entry, data)
         self._note_use_if_due()
         return True
 
@@ -248,11 +245,11 @@ class DiskStore(EntryStore[Slot]):
             except OSError as error:
                 logger.warning("%s cannot be flushed: %s", self._directory, error)
 
-    def _append(self, entry: Entry, data: Sequence[Bytes], use: int) -> None:
+    def _append(self, entry: Entry, data: Sequence[Bytes]) -> None:
         """Keep an entry at the end of the log. Raises OSError, and is then as it was."""
         segment = self._segment_for(entry.nbytes)
         before = segment.nbytes
-        slot = segment.append(entry, data, use)
+        slot = segment.append(entry, data, self.next_use())
         self.count(written_bytes=segment.nbytes - before)
         self._add(slot)
 
@@ -267,7 +264,7 @@ class DiskStore(EntryStore[Slot]):
 
     def _drop(self, place: Slot) -> None:
         super()._drop(place)
-        place.segment.remove_entry(place)
+        del place.segment.slots[place.entry.key]
 
     def _set_use(self, place: Slot, use: int) -> None:
         place.segment.used(place, use)
@@ -305,60 +302,23 @@ class DiskStore(EntryStore[Slot]):
 
     def _make_room(self, needed: int) -> bool:
         """Evict what was used longest ago until so much fits; False if it never can."""
-        ceiling = self.max_bytes - self._reserve
-        if needed > ceiling:
-            return False
-        while self.nbytes + needed > ceiling:
+        while self.nbytes + needed > self.max_bytes:
+            if needed > self.max_bytes:
+                return False
             if not self.others.remove_oldest() and not self._give_up_segment():
                 return False
         return True
 
-    @property
-    def _reserve(self) -> int:
-        """Room to move entries before their segment is deleted."""
-        return self.segment_bytes // 4
-
-    def _give_up_segment(self, *, move: bool = True) -> bool:
-        """Delete a segment, but move its entries of later use; False if there is none."""
+    def _give_up_segment(self) -> bool:
+        """Delete the segment that was used longest ago; False if there is none."""
         sealed = [segment for segment in self._segments if segment is not self._active]
-        victim = min(sealed, key=lambda segment: segment.mean_use, default=self._active)
+        victim = min(sealed, key=lambda segment: segment.last_use, default=self._active)
         if victim is None:
             return False
-        if victim is self._active:
-            self._active = None
-        if move:
-            budget = int(MOVED_SHARE * self._kept_bytes) - self._moved_bytes
-            self._move(self._worth_moving(victim, min(budget, self._reserve)))
         for slot in list(victim.slots.values()):
             self.lose(slot, "evicted")
         self._remove(victim)
         return True
-
-    def _worth_moving(self, victim: Segment, max_bytes: int) -> list[Slot]:
-        """The entries of a victim that are written again, within `max_bytes`."""
-        total = sum(segment.live_bytes for segment in self._segments)
-        average = sum(segment.use_bytes for segment in self._segments) / total if total else 0.0
-        moved: list[Slot] = []
-        for slot in sorted(victim.slots.values(), key=lambda slot: -slot.use):
-            if slot.use <= average:
-                break
-            if slot.entry.nbytes <= max_bytes:
-                moved.append(slot)
-                max_bytes -= slot.entry.nbytes
-        return moved
-
-    def _move(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            data = slot.entry.new_buffers()
-            try:
-                if not slot.segment.read(slot, data):
-                    self.lose(slot, "damaged")
-                    continue
-                self._append(slot.entry, data, slot.use)
-            except OSError:
-                logger.warning("%s: entries could not be moved", slot.segment.path, exc_info=True)
-                return
-            self._moved_bytes += slot.entry.nbytes
 
     def _remove(self, segment: Segment) -> None:
         self._segments.remove(segment)
@@ -407,7 +367,7 @@ class DiskStore(EntryStore[Slot]):
         if self.clock == self._noted_use or not (now or self._clock() >= self._note_due):
             return
         self._note_due, self._noted_use = self._clock() + NOTE_S, self.clock
-        for age, segment in enumerate(sorted(self._segments, key=lambda one: -one.mean_use)):
+        for age, segment in enumerate(sorted(self._segments, key=lambda one: -one.last_use)):
             self._files.set_time(segment.data, time.time() - age)
 
 

@@ -184,8 +184,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Slot(Place):
-    """The segment keeps the sum of `use` (`Segment.use_bytes`)."""
-
     segment: Segment
     offset: int
     digest: bytes
@@ -206,8 +204,7 @@ class Segment:
         self.data_size = HEADER.size  # up to the end of the last entry
         self.index_size = HEADER.size
         self.slots: dict[Key, Slot] = {}  # those that are wanted
-        self.live_bytes = 0
-        self.use_bytes = 0  # sum of use x bytes over `slots`: the mean use is a division
+        self.last_use = 0  # of any of these
         self.broken = False  # a write failed and could not be undone: nothing more is appended
         self.data, self._index = handles
         self._readers = 0
@@ -238,24 +235,14 @@ class Segment:
         """Of both files."""
         return self.data_size + self.index_size
 
-    @property
-    def mean_use(self) -> float:
-        return self.use_bytes / self.live_bytes if self.live_bytes else -1.0
-
     def add_entry(self, slot: Slot) -> None:
         """Count an entry as wanted."""
         self.slots[slot.entry.key] = slot
-        self.live_bytes += slot.entry.nbytes
-        self.use_bytes += slot.use * slot.entry.nbytes
-
-    def remove_entry(self, slot: Slot) -> None:
-        del self.slots[slot.entry.key]
-        self.live_bytes -= slot.entry.nbytes
-        self.use_bytes -= slot.use * slot.entry.nbytes
+        self.used(slot, slot.use)
 
     def used(self, slot: Slot, use: int) -> None:
-        self.use_bytes += (use - slot.use) * slot.entry.nbytes
         slot.use = use
+        self.last_use = max(self.last_use, use)
 
     def append(self, entry: Entry, data: Sequence[Bytes], use: int) -> Slot:
         """Write an entry at the end; an error leaves the segment as it was."""
@@ -282,10 +269,6 @@ class Segment:
             self._undo_append()
             raise
         return self.index_size - before
-
-    def read(self, slot: Slot, into: Sequence[Bytes]) -> bool:
-        """Fetch a payload; whether it is, to the bit, what was written. Any thread may call."""
-        return self.verifies(slot, [self.read_block(slot, block) for block in divided(into)])
 
     def read_block(self, slot: Slot, block: Block) -> bytes:
         """Fetch a part of a payload; returns its digest, or none where the file ends before it."""

@@ -12,20 +12,15 @@ device.
 from __future__ import annotations
 
 import logging
-import math
 import zlib
-from collections.abc import Callable
-from time import perf_counter
 from typing import Literal
 
 from pippin.cache.tree.components import COMPONENTS
-from pippin.cache.tree.radix import TOKEN_BYTES, Node, RadixTree, TokenArray
+from pippin.cache.tree.radix import TOKEN_BYTES, Node, TokenArray
 
 logger = logging.getLogger(__name__)
 
 SEED = 0x9E3779B97F4A7C15
-NUM_SWEPT = 64  # nodes at a time
-IDLE_SHARE = 0.001  # of the time, for checks in `log` mode: what ends now is sent after the check
 
 
 class CacheCorruption(RuntimeError):
@@ -33,22 +28,15 @@ class CacheCorruption(RuntimeError):
 
 
 class Canary:
-    def __init__(
-        self,
-        mode: Literal["off", "log", "raise"] = "raise",
-        clock: Callable[[], float] = perf_counter,
-    ) -> None:
+    def __init__(self, mode: Literal["off", "log", "raise"] = "raise") -> None:
         self.mode = mode
         self.deep = mode == "raise"  # whether payloads are fingerprinted too
-        self._clock = clock
-        self._idle_not_before = -math.inf
         self.checked = 0  # nodes
         self.faults = 0
-        self._pending: list[Node] = []  # of the current sweep
 
     def mark(self, node: Node) -> None:
         """Hash the tokens of a node that was just added to the tree."""
-        node.path_hash = _hash_to_end(node)
+        node.path_hash = hash_to_end(node)
 
     def seal(self, node: Node, index: int) -> None:
         """Fingerprint a payload that was just attached, in `raise` mode."""
@@ -59,8 +47,8 @@ class Canary:
     def divide(self, upper: Node, lower: Node) -> None:
         """Follow a split: the lower part ends where the node did; the parts' bytes are hashed
         again. What had changed before has no hash from then on."""
-        upper.path_hash = _hash_to_end(upper)
-        if _hash_to_end(lower) != lower.path_hash:
+        upper.path_hash = hash_to_end(upper)
+        if hash_to_end(lower) != lower.path_hash:
             upper.path_hash = None
         for index in range(len(COMPONENTS)) if self.deep else ():
             self.seal(upper, index)
@@ -73,33 +61,11 @@ class Canary:
         for above in [*node.ancestors()][::-1]:
             begin, end = end, above.end * TOKEN_BYTES
             expected = hash_on(expected, content[begin:end])
-            fault = self._fault(above, expected if end <= len(content) else None)
-            sound = self._passed(above, fault) and sound
+            fault = self.fault(above, expected if end <= len(content) else None)
+            sound = self.passed(above, fault) and sound
         return sound
 
-    def sweep(self, tree: RadixTree, num_nodes: int) -> int:
-        """Check the next `num_nodes` nodes, round and round the tree; returns the faults found."""
-        before = self.faults
-        for _ in range(num_nodes):
-            if not self._pending:
-                self._pending = list(tree.root.children.values())
-                if not self._pending:
-                    break
-            node = self._pending.pop()
-            if node.attached:
-                self._pending.extend(node.children.values())
-                self._passed(node, self._fault(node, _hash_to_end(node)))
-        return self.faults - before
-
-    def check_when_idle(self, tree: RadixTree) -> None:
-        """Sweep some nodes. An engine whose requests are short is idle hundreds of times a second:
-        in `log` mode sweeps have a share of the time."""
-        began = self._clock()
-        if self.mode == "raise" or began >= self._idle_not_before:
-            self.sweep(tree, NUM_SWEPT)
-            self._idle_not_before = began + (self._clock() - began) / IDLE_SHARE
-
-    def _fault(self, node: Node, expected: int | None) -> str | None:
+    def fault(self, node: Node, expected: int | None) -> str | None:
         if node.path_hash is None or len(node.tokens) != node.num_tokens * TOKEN_BYTES:
             return "has no hash of its tokens"
         if node.path_hash != expected:
@@ -112,7 +78,7 @@ class Canary:
                 return f"holds {component.value} bytes that have changed"
         return None
 
-    def _passed(self, node: Node, fault: str | None) -> bool:
+    def passed(self, node: Node, fault: str | None) -> bool:
         self.checked += 1
         if fault is None:
             return True
@@ -127,7 +93,7 @@ class Canary:
         logger.error(fault)
 
 
-def _hash_to_end(node: Node) -> int:
+def hash_to_end(node: Node) -> int:
     above = node.parent
     before = SEED if above is None or above.path_hash is None else above.path_hash
     return hash_on(before, node.tokens)

@@ -447,7 +447,7 @@ class EventSender:
             running=len(scheduler.running),
             waiting=len(scheduler.admission.queue),
             compiling=len(scheduler.grammars.coming),
-            loading=scheduler.traffic.num_loading,
+            loading=len(scheduler.traffic.loading),
             **{name: getattr(metrics, name) for name in COUNTED},
             finished=metrics.requests_finished,
             aborted=metrics.requests_aborted,
