@@ -18,9 +18,8 @@ from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.device import arrays_on, find_device
 from pippin.backends.torch.graphs.steps import CapturedSteps, Forwarded
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
+from pippin.backends.torch.models.mixers import AttentionLayer, DeltaLayer, Inputs
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.plain.recurrent import gated_delta_step
 from pippin.backends.torch.pools.layout import WASTE_SLAB, PoolLayout

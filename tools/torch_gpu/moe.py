@@ -84,7 +84,7 @@ def moe() -> None:
 def same_layer(dtype: torch.dtype, num_tokens: int) -> None:
     """One layer of experts: of the same routes, and replayed to the bit."""
     from pippin.backends.torch.kernels.layers import feed_forward, run_experts
-    from pippin.backends.torch.kernels.experts.routing import route
+    from pippin.backends.torch.kernels.experts import route
 
     for name, config in MODELS.items():
         mlp = model(config, dtype).decoder.layers[0].mlp

@@ -125,7 +125,7 @@ def packed() -> None:
 
 
 def same_products(dtype: torch.dtype, sizes: tuple[tuple[int, int], ...] = ((1000, 1024), (72, 3584)), device: str = "cuda") -> None:
-    from pippin.backends.torch.kernels.packed.linear import packed_times
+    from pippin.backends.torch.kernels.packed.products import packed_times
 
     for numbers, group in KINDS:
         worst = 0.0

@@ -21,8 +21,7 @@ import torch
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.config import read_shape
-from pippin.backends.torch.memory import largest_steps
-from pippin.backends.torch.memory.budget import MemoryUse, share_out
+from pippin.backends.torch.memory import MemoryUse, largest_chunk, share_out
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools, spare_slabs
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
@@ -179,7 +178,7 @@ def test_what_is_tried_is_the_largest_chunk_and_all_rows_with_every_stage(
 def test_a_chunk_that_no_row_can_hold_is_made_of_several(
     max_len: int, num_slots: int, lengths: list[int]
 ) -> None:
-    assert largest_steps.largest_chunk(100, max_len, num_slots) == lengths
+    assert largest_chunk(100, max_len, num_slots) == lengths
 
 
 def test_a_step_that_does_not_fit_is_an_error_with_both_numbers(device: MadeUpDevice) -> None:
@@ -267,7 +266,7 @@ def test_close_frees_memory_that_payloads_still_name(device: MadeUpDevice) -> No
             runner.rows.table,
         )
     ]
-    parts = [weakref.ref(part) for part in (runner, runner.rows, runner.prompts, runner.decodes)]
+    parts = [weakref.ref(part) for part in (runner, runner.rows, runner.forwards)]
     del runner
     before = device.num_given_back
     backend.close()

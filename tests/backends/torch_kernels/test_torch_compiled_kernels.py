@@ -94,7 +94,7 @@ others = {name: "*i32" for name in kernel.arg_names[:11]}
 aligned = ()
 """,
     "convolve": """
-from pippin.backends.torch.kernels.recurrent.delta_verify import CONV_BLOCK, _conv_verify as kernel
+from pippin.backends.torch.kernels.recurrent.delta import CONV_BLOCK, _conv_verify as kernel
 
 constants = dict(TAPS=4, WIDTH=3, KEPT=4, BLOCK=CONV_BLOCK, PDL=True)
 values = ("projected", "conv", "kept", "taps", "mixed", "replayed")
@@ -102,7 +102,7 @@ others = {name: "*i32" for name in ("slots", "states_in", "states_out", "counts"
 aligned = ()
 """,
     "recur": """
-from pippin.backends.torch.kernels.recurrent.delta_verify import _delta_verify as kernel
+from pippin.backends.torch.kernels.recurrent.delta import _delta_verify as kernel
 
 constants = dict(K_HEADS=2, V_HEADS=4, DK=64, DV=64, COLUMNS=8, WIDTH=3, KEPT=4, PDL=True)
 values = ("projected", "mixed", "replayed")
@@ -156,7 +156,7 @@ def test_sums_of_words_at_addresses_compile_for_a_gpu() -> None:
 
 
 FEW_ROWS = """
-from pippin.backends.torch.kernels.few_rows import _in_registers as kernel
+from pippin.backends.torch.kernels.products import _in_registers as kernel
 
 constants = dict(bias=None, residual=None, K=1024, NORM=True, BIAS=False, EPILOGUE=0, ROWS=2)
 constants |= dict(BLOCK_N=4, BLOCK_K=1024, PDL=True)
@@ -181,7 +181,7 @@ def test_weights_are_loaded_before_a_kernel_waits_for_the_one_before_it(kernel: 
 
 PACKED = """
 from pippin.backends.torch.kernels.packed.numbers import PackedArrays
-from pippin.backends.torch.kernels.packed.rows import _few_rows as kernel
+from pippin.backends.torch.kernels.packed.products import _few_rows as kernel
 
 constants = dict(bias=None, K=1024, KIND=0, GROUP=64, PER_WORD=8, OFFSET=True, BIAS=False, ROWS=1)
 constants |= dict(TWO_AT_A_TIME=True, COLUMNS=32, WARPS=4, RUNS=1, PDL=True)
@@ -202,7 +202,7 @@ def test_packed_weights_go_from_memory_to_tensor_cores_in_registers() -> None:
 
 
 PACKED_EXPERTS = """
-from pippin.backends.torch.kernels.experts.products import _expert_product as kernel
+from pippin.backends.torch.kernels.experts import _expert_product as kernel
 from pippin.backends.torch.kernels.packed.numbers import PackedArrays
 
 constants = dict(K=512, CHOSEN=2, SWIGLU=True, ORDERED=True, PAIRS=16, ROWS=16, CHANNELS=64)

@@ -28,9 +28,8 @@ from pippin.backends.torch.kernels.attention import step as attention_step
 from pippin.backends.torch.kernels.checks import few_layers, kernel_errors
 from pippin.backends.torch.kernels.draw import Noise, choose, draw
 from pippin.backends.torch.kernels.forward import KernelForward
-from pippin.backends.torch.kernels.recurrent.delta_step import StateTile, delta_step
-from pippin.backends.torch.kernels.recurrent.delta_verify import conv_verify
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.kernels.recurrent.delta import StateTile, conv_verify, delta_step
+from pippin.backends.torch.models.mixers import DeltaLayer
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.step import filters, words
 from pippin.backends.torch.step.decode_inputs import (

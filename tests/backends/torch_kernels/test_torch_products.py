@@ -16,16 +16,25 @@ from mlx_checkpoints import as_mlx_saves
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels.checks import kernel_errors
 from pippin.backends.torch.kernels.epilogues import NO_EPILOGUE, ConvStep, Epilogue
-from pippin.backends.torch.kernels.experts.products import ExpertTile, expert_tile_for
-from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, most_blocks, route
-from pippin.backends.torch.kernels.few_rows import MOST_ROWS
+from pippin.backends.torch.kernels.experts import (
+    ExpertTile,
+    Routes,
+    blocks_of,
+    expert_tile_for,
+    most_blocks,
+    route,
+)
 from pippin.backends.torch.kernels.layers import feed_forward, run_experts
-from pippin.backends.torch.kernels.packed import linear as packed_linear
-from pippin.backends.torch.kernels.packed.linear import by_kernels, packed_times
-from pippin.backends.torch.kernels.packed.products import row_product
-from pippin.backends.torch.kernels.packed.rows import dense_rows, few_rows
+from pippin.backends.torch.kernels.packed import products as packed_linear
+from pippin.backends.torch.kernels.packed.products import (
+    by_kernels,
+    dense_rows,
+    few_rows,
+    packed_times,
+    row_product,
+)
 from pippin.backends.torch.kernels.packed.sums import PackedTile
-from pippin.backends.torch.kernels.products import product
+from pippin.backends.torch.kernels.products import MOST_ROWS, product
 from pippin.backends.torch.kernels.word_sums import BLOCK, sum_words
 from pippin.backends.torch.load import load
 from pippin.backends.torch.models.packed import Numbers, Packed, Stacked, dense, pack, times

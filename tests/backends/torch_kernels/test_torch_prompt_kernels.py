@@ -17,20 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunk_words import DEVICE, MadeUpStep, chunk
 from pippin.backends.base import PrefillRow
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.kernels.attention.blocks import attend_blocks
-from pippin.backends.torch.kernels.attention.tiles import (
+from pippin.backends.torch.kernels.attention.blocks import (
     AttentionTile,
+    attend_blocks,
     attention_tile_for,
     latent_tile_for,
     splits_for,
 )
 from pippin.backends.torch.kernels.forward import KernelForward
 from pippin.backends.torch.kernels.recurrent.convolution import keep_inputs
-from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
+from pippin.backends.torch.kernels.recurrent.mamba import mamba_blocks
 from pippin.backends.torch.kernels.rows import gated_norm
-from pippin.backends.torch.models.attention_layer import Scoring
-from pippin.backends.torch.models.latent_layer import LatentLayer
-from pippin.backends.torch.models.mamba_layer import MambaInputs, MambaLayer
+from pippin.backends.torch.models.mixers import LatentLayer, MambaInputs, MambaLayer, Scoring
 from pippin.backends.torch.models.parts import Linear, Norm
 from pippin.backends.torch.plain.attention import attend_latent, attend_row
 from pippin.backends.torch.plain.recurrent import Blocks
@@ -217,10 +215,9 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The kernels themselves are left out: which are launched, and in how many programs, is not."""
-    from pippin.backends.torch.kernels import rows
+    from pippin.backends.torch.kernels import experts, rows
     from pippin.backends.torch.kernels.attention import blocks as attention_blocks
     from pippin.backends.torch.kernels.attention import heads
-    from pippin.backends.torch.kernels.experts import products, routing
     from pippin.backends.torch.kernels.recurrent import convolution, delta_blocks
 
     found = []
@@ -235,7 +232,7 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
                 self._launches.seen.append((self._name, grid))
                 return lambda *args, **options: None
 
-        for module in (attention_blocks, heads, delta_blocks, convolution, rows, products, routing):
+        for module in (attention_blocks, heads, delta_blocks, convolution, rows, experts):
             names = (
                 "_attend_blocks",
                 "_sum_stretches",

@@ -24,10 +24,16 @@ from mlx_checkpoints import as_mlx_saves, mlx_logits, torch_logits
 from packed_checkpoints import GROUP, Packing, awq, compressed, fp8, gptq, integers, words_of, write
 from pippin.backends.torch.checkpoint import open_weights
 from pippin.backends.torch.config import read_shape
-from pippin.backends.torch.formats.find import find_weight
-from pippin.backends.torch.formats.floats import read_fp8, read_mxfp4
-from pippin.backends.torch.formats.integers import read_awq, read_compressed, read_gptq, read_mlx
-from pippin.backends.torch.formats.quantization import Quantization
+from pippin.backends.torch.formats import (
+    Quantization,
+    find_weight,
+    read_awq,
+    read_compressed,
+    read_fp8,
+    read_gptq,
+    read_mlx,
+    read_mxfp4,
+)
 from pippin.backends.torch.load import load
 from pippin.backends.torch.models.packed import MOST_DENSE, Packed, Stacked, cat, dense, times
 from pippin.errors import LoadError

@@ -25,9 +25,16 @@ from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.kernels import checks
 from pippin.backends.torch.kernels.checks import Agreed
 from pippin.backends.torch.load import LoadedModel, load
-from pippin.backends.torch.memory import largest_steps
-from pippin.backends.torch.memory.budget import CudaMeter, MemoryUse
-from pippin.backends.torch.memory.shares import LargestSteps, MemoryShares, draft_bytes
+from pippin.backends.torch.memory import (
+    CudaMeter,
+    LargestSteps,
+    MemoryShares,
+    MemoryUse,
+    draft_bytes,
+    largest_chunk,
+    run_largest_chunk,
+    run_largest_sampling,
+)
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.payloads import host_memory, payload_arrays
 from pippin.backends.torch.runner import Runner, Ways
@@ -305,7 +312,7 @@ class TorchBackend:
 
     def _share_out(self, budget_bytes: int) -> MemoryUse:
         tokens, num_slots = self.device.prefill_tokens, self._ways.num_slots
-        lengths = largest_steps.largest_chunk(tokens, self.spec.max_len, num_slots)
+        lengths = largest_chunk(tokens, self.spec.max_len, num_slots)
         capacity = sum(self.row_bytes(length) for length in lengths)
         steps = LargestSteps(
             make_pools=lambda: self._make_runner(capacity).pools,
@@ -316,11 +323,11 @@ class TorchBackend:
         return self._shares.of(budget_bytes, steps)
 
     def _run_largest(self, lengths: list[int]) -> None:
-        largest_steps.run_largest_chunk(self.launch, lengths)
+        run_largest_chunk(self.launch, lengths)
         with torch.inference_mode(), self._streams.forward():
             of, size = self._decoder, self._slots.vocab_size
             logits = torch.zeros(size, dtype=of.dtype, device=of.device)
-            largest_steps.run_largest_sampling(self._slots, self._ways.num_slots, logits)
+            run_largest_sampling(self._slots, self._ways.num_slots, logits)
             self.runner.run_largest_drafts()
 
     def _capture_largest(self) -> None:

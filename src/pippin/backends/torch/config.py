@@ -13,14 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pippin.backends.torch.families.bamba import read_bamba
-from pippin.backends.torch.families.granite_hybrid import read_granite_hybrid
+from pippin.backends.torch.families.hybrids import (
+    read_bamba,
+    read_granite_hybrid,
+    read_lfm2,
+    read_nemotron_h,
+)
 from pippin.backends.torch.families.latent import read_latent
-from pippin.backends.torch.families.lfm2 import read_lfm2
-from pippin.backends.torch.families.nemotron_h import read_nemotron_h
-from pippin.backends.torch.families.rope import read_rope
+from pippin.backends.torch.families.parts import read_rope
 from pippin.backends.torch.families.table import FAMILY, Family, read_options
-from pippin.backends.torch.formats.quantization import read_quantization
+from pippin.backends.torch.formats import read_quantization
 from pippin.backends.torch.shapes import (
     NO_ROPE,
     Activation,

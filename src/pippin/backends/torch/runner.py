@@ -166,7 +166,7 @@ class Runner(StepRunner[TorchPending]):
         fallbacks: Fallbacks,
     ) -> None:
         if ways.kernels:  # Triton is not everywhere
-            from pippin.backends.torch.kernels.packed.linear import by_kernels
+            from pippin.backends.torch.kernels.packed.products import by_kernels
 
             decoder, draft = by_kernels(decoder), by_kernels(draft)
         self._decoder = decoder

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from pippin.backends.torch.formats.quantization import Quantization
+from pippin.backends.torch.formats import Quantization
 from pippin.types import Component
 
 # Norms of queries and keys: of each head, or of all heads' channels together.

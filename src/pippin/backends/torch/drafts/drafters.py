@@ -18,9 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from pippin.backends.step.drafts import LENGTH, NUM_FIRST
 from pippin.backends.torch.drafts.ring import DraftRing, ring_bytes
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix
-from pippin.backends.torch.models.mtp_head import MtpHead
+from pippin.backends.torch.models.mixers import AttentionLayer, MtpHead
 from pippin.backends.torch.models.parts import Mlp, Norm
 
 HEAD_LENGTH = 64  # tokens of a row whose keys an MTP head keeps

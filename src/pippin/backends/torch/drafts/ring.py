@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
+from pippin.backends.torch.models.mixers import AttentionLayer, Scoring
 
 NOTHING = -1
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
-from pippin.backends.torch.families.rope import read_rope
+from pippin.backends.torch.families.parts import Json, model_of, read_rope, refuse_activation
 from pippin.backends.torch.shapes import (
     DenseShape,
     ExpertShape,
@@ -18,27 +17,17 @@ from pippin.backends.torch.shapes import (
 )
 from pippin.errors import UnsupportedLayout
 
-Json = dict[str, Any]
 # Layers without experts, where a config does not say.
 _DENSE_LAYERS = {"deepseek_v2": 0, "deepseek_v3": 3, "kimi_k2": 1, "glm4_moe_lite": 1}
 
 
 def read_latent(config: Json) -> ModelShape:
     model_type = str(config["model_type"])
-    if (act := config.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedLayout(f"{model_type} with {act} is not served by torch")
+    refuse_activation(config)
     max_len = int(config.get("max_position_embeddings") or 4096)
     mixer = _mixer(config, max_len)
-    return ModelShape(
-        model_type=model_type,
-        prefix="model.",
-        vocab_size=int(config["vocab_size"]),
-        hidden=int(config["hidden_size"]),
-        eps=float(config["rms_norm_eps"]),
-        max_len=max_len,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        layers=tuple(LayerShape(mixer, mlp) for mlp in _mlps(config, model_type)),
-    )
+    layers = (LayerShape(mixer, mlp) for mlp in _mlps(config, model_type))
+    return model_of(config, layers, max_len)
 
 
 def _mixer(config: Json, max_len: int) -> LatentShape:

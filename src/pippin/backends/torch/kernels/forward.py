@@ -28,23 +28,28 @@ from pippin.backends.torch.kernels.attention.step import attention_step
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.epilogues import ConvStep
 from pippin.backends.torch.kernels.layers import first_of, most_fused, run_fused, run_layers
-from pippin.backends.torch.kernels.packed.linear import by_kernels
-from pippin.backends.torch.kernels.packed.rows import look_up_packed
+from pippin.backends.torch.kernels.packed.products import by_kernels, look_up_packed
 from pippin.backends.torch.kernels.places import accept, expand
 from pippin.backends.torch.kernels.products import product
 from pippin.backends.torch.kernels.recurrent.convolution import conv_rows, keep_inputs
+from pippin.backends.torch.kernels.recurrent.delta import (
+    conv_step,
+    conv_verify,
+    delta_step,
+    delta_verify,
+)
 from pippin.backends.torch.kernels.recurrent.delta_blocks import delta_blocks
-from pippin.backends.torch.kernels.recurrent.delta_step import conv_step, delta_step
-from pippin.backends.torch.kernels.recurrent.delta_verify import conv_verify, delta_verify
-from pippin.backends.torch.kernels.recurrent.mamba_blocks import mamba_blocks
-from pippin.backends.torch.kernels.recurrent.mamba_step import mamba_step
+from pippin.backends.torch.kernels.recurrent.mamba import mamba_blocks, mamba_step
 from pippin.backends.torch.kernels.rows import gated_norm, look_up, norm_rows
-from pippin.backends.torch.models.attention_layer import AttentionLayer, Scoring
-from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.latent_layer import LatentLayer
-from pippin.backends.torch.models.mamba_layer import MambaLayer
+from pippin.backends.torch.models.mixers import (
+    AttentionLayer,
+    ConvLayer,
+    DeltaLayer,
+    LatentLayer,
+    MambaLayer,
+    Scoring,
+)
 from pippin.backends.torch.plain.forward import noise_words
 from pippin.backends.torch.plain.recurrent import convolve_step
 from pippin.backends.torch.pools.memory import KeptInputs, Pools

@@ -14,20 +14,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from pippin.backends.torch.kernels.epilogues import ConvStep
-from pippin.backends.torch.kernels.experts.products import (
+from pippin.backends.torch.kernels.experts import (
     ExpertTile,
+    Routes,
+    blocks_of,
     expert_product,
     expert_tile_for,
+    route,
     weighted_sum,
 )
-from pippin.backends.torch.kernels.experts.routing import Routes, blocks_of, route
-from pippin.backends.torch.kernels.few_rows import most_rows
-from pippin.backends.torch.kernels.packed.linear import is_packed, is_stacked
-from pippin.backends.torch.kernels.products import product
+from pippin.backends.torch.kernels.packed.products import is_packed, is_stacked
+from pippin.backends.torch.kernels.products import most_rows, product
 from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mix, Mixer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mixers import AttentionLayer, DeltaLayer
 from pippin.backends.torch.models.packed import Packed
 from pippin.backends.torch.models.parts import (
     DenseMlp,

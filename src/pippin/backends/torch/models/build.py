@@ -1,33 +1,54 @@
-"""Weights of a checkpoint to a decoder: products of one input are made one, rows in our order."""
+"""Weights of a checkpoint to a decoder: products of one input are made one, rows in our order.
+
+Channels that turn with their neighbours turn here with those half a head away.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from pippin.backends.mtp_weights import LAYER, PREFIX
 from pippin.backends.torch.checkpoint import Weights
-from pippin.backends.torch.formats.find import find_weight
-from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.build_latent import build_latent
-from pippin.backends.torch.models.build_mlp import build_mlp
-from pippin.backends.torch.models.build_recurrent import build_recurrent
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mixer
-from pippin.backends.torch.models.mtp_head import MtpHead
-from pippin.backends.torch.models.packed import Weight, cat, dense
-from pippin.backends.torch.models.parts import Head, Linear, Norm
-from pippin.backends.torch.models.rope import Rope
+from pippin.backends.torch.formats import find_weight
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, Mixer, RecurrentLayer
+from pippin.backends.torch.models.mixers import (
+    AttentionLayer,
+    ConvLayer,
+    DeltaLayer,
+    LatentLayer,
+    MambaLayer,
+    MtpHead,
+)
+from pippin.backends.torch.models.packed import Stacked, Weight, are_alike, cat, combine, dense
+from pippin.backends.torch.models.parts import (
+    DenseMlp,
+    ExpertMlp,
+    Head,
+    Linear,
+    Mlp,
+    Norm,
+    Rope,
+    SquaredMlp,
+)
 from pippin.backends.torch.shapes import (
+    Activation,
     AttentionShape,
+    ConvShape,
     DeltaShape,
     DenseShape,
     ExpertShape,
     LatentShape,
     LayerShape,
+    MambaShape,
     MixerShape,
+    MlpShape,
     ModelShape,
+    RecurrentShape,
     RopeShape,
 )
 from pippin.errors import LoadError
@@ -260,3 +281,242 @@ def _halves_first(shape: AttentionShape) -> torch.Tensor:
     order = torch.arange(shape.head_dim)
     pairs, rest = order[: shape.rope.dim], order[shape.rope.dim :]
     return torch.cat([pairs.view(-1, 2).mT.flatten(), rest])
+
+
+NORM_EPS = 1e-6  # whatever the config says of other norms
+
+
+def build_latent(source: _Builder, name: str, shape: LatentShape, rope: Rope) -> LatentLayer:
+    """`name`: the layer's weights' names begin so."""
+    latent_order = _turned_last(shape, 1, shape.rank)
+    query_order = _turned_last(shape, shape.num_heads, shape.plain_dim)
+    latents = source.linear(f"{name}kv_a_proj_with_mqa", biased=shape.bias, orders=latent_order)
+    query_norm: Norm | None = None
+    query_up: Linear | None = None
+    if shape.query_rank:
+        first = source.linear(f"{name}q_a_proj", biased=shape.bias)
+        query_norm = Norm(source.take(f"{name}q_a_layernorm.weight", exact=True), NORM_EPS)
+        query_up = source.linear(f"{name}q_b_proj", orders=query_order)
+    else:
+        first = source.linear(f"{name}q_proj", orders=query_order)
+    up = source.dense(f"{name}kv_b_proj").unflatten(0, (shape.num_heads, -1))
+    up_k, up_v = up.split([shape.plain_dim, shape.value_dim], dim=1)
+    return LatentLayer(
+        shape=shape,
+        project=_one_below_the_other(first, latents),
+        query_norm=query_norm,
+        query_up=query_up,
+        latent_norm=Norm(source.take(f"{name}kv_a_layernorm.weight", exact=True), NORM_EPS),
+        up_k=up_k.contiguous(),
+        up_v=up_v.contiguous(),
+        rope=rope,
+        out=source.linear(f"{name}o_proj", biased=shape.bias),
+    )
+
+
+def _one_below_the_other(first: Linear, second: Linear) -> Linear:
+    parts = [linear.weight for linear in (first, second) if not isinstance(linear.weight, Stacked)]
+    assert len(parts) == 2, "each is one weight of the checkpoint"
+    if second.bias is None:
+        return Linear(cat(parts))
+    bias = second.bias.new_zeros(parts[0].shape[0]) if first.bias is None else first.bias
+    return Linear(cat(parts), torch.cat([bias, second.bias]))
+
+
+def _turned_last(shape: LatentShape, num_heads: int, num_still: int) -> tuple[torch.Tensor, ...]:
+    """The order of rows: of each head the last ones are those that turn, behind `num_still`."""
+    if not shape.rope_pairs:
+        return ()
+    rows = torch.arange(num_heads * (num_still + shape.rope.dim))
+    still, turned = rows.unflatten(0, (num_heads, -1)).split([num_still, shape.rope.dim], dim=1)
+    return (torch.cat([still, turned[:, 0::2], turned[:, 1::2]], dim=1).flatten(),)
+
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_PARTS = ("w1", "w3", "w2")
+
+
+def build_mlp(weights: _Builder, layer: str, shape: MlpShape) -> Mlp:
+    """`layer`: how the names of a layer's weights start."""
+    if isinstance(shape, DenseShape) and not shape.gated:
+        return _squared(weights, f"{layer}mlp.", biased=shape.bias)
+    if isinstance(shape, DenseShape):
+        return _dense(weights, f"{layer}mlp.", shape.activation, biased=shape.bias)
+    own = "block_sparse_moe." if weights.has(f"{layer}block_sparse_moe.gate.weight") else "mlp."
+    return _experts(weights, f"{layer}{own}", shape)
+
+
+def _experts(weights: _Builder, name: str, shape: ExpertShape) -> ExpertMlp:
+    router = "router" if shape.bias else "gate"
+    is_exact = shape.scoring == "sigmoid"
+    choice, experts = f"{name}gate.e_score_correction_bias", f"{name}experts."
+    shared = "shared_expert" if shape.shared_gated else "shared_experts"
+    gate_up, down = _expert_weights(weights, name, shape)
+    biases = [
+        weights.take(f"{experts}{part}_proj_bias") for part in ("gate_up", "down") if shape.bias
+    ]
+    return ExpertMlp(
+        shape=shape,
+        router=Linear(weights.dense(f"{name}{router}", exact=True))
+        if is_exact
+        else weights.linear(f"{name}{router}", biased=shape.bias),
+        gate_up=gate_up,
+        down=down,
+        shared=_shared(weights, f"{name}{shared}.", shape) if shape.shared_intermediate else None,
+        shared_gate=weights.linear(f"{name}shared_expert_gate")
+        if shape.shared_intermediate and shape.shared_gated
+        else None,
+        choice_bias=weights.take(choice, exact=True) if is_exact else None,
+        gate_up_bias=_neighbours_apart(biases[0], 1) if biases else None,
+        down_bias=biases[1] if biases else None,
+    )
+
+
+def _shared(weights: _Builder, name: str, shape: ExpertShape) -> DenseMlp | SquaredMlp:
+    return _dense(weights, name, shape.activation) if shape.gated else _squared(weights, name)
+
+
+def _squared(weights: _Builder, name: str, *, biased: bool = False) -> SquaredMlp:
+    up, down = (weights.linear(f"{name}{part}", biased=biased) for part in PARTS[1:])
+    return SquaredMlp(up, down)
+
+
+def _expert_weights(weights: _Builder, name: str, shape: ExpertShape) -> tuple[Weight, Weight]:
+    """Stored as one tensor for all experts, as mlx-lm's three, or expert by expert."""
+    if weights.has(f"{name}experts.gate_up_proj_blocks"):  # gpt-oss, packed: gate and up in turn
+        gate_up = weights.weight(f"{name}experts.gate_up_proj")
+        apart = combine([gate_up], lambda tensors: _neighbours_apart(tensors[0], 1))
+        return apart, weights.weight(f"{name}experts.down_proj")
+    if weights.has(f"{name}experts.gate_up_proj"):
+        all_up, down = (weights.take(f"{name}experts.{part}_proj") for part in ("gate_up", "down"))
+        if shape.bias:  # gpt-oss: of inputs by outputs, gate and up in turn
+            return _neighbours_apart(all_up.mT, 1), down.mT.contiguous()
+        return all_up, down
+    if weights.has(f"{name}switch_mlp.gate_proj.weight"):
+        stored = [weights.weight(f"{name}switch_mlp.{part}") for part in PARTS]
+    else:
+        parts: tuple[str, ...] = PARTS
+        if weights.has(f"{name}experts.0.w1.weight"):
+            parts = MIXTRAL_PARTS
+        if not shape.gated:
+            parts = PARTS[1:]
+        stored = [
+            _alike([weights.weight(f"{name}experts.{i}.{part}") for i in range(shape.num_experts)])
+            for part in parts
+        ]
+    *upward, downward = stored
+    if len(upward) == 1:
+        return upward[0], downward
+    return _alike(upward, partial(torch.cat, dim=1)), downward
+
+
+def _alike(
+    weights: list[Weight], how: Callable[[list[torch.Tensor]], torch.Tensor] = torch.stack
+) -> Weight:
+    if not are_alike(weights):
+        raise LoadError(
+            "experts of one layer are quantized in different ways, which the torch backend does"
+            " not serve"
+        )
+    return combine(weights, how)
+
+
+def _dense(
+    weights: _Builder,
+    name: str,
+    activation: Activation,
+    parts: tuple[str, str, str] = PARTS,
+    *,
+    biased: bool = False,
+) -> DenseMlp:
+    gate, up, down = (f"{name}{part}" for part in parts)
+    upward: tuple[str, ...] = (gate, up)
+    if weights.has(f"{name}gate_up_proj.weight"):
+        upward = (f"{name}gate_up_proj",)
+    return DenseMlp(
+        weights.linear(*upward, biased=biased), weights.linear(down, biased=biased), activation
+    )
+
+
+def _neighbours_apart(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """Those at even places, then those at odd ones."""
+    size = weight.shape[dim]
+    order = torch.arange(size, device=weight.device).view(-1, 2).mT.flatten()
+    return weight.index_select(dim, order)
+
+
+def build_recurrent(
+    source: _Builder, name: str, shape: RecurrentShape, eps: float
+) -> RecurrentLayer:
+    """`name`: of the layer's weights begins so."""
+    match shape:
+        case DeltaShape():
+            return _delta(source, f"{name}linear_attn.", shape, eps)
+        case ConvShape():
+            return _conv(source, f"{name}conv.", shape)
+        case MambaShape():
+            return _mamba(source, f"{name}mamba.", shape)
+
+
+def _delta(source: _Builder, name: str, shape: DeltaShape, eps: float) -> DeltaLayer:
+    if shape.interleaved:
+        names = (f"{name}in_proj_{part}" for part in ("qkvz", "ba"))
+        project = source.linear(*names, orders=_heads_apart(shape))
+    else:
+        project = source.linear(*(f"{name}in_proj_{part}" for part in ("qkv", "z", "b", "a")))
+    return DeltaLayer(
+        shape=shape,
+        project=project,
+        taps=_taps(source, f"{name}conv1d"),
+        decay=-source.take(f"{name}A_log", exact=True).exp(),
+        dt_bias=source.take(f"{name}dt_bias", exact=True),
+        norm=Norm(source.take(f"{name}norm.weight", exact=True), eps),
+        out=source.linear(f"{name}out_proj"),
+    )
+
+
+def _conv(source: _Builder, name: str, shape: ConvShape) -> ConvLayer:
+    return ConvLayer(
+        shape=shape,
+        project=source.linear(f"{name}in_proj", biased=shape.bias),
+        taps=_taps(source, f"{name}conv"),
+        conv_bias=source.take(f"{name}conv.bias") if shape.bias else None,
+        out=source.linear(f"{name}out_proj", biased=shape.bias),
+    )
+
+
+def _mamba(source: _Builder, name: str, shape: MambaShape) -> MambaLayer:
+    return MambaLayer(
+        shape=shape,
+        project=source.linear(f"{name}in_proj", biased=shape.bias, orders=(_z_behind(shape),)),
+        taps=_taps(source, f"{name}conv1d"),
+        conv_bias=source.take(f"{name}conv1d.bias") if shape.conv_bias else None,
+        decay=-source.take(f"{name}A_log", exact=True).exp(),
+        dt_bias=source.take(f"{name}dt_bias", exact=True),
+        skip=source.take(f"{name}D", exact=True),
+        norm=Norm(source.take(f"{name}norm.weight", exact=True), shape.eps),
+        out=source.linear(f"{name}out_proj", biased=shape.bias),
+    )
+
+
+def _taps(source: _Builder, name: str) -> torch.Tensor:
+    return source.take(f"{name}.weight").flatten(1).T.contiguous()
+
+
+def _z_behind(shape: MambaShape) -> torch.Tensor:
+    """Stored as z, x, B, C, dt; here z is behind what is convolved."""
+    sizes = [shape.inner, shape.num_channels, shape.num_heads]
+    z, mixed, dt = torch.arange(sum(sizes)).split(sizes)
+    return torch.cat([mixed, z, dt])
+
+
+def _heads_apart(shape: DeltaShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stored key head by key head as q, k, values, z and as b, a; here part by part."""
+    per_key = shape.num_v_heads // shape.num_k_heads
+    v_rows = per_key * shape.v_dim
+
+    def apart(sizes: list[int]) -> torch.Tensor:
+        rows = torch.arange(shape.num_k_heads * sum(sizes)).unflatten(0, (shape.num_k_heads, -1))
+        return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
+
+    return apart([shape.k_dim, shape.k_dim, v_rows, v_rows]), apart([per_key, per_key])

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.conv_layer import ConvLayer
-from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.latent_layer import LatentLayer
-from pippin.backends.torch.models.mamba_layer import MambaLayer
-from pippin.backends.torch.models.mtp_head import MtpHead
+from pippin.backends.torch.models.mixers import (
+    AttentionLayer,
+    ConvLayer,
+    DeltaLayer,
+    LatentLayer,
+    MambaLayer,
+    MtpHead,
+)
 from pippin.backends.torch.models.packed import Weight, embed_rows
 from pippin.backends.torch.models.parts import Head, Mlp, Norm
 from pippin.backends.torch.shapes import ModelShape

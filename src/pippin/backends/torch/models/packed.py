@@ -2,7 +2,7 @@
 
     weight[n, k] = number[n, k] * scale[n, k // group] + offset[n, k // group]
 
-Every packed format of a checkpoint becomes this one (`formats/`), so that kernels read one. Knows
+Every packed format of a checkpoint becomes this one (`formats.py`), so that kernels read one. Knows
 no checkpoints and no kernels.
 """
 

@@ -13,8 +13,7 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 
-from pippin.backends.torch.models.attention_layer import Scoring
-from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.models.mixers import LatentLayer, Scoring
 from pippin.backends.torch.step.batches import SeenCells
 from pippin.types import GRID
 

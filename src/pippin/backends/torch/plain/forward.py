@@ -12,9 +12,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer, RecurrentLayer
-from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.models.mixers import AttentionLayer, LatentLayer
 from pippin.backends.torch.plain.attention import attend_latent, attend_row
 from pippin.backends.torch.plain.recurrent import Blocks, convolve_step, recur_blocks, recur_step
 from pippin.backends.torch.pools.memory import KeptInputs, Pools

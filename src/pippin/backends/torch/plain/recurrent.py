@@ -27,10 +27,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import RecurrentLayer
-from pippin.backends.torch.models.delta_layer import Inputs
-from pippin.backends.torch.models.mamba_layer import MambaInputs, MambaLayer
+from pippin.backends.torch.models.mixers import ConvLayer, Inputs, MambaInputs, MambaLayer
 from pippin.types import GRID
 
 

@@ -20,8 +20,7 @@ import torch
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.pools.row_cells import RowCells
-from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.pools.rows import RowCells, Rows
 from pippin.backends.torch.step.decode_inputs import RowArrays
 from pippin.types import GRID
 

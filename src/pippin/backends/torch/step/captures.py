@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from pippin.backends.base import Capture, DecodeRow, Retire
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import KVPayload, StatePayload
-from pippin.backends.torch.pools.row_cells import RowCells
-from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.pools.rows import RowCells, Rows
 from pippin.backends.torch.step.batches import TakenChunks
 from pippin.types import Component, Payload
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pippin.backends.torch.kernels.attention.step import normed_heads
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
-from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.mixers import AttentionLayer
 
 
 @triton.jit

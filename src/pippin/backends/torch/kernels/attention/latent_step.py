@@ -14,7 +14,7 @@ from pippin.backends.torch.kernels.attention.blocks import add_values
 from pippin.backends.torch.kernels.attention.step import _combine, _stretch, splits_for
 from pippin.backends.torch.kernels.dependent import dependent
 from pippin.backends.torch.kernels.products import precision_of
-from pippin.backends.torch.models.latent_layer import LatentLayer
+from pippin.backends.torch.models.mixers import LatentLayer
 from pippin.backends.torch.step.decode_inputs import Inputs
 
 GROUP = 16  # heads of a program

@@ -20,7 +20,7 @@ import triton.language as tl
 from pippin.backends.torch.kernels.attention.blocks import add_values, capped
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.products import precision_of
-from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.mixers import AttentionLayer
 from pippin.backends.torch.step.decode_inputs import Inputs
 
 PROGRAMS = 264  # of the first kernel that work, about: two for each processor of a large GPU

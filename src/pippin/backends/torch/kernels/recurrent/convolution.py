@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.torch.models.conv_layer import ConvLayer
 from pippin.backends.torch.models.decoder import RecurrentLayer
+from pippin.backends.torch.models.mixers import ConvLayer
 from pippin.backends.torch.step.words import BlockInputs
 
 KEPT_BLOCK = 256  # channels of a program that keeps inputs

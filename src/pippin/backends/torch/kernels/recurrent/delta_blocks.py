@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.products import precision_of
-from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mixers import DeltaLayer
 from pippin.backends.torch.step.words import RecurrentInputs
 from pippin.types import GRID
 

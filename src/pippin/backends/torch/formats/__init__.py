@@ -1,1 +1,0 @@
-"""Packed weights as checkpoints store them, read into the one form that products read."""

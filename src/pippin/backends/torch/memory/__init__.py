@@ -1,1 +1,0 @@
-"""What a backend takes of a device's memory: measured, divided, kept to."""
