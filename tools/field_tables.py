@@ -13,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pippin.api.requests import openai_fields as openai
-from pippin.api.dialects import messages, infill, ollama
+from pippin.api.dialects import chat_completions, infill, messages, ollama, responses
 from pippin.api.batches import routes
 from pippin.api.endpoints import embeddings, generation
 from pippin.api.requests import fields as shared
@@ -29,12 +28,12 @@ VOCABULARY = 1_234_567_890
 RULES = RequestRules(ModelInfo("", 0, VOCABULARY, 0), SamplingDefaults(), LimitsConfig())
 TABLES = {
     "shared": FieldTable(shared.GENERATION),
-    "chat": openai.CHAT,
-    "completions": openai.COMPLETION,
+    "chat": chat_completions.CHAT,
+    "completions": chat_completions.COMPLETION,
     "infill": infill.INFILL,
-    "responses": openai.RESPONSES,
+    "responses": responses.RESPONSES,
     "messages": messages.MESSAGES,
-    "embeddings": openai.EMBEDDINGS,
+    "embeddings": embeddings.EMBEDDINGS,
     "batch": routes.BATCH,
     "rerank": embeddings.RERANK,
     "score": embeddings.SCORE,

@@ -13,7 +13,7 @@ from openai.types import embedding_create_params
 from scripted_engine import MODEL, TOKENIZER, Script, ScriptedEngine, fail, hang, serving
 
 from cases import cases
-from pippin.api.requests.openai_fields import EMBEDDINGS
+from pippin.api.endpoints.embeddings import EMBEDDINGS
 from pippin.messages import Submit, TokenDelta
 
 

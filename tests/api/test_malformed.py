@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, say, serving_alone
 
-from pippin.api.requests import openai_fields as openai
+from pippin.api.dialects.chat_completions import CHAT as CHAT_TABLE
+from pippin.api.dialects.chat_completions import COMPLETION as COMPLETION_TABLE
 from pippin.api.requests.fields import FieldTable
 from pippin.config import LimitsConfig
 from processes import PATIENCE_SECONDS
@@ -84,13 +85,13 @@ def changed(table: FieldTable) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @STORM
-@given(fields=changed(openai.CHAT))
+@given(fields=changed(CHAT_TABLE))
 def test_a_chat_with_any_fields(client: httpx.Client, fields: dict[str, Any]) -> None:
     post(client, CHAT_PATH, json.dumps(CHAT | fields).encode())
 
 
 @STORM
-@given(fields=changed(openai.COMPLETION))
+@given(fields=changed(COMPLETION_TABLE))
 def test_a_completion_with_any_fields(client: httpx.Client, fields: dict[str, Any]) -> None:
     post(client, COMPLETION_PATH, json.dumps(COMPLETION | fields).encode())
 

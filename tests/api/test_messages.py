@@ -25,7 +25,7 @@ from scripted_engine import Script, ScriptedEngine, fail
 
 from pippin.api.dialects.messages import MESSAGES
 from pippin.api.requests.fields import SAMPLING, SERVING
-from pippin.api.requests.openai_fields import HINTS, SAMPLERS
+from pippin.api.requests.shared_fields import HINTS, SAMPLERS
 from pippin.config import ServerConfig
 
 USER = {"role": "user", "content": "What is the weather?"}

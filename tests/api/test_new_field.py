@@ -15,8 +15,8 @@ from qwen35_server import says, serving_qwen
 
 import pippin
 from cases import cases
+from pippin.api.dialects.chat_completions import CHAT
 from pippin.api.requests.fields import FieldTable, integer_from
-from pippin.api.requests.openai_fields import CHAT
 from pippin.errors import RequestError
 from test_tools import load_tool
 

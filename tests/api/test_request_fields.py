@@ -12,11 +12,10 @@ from openai.types.chat import completion_create_params as chat_types
 from scripted_engine import MODEL, TEXT
 
 from cases import cases
-from pippin.api.dialects.chat_completions import parse_chat, parse_completion
+from pippin.api.dialects.chat_completions import CHAT, COMPLETION, parse_chat, parse_completion
 from pippin.api.job import Job, prepare_chat, prepare_completion
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.fields import FieldTable
-from pippin.api.requests.openai_fields import CHAT, COMPLETION
 from pippin.config import LimitsConfig
 from pippin.errors import (
     ContextOverflow,

@@ -25,8 +25,9 @@ from qwen35_server import (
 from scripted_engine import fail
 
 from cases import cases
+from pippin.api.dialects.responses import INPUT_TOKENS, RESPONSES
 from pippin.api.requests.fields import SAMPLING, SERVING, STRUCTURE
-from pippin.api.requests.openai_fields import GENERATION, INPUT_TOKENS, REASONING, RESPONSES
+from pippin.api.requests.shared_fields import GENERATION, REASONING
 
 QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}

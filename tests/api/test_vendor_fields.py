@@ -15,14 +15,15 @@ from openai.types import EmbeddingCreateParams
 from qwen35_server import MODEL, TEXT
 from vendor_fields import LLAMA_CPP, SGLANG, VLLM
 
+from pippin.api.dialects import chat_completions as chats
 from pippin.api.dialects import messages as anthropic
 from pippin.api.dialects.chat_completions import parse_chat, parse_completion
 from pippin.api.dialects.messages import parse_message_request
-from pippin.api.dialects.responses import parse_responses_request
+from pippin.api.dialects.responses import RESPONSES, parse_responses_request
+from pippin.api.endpoints import embeddings
 from pippin.api.job import prepare_chat, prepare_completion
 from pippin.api.model_info import RequestRules
-from pippin.api.requests import openai_fields as extensions
-from pippin.api.requests import openai_fields as openai
+from pippin.api.requests import shared_fields as extensions
 from pippin.api.requests.fields import FieldTable
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
@@ -31,14 +32,14 @@ from pippin.text.tokenizer import Tokenizer
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
 USER = {"role": "user", "content": "Count to ten, please."}
 TABLES = {
-    "chat": openai.CHAT,
-    "completions": openai.COMPLETION,
-    "responses": openai.RESPONSES,
+    "chat": chats.CHAT,
+    "completions": chats.COMPLETION,
+    "responses": RESPONSES,
     "messages": anthropic.MESSAGES,
 }
 HEADERS = {"betas", "workspace_id"}  # arguments of Anthropic's client that no body has
 OF_CHATS = {  # of other servers' chats alone
-    *extensions.CHANGING_CHAT,
+    *chats.CHANGING_CHAT,
     *extensions.REASONING,
     *("add_generation_prompt", "chat_template_kwargs", "continue_final_message"),
     *("include_reasoning", "max_completion_tokens", "parallel_tool_calls", "reasoning_effort"),
@@ -66,9 +67,9 @@ def messages(**fields: Any) -> Any:
 
 @pytest.mark.parametrize("vendor", [VLLM, SGLANG, LLAMA_CPP])
 def test_defaults_of_other_servers_are_accepted(vendor: dict[str, Any]) -> None:
-    assert vendor.keys() <= openai.CHAT.fields.keys()
+    assert vendor.keys() <= chats.CHAT.fields.keys()
     of_texts = {name: value for name, value in vendor.items() if name not in OF_CHATS}
-    assert of_texts.keys() <= openai.COMPLETION.fields.keys()
+    assert of_texts.keys() <= chats.COMPLETION.fields.keys()
     of_texts["logprobs"] = None  # a number, there
     chat(**vendor)
     completion(**of_texts)
@@ -85,12 +86,12 @@ def test_what_is_refused_has_a_reason_and_names_what_to_send(table: FieldTable) 
 
 def test_every_field_of_the_official_clients_is_known() -> None:
     documented: list[tuple[FieldTable, Any]] = [
-        (openai.CHAT, chat_params.CompletionCreateParamsBase),
-        (openai.RESPONSES, responses_params.ResponseCreateParamsBase),
+        (chats.CHAT, chat_params.CompletionCreateParamsBase),
+        (RESPONSES, responses_params.ResponseCreateParamsBase),
         (anthropic.MESSAGES, anthropic_params.MessageCreateParamsBase),
         (anthropic.MESSAGES, beta_params.MessageCreateParamsBase),
         (anthropic.COUNT_TOKENS, MessageCountTokensParams),
-        (openai.EMBEDDINGS, EmbeddingCreateParams),
+        (embeddings.EMBEDDINGS, EmbeddingCreateParams),
     ]
     for table, kind in documented:
         assert set(kind.__annotations__) - HEADERS <= table.fields.keys(), kind

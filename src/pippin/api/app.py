@@ -20,14 +20,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.batches import routes as batches
 from pippin.api.batches.store import ENDPOINTS as LINE_ENDPOINTS
-from pippin.api.dialects import infill, messages, ollama
+from pippin.api.dialects import infill, messages, ollama, responses
 from pippin.api.dialects.chat_completions import (
+    CHAT,
+    COMPLETION,
     ChatDialect,
     CompletionsDialect,
     parse_chat,
     parse_completion,
 )
-from pippin.api.dialects.responses import ResponsesDialect, parse_responses_request
 from pippin.api.endpoints import embeddings, generation
 from pippin.api.endpoints import ollama as ollamas
 from pippin.api.endpoints import server_info as server
@@ -47,7 +48,6 @@ from pippin.api.http.answers import (
 from pippin.api.http.sending import EVENTS, JSON_LINES
 from pippin.api.model_info import RequestRules
 from pippin.api.page import page_paths, page_routes
-from pippin.api.requests import openai_fields as openai
 from pippin.api.requests.fields import FieldTable
 from pippin.api.response_store import ResponseStores
 from pippin.api.served_models import ServedModels
@@ -84,10 +84,12 @@ async def _openapi(state: AppState, request: Request) -> Response:
 _rerank = answered_whole(embeddings.parse_rerank, embeddings.whole_rerank)
 _score = answered_whole(embeddings.parse_score, embeddings.whole_score)
 _embed = answered_whole(embeddings.parse_embeddings, embeddings.whole_embeddings)
+_chats = generates(parse_chat, ChatDialect)
 _completions = generates(parse_completion, CompletionsDialect)
-_responses = generates(parse_responses_request, ResponsesDialect)
+_responses = generates(responses.parse_responses_request, responses.ResponsesDialect)
 _input_tokens = counts(
-    partial(parse_responses_request, table=openai.INPUT_TOKENS), object="response.input_tokens"
+    partial(responses.parse_responses_request, table=responses.INPUT_TOKENS),
+    object="response.input_tokens",
 )
 _count_tokens = counts(partial(messages.parse_message_request, table=messages.COUNT_TOKENS))
 _messages = generates(messages.parse_message_request, messages.MessagesDialect)
@@ -99,14 +101,14 @@ _ollama_chat = ollamas.replies(
 _ollama_generate = ollamas.replies(ollama.parse_generate, ollama.OllamaGenerate, {"response": ""})
 
 ENDPOINTS = (
-    *_local("POST", "/v1/chat/completions", generates(parse_chat, ChatDialect), openai.CHAT),
-    *_local("POST", "/v1/completions", _completions, openai.COMPLETION),
+    *_local("POST", "/v1/chat/completions", _chats, CHAT),
+    *_local("POST", "/v1/completions", _completions, COMPLETION),
     *_local("POST", "/infill", generates(infill.parse_infill, infill.InfillDialect), infill.INFILL),
-    *_local("POST", "/v1/responses", _responses, openai.RESPONSES),
-    *_local("POST", "/v1/responses/input_tokens", _input_tokens, openai.INPUT_TOKENS),
+    *_local("POST", "/v1/responses", _responses, responses.RESPONSES),
+    *_local("POST", "/v1/responses/input_tokens", _input_tokens, responses.INPUT_TOKENS),
     *_local("POST", "/v1/messages", _messages, messages.MESSAGES),
     *_local("POST", "/v1/messages/count_tokens", _count_tokens, messages.COUNT_TOKENS),
-    *_local("POST", "/v1/embeddings", _embed, openai.EMBEDDINGS),
+    *_local("POST", "/v1/embeddings", _embed, embeddings.EMBEDDINGS),
     # Jina's, Cohere's, vLLM's
     *_local("POST", "/v1/rerank /v2/rerank /rerank", _rerank, embeddings.RERANK),
     *_local("POST", "/v1/score /score", _score, embeddings.SCORE),
@@ -126,13 +128,15 @@ ENDPOINTS = (
     Endpoint("GET", "/ready", server.ready, is_local=True, is_probe=True, is_open=True),
     Endpoint("POST", "/api/pull", ollamas.pull, ollama.PULL),
     Endpoint("DELETE", "/api/delete", ollamas.delete),
-    Endpoint("GET", "/v1/responses/{id}", generation.show_response, query=openai.STORED_RESPONSE),
+    Endpoint(
+        "GET", "/v1/responses/{id}", generation.show_response, query=responses.STORED_RESPONSE
+    ),
     Endpoint("DELETE", "/v1/responses/{id}", generation.delete_response, query=FieldTable({})),
     Endpoint(
         "GET",
         "/v1/responses/{id}/input_items",
         generation.list_input_items,
-        query=openai.STORED_ITEMS,
+        query=responses.STORED_ITEMS,
     ),
     Endpoint("POST", "/v1/files", batches.create_file, form=batches.UPLOAD),
     Endpoint("GET", "/v1/files", batches.list_files, query=batches.FILE_LIST),

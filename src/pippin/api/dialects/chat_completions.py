@@ -19,10 +19,11 @@ from pippin.api.dialects.dialect import (
 )
 from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
+from pippin.api.requests import fields as table
+from pippin.api.requests import shared_fields as shared
 from pippin.api.requests.fields import rows_of
 from pippin.api.requests.messages import normalise, parse_messages, read_prediction
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap
-from pippin.api.requests.openai_fields import CHAT, COMPLETION
 from pippin.api.requests.sampling_fields import (
     check_choices,
     continues_final_message,
@@ -37,6 +38,73 @@ from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
 from pippin.types import TokenLogprobs
+
+CHANGING_CHAT: table.Fields = {  # the same, of chats
+    "chat_template": table.refused_field("the model's own template is used"),
+    "documents": table.refused_field("send them in a message", []),
+    "echo": table.refused_field("use continue_final_message", False),
+    "input_ids": table.refused_field("use /v1/completions for tokens"),
+    "chat_format": table.ignored_field("use --tool-parser"),
+    "parse_tool_calls": table.refused_field("use tool_choice", True),
+    "reasoning_in_content": table.refused_field("reasoning is always returned apart", False),
+    "thinking_forced_open": table.ignored_field("the template decides", False),
+    "grammar_lazy": table.refused_field("a grammar is for the whole reply", False),
+    "grammar_triggers": table.refused_field("a grammar is for the whole reply", []),
+    "preserved_tokens": table.ignored_field("tool calls are parsed"),
+}
+_PREDICTION = table.Members(
+    "an object with a `type` of content and `content`, a string or a list of text parts: the reply "
+    "that is expected",
+    table=table.FieldTable(
+        {
+            "type": table.one_of("content"),
+            "content": table.ValueKind("a string or a list of parts", str | list[Any]),
+        },
+        required=("type", "content"),
+    ),
+)
+CHAT = table.FieldTable(
+    {
+        **table.GENERATION,
+        "messages": table.conversation(shared.ROLES, {}, "role"),
+        "max_completion_tokens": table.integer_from(1, ours="max_tokens"),
+        "logprobs": table.BOOLEAN,
+        "top_logprobs": table.integer_from(0, table.MAX_LOGPROBS),
+        **shared.CALLING,
+        "reasoning_effort": table.EFFORT,
+        **table.LABELS,
+        "metadata": table.OBJECT,  # not stored, so of any size and kind
+        "prediction": _PREDICTION,
+        **table.TEMPLATE,
+        **shared.PROMPT,
+        **shared.GENERATION,
+        **shared.REASONING,
+        **CHANGING_CHAT,
+        "audio": table.refused_field(shared.TEXT_ONLY),
+        "modalities": table.refused_field(shared.TEXT_ONLY, ["text"]),
+        "function_call": table.refused_field("it is the old name of tool_choice", "none"),
+        "functions": table.refused_field("it is the old name of tools", []),
+        "store": table.ignored_field("replies are not stored; use /v1/responses", False),
+        "verbosity": shared.VERBOSITY,
+        "web_search_options": table.ignored_field("there is no web search"),
+        **shared.IGNORED,
+    },
+    required=("messages",),
+)
+COMPLETION = table.FieldTable(
+    {
+        **table.GENERATION,
+        "prompt": table.texts_or_ids(),
+        "max_tokens": table.integer_from(0),
+        "logprobs": table.integer_from(0, table.MAX_LOGPROBS),
+        "echo": table.BOOLEAN,
+        "best_of": table.integer_from(1, table.MAX_CHOICES),
+        "suffix": table.STRING,
+        **shared.PROMPT,
+        **shared.GENERATION,
+    },
+    required=("prompt",),
+)
 
 
 class CompletionStream(Dialect):

@@ -17,7 +17,7 @@ from pippin.api.dialects.dialect import Dialect, data_event
 from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
 from pippin.api.requests import fields as table
-from pippin.api.requests import openai_fields as openai
+from pippin.api.requests import shared_fields as shared
 from pippin.api.requests.body import MAX_LABEL_CHARS, MAX_LABELS, MAX_MESSAGES
 from pippin.api.requests.fields import FieldTable, ValueKind, ignored_field, refused_field
 from pippin.api.requests.neutral_request import CompletionRequest, Gap
@@ -46,7 +46,7 @@ INFILL = FieldTable(
         "prompt": table.STRING,
         "n_predict": table.integer_from(-1, ours="max_tokens", unset=-1),
         "n_indent": table.integer_from(0, MAX_INDENT),
-        "n_cmpl": openai.SAME["n_cmpl"],
+        "n_cmpl": shared.SAME["n_cmpl"],
         "return_tokens": table.BOOLEAN,
         "response_fields": ValueKind(
             f"a list of at most {MAX_LABELS} strings of at most {MAX_LABEL_CHARS:,} characters",
@@ -55,13 +55,13 @@ INFILL = FieldTable(
             ],
         ),
         **table.SAMPLING,
-        **table.pick(openai.SAME, "repeat_penalty", "grammar"),
+        **table.pick(shared.SAME, "repeat_penalty", "grammar"),
         **table.pick(table.STRUCTURE, "json_schema"),
         "seed": replace(table.SAMPLING["seed"], unset=-1),
         **table.STREAM,
         **table.SERVING,
-        **openai.HINTS,
-        **openai.SAMPLERS,
+        **shared.HINTS,
+        **shared.SAMPLERS,
         "t_max_predict_ms": ignored_field(_NO_DEADLINE),
         "sse_ping_interval": ignored_field("the server sets it"),
         "n_probs": refused_field("use /v1/completions for log probabilities", 0),

@@ -38,8 +38,8 @@ from pippin.api.requests.messages import (
     texts_of,
 )
 from pippin.api.requests.neutral_request import ChatRequest, ToolUse
-from pippin.api.requests.openai_fields import HINTS, NO_SERVICE, SAMPLERS
 from pippin.api.requests.sampling_fields import read_options, template_variables
+from pippin.api.requests.shared_fields import HINTS, NO_SERVICE, SAMPLERS
 from pippin.api.requests.tools import (
     DeclaredTool,
     ToolChoice,

@@ -33,8 +33,8 @@ from pippin.api.requests.fields import (
 )
 from pippin.api.requests.messages import Message, function_call, message_bodies, text_in_place_of
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
-from pippin.api.requests.openai_fields import ROLES
 from pippin.api.requests.sampling_fields import num_logprobs, read_options
+from pippin.api.requests.shared_fields import ROLES
 from pippin.api.requests.tools import read_tools
 from pippin.api.served_models import ModelLease
 from pippin.errors import ModelNotFound, PippinError, cut

@@ -6,7 +6,7 @@ import base64
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -22,11 +22,12 @@ from pippin.api.dialects.dialect import (
 )
 from pippin.api.job import FoldedChoice, Job
 from pippin.api.model_info import RequestRules
+from pippin.api.requests import fields as table
+from pippin.api.requests import shared_fields as shared
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count
 from pippin.api.requests.fields import FieldTable
 from pippin.api.requests.messages import Message, function_call, read_arguments, texts_of
 from pippin.api.requests.neutral_request import ChatRequest
-from pippin.api.requests.openai_fields import RESPONSES
 from pippin.api.requests.sampling_fields import (
     effort_of,
     read_options,
@@ -47,6 +48,92 @@ from pippin.api.requests.tools import (
 from pippin.api.response_store import StoredTurn
 from pippin.api.served_models import ModelLease
 from pippin.errors import PippinError, RequestError, cut
+
+_ANYTHING = table.ValueKind("any value")
+_SUMMARY = table.one_of("auto", "concise", "detailed")
+_INCLUDE: table.Fields = {
+    "include": table.list_of(
+        "reasoning.encrypted_content",
+        # Of tools that are left out:
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    )
+}
+RESPONSES = table.FieldTable(
+    {
+        **table.MODEL,
+        "input": table.ValueKind(
+            f"a string, or a list of 1 to {MAX_MESSAGES:,} items",
+            json_schema={
+                "anyOf": [{"type": "string"}, table.some({"type": "object"}, MAX_MESSAGES)]
+            },
+        ),
+        "instructions": table.STRING,
+        "previous_response_id": table.LABEL,
+        "store": table.BOOLEAN,
+        "max_output_tokens": table.integer_from(1, ours="max_tokens"),
+        **shared.CALLING,
+        "reasoning": table.members(
+            effort=table.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
+        ),
+        "text": table.lifted(
+            format=replace(table.OBJECT, ours="response_format"), verbosity=shared.VERBOSITY
+        ),
+        **_INCLUDE,
+        **table.STREAM,
+        **table.STREAM_OPTIONS,
+        **table.SAMPLING,
+        **table.STRUCTURE,
+        **table.pick(table.TEMPLATE, "chat_template_kwargs"),
+        "reasoning_effort": table.EFFORT,
+        **table.USER,
+        **table.LABELS,
+        "client_metadata": table.Labels(),
+        **table.SERVING,
+        # Responses are one each, of max_output_tokens:
+        **{
+            name: kind
+            for name, kind in shared.GENERATION.items()
+            if name not in ("n_cmpl", "n_predict")
+        },
+        **{name: kind for name, kind in shared.REASONING.items() if name != "reasoning"},
+        "access_programs": table.ignored_field(shared.NO_SERVICE),
+        "background": table.refused_field("a reply is computed while its client waits", False),
+        "context_management": table.ignored_field("contexts are not edited", []),
+        "conversation": table.refused_field("use previous_response_id"),
+        "image": table.refused_field(shared.TEXT_ONLY),
+        "max_tool_calls": table.ignored_field(shared.NO_SERVICE),
+        "prompt": table.refused_field("prompts are not stored"),
+        "top_logprobs": table.refused_field("use chat completions for log probabilities", 0),
+        "truncation": table.ignored_field("a conversation is never shortened", "disabled"),
+        **shared.IGNORED,
+    },
+    required=("input",),
+)
+INPUT_TOKENS = table.FieldTable(
+    {
+        **RESPONSES.fields,
+        "personality": table.refused_field("ask for it in the prompt"),
+    },
+    required=("input",),
+)
+MAX_LISTED = 100
+STORED_RESPONSE = table.FieldTable(  # of a query
+    {**_INCLUDE, "stream": table.refused_field("a stored response is sent as one object", "false")}
+)
+STORED_ITEMS = table.FieldTable(
+    {
+        **_INCLUDE,
+        "limit": table.integer_from(1, MAX_LISTED),
+        "order": table.one_of("asc", "desc"),
+        "after": table.STRING,
+    }
+)
+
 
 Item = dict[str, Any]
 

@@ -30,7 +30,6 @@ from pippin.api.requests.fields import (
     refused_field,
     rows_of,
 )
-from pippin.api.requests.openai_fields import EMBEDDINGS
 from pippin.api.requests.sampling_fields import read_timeout
 from pippin.api.served_models import ModelLease, ServedText
 from pippin.embedding import embedding_of, embedding_submit, unit
@@ -43,6 +42,18 @@ from pippin.text.bundle import DEFAULT_INSTRUCTION, Reranker, TextBundle
 from pippin.text.prompt import Prompt, check_nbytes, nbytes_of
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import SamplingParams, TokenLogprobs
+
+EMBEDDINGS = table.FieldTable(
+    {
+        **table.MODEL,
+        "input": table.texts_or_ids(),
+        "encoding_format": table.one_of("float", "base64"),
+        "dimensions": table.integer_from(1),
+        **table.USER,
+        **table.SERVING,
+    },
+    required=("input",),
+)
 
 
 @dataclass(frozen=True)

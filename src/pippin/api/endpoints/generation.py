@@ -28,8 +28,8 @@ from pippin.api.requests.fields import (
 )
 from pippin.api.requests.messages import parse_messages
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
-from pippin.api.requests.openai_fields import ROLES
 from pippin.api.requests.sampling_fields import continues_final_message, template_variables
+from pippin.api.requests.shared_fields import ROLES
 from pippin.api.response_store import ResponseStore
 from pippin.api.served_models import ModelLease, ServedText
 from pippin.errors import RequestError

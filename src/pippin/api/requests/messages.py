@@ -14,7 +14,7 @@ import msgspec
 
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import MAX_MESSAGES, Body, check_count, check_json_size
-from pippin.api.requests.openai_fields import ROLES
+from pippin.api.requests.shared_fields import ROLES
 from pippin.api.requests.tools import arguments_of
 from pippin.errors import cut
 

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's endpoints, and those that clients of other servers send to them."""
+"""Fields that several endpoints share, most of which clients of other servers send."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from pippin.api.requests import fields as table
-from pippin.api.requests.body import MAX_MESSAGES
 from pippin.api.requests.fields import (
     EFFORT,
     Fields,
-    FieldTable,
-    Members,
     Unused,
     ValueKind,
     ignored_field,
@@ -182,19 +179,6 @@ CHANGING: Fields = {  # what would change a reply, and is not there: accepted wh
     "image_data": refused_field("only text is read", []),
     "truncation_side": refused_field("the last tokens of a prompt are kept", "left"),
 }
-CHANGING_CHAT: Fields = {  # the same, of chats
-    "chat_template": refused_field("the model's own template is used"),
-    "documents": refused_field("send them in a message", []),
-    "echo": refused_field("use continue_final_message", False),
-    "input_ids": refused_field("use /v1/completions for tokens"),
-    "chat_format": ignored_field("use --tool-parser"),
-    "parse_tool_calls": refused_field("use tool_choice", True),
-    "reasoning_in_content": refused_field("reasoning is always returned apart", False),
-    "thinking_forced_open": ignored_field("the template decides", False),
-    "grammar_lazy": refused_field("a grammar is for the whole reply", False),
-    "grammar_triggers": refused_field("a grammar is for the whole reply", []),
-    "preserved_tokens": ignored_field("tool calls are parsed"),
-}
 _NO_SAMPLER = "there is no such sampler"
 SAMPLERS: Fields = {  # of llama.cpp and others: accepted where they are off
     "samplers": ignored_field("samplers run in one order"),
@@ -224,24 +208,9 @@ GENERATION: Fields = {**SAME, **HINTS, **SAMPLERS, **CHANGING}
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_LISTED = 100
-_TEXT_ONLY = "only text is generated"
+TEXT_ONLY = "only text is generated"
 NO_SERVICE = "this server runs nothing beside the model"
-_ANYTHING = ValueKind("any value")
-_SUMMARY = table.one_of("auto", "concise", "detailed")
-_INCLUDE: table.Fields = {
-    "include": table.list_of(
-        "reasoning.encrypted_content",
-        # Of tools that are left out:
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "file_search_call.results",
-        "message.input_image.image_url",
-        "web_search_call.action.sources",
-        "web_search_call.results",
-    )
-}
-_CALLING: table.Fields = {
+CALLING: table.Fields = {
     **table.TOOLS,
     "tool_choice": ValueKind(
         "auto, none, required, or an object: the tool to call, or `allowed_tools`",
@@ -249,140 +218,10 @@ _CALLING: table.Fields = {
     ),
     "parallel_tool_calls": table.BOOLEAN,
 }
-_IGNORED: table.Fields = {  # by chat completions and by responses
+IGNORED: table.Fields = {  # by chat completions and by responses
     "moderation": ignored_field("there is no moderation"),
     "prompt_cache_options": ignored_field("caching is automatic", {"mode": "implicit"}),
     "prompt_cache_retention": ignored_field("the cache is in memory", "in_memory"),
     "service_tier": ignored_field("there is one tier", "auto", "default"),
 }
-_PREDICTION = Members(
-    "an object with a `type` of content and `content`, a string or a list of text parts: the reply "
-    "that is expected",
-    table=FieldTable(
-        {
-            "type": table.one_of("content"),
-            "content": ValueKind("a string or a list of parts", str | list[Any]),
-        },
-        required=("type", "content"),
-    ),
-)
-_VERBOSITY = ignored_field("ask for it in the prompt", "medium")
-
-CHAT = FieldTable(
-    {
-        **table.GENERATION,
-        "messages": table.conversation(ROLES, {}, "role"),
-        "max_completion_tokens": table.integer_from(1, ours="max_tokens"),
-        "logprobs": table.BOOLEAN,
-        "top_logprobs": table.integer_from(0, table.MAX_LOGPROBS),
-        **_CALLING,
-        "reasoning_effort": table.EFFORT,
-        **table.LABELS,
-        "metadata": table.OBJECT,  # not stored, so of any size and kind
-        "prediction": _PREDICTION,
-        **table.TEMPLATE,
-        **PROMPT,
-        **GENERATION,
-        **REASONING,
-        **CHANGING_CHAT,
-        "audio": refused_field(_TEXT_ONLY),
-        "modalities": refused_field(_TEXT_ONLY, ["text"]),
-        "function_call": refused_field("it is the old name of tool_choice", "none"),
-        "functions": refused_field("it is the old name of tools", []),
-        "store": ignored_field("replies are not stored; use /v1/responses", False),
-        "verbosity": _VERBOSITY,
-        "web_search_options": ignored_field("there is no web search"),
-        **_IGNORED,
-    },
-    required=("messages",),
-)
-COMPLETION = FieldTable(
-    {
-        **table.GENERATION,
-        "prompt": table.texts_or_ids(),
-        "max_tokens": table.integer_from(0),
-        "logprobs": table.integer_from(0, table.MAX_LOGPROBS),
-        "echo": table.BOOLEAN,
-        "best_of": table.integer_from(1, table.MAX_CHOICES),
-        "suffix": table.STRING,
-        **PROMPT,
-        **GENERATION,
-    },
-    required=("prompt",),
-)
-RESPONSES = FieldTable(
-    {
-        **table.MODEL,
-        "input": ValueKind(
-            f"a string, or a list of 1 to {MAX_MESSAGES:,} items",
-            json_schema={
-                "anyOf": [{"type": "string"}, table.some({"type": "object"}, MAX_MESSAGES)]
-            },
-        ),
-        "instructions": table.STRING,
-        "previous_response_id": table.LABEL,
-        "store": table.BOOLEAN,
-        "max_output_tokens": table.integer_from(1, ours="max_tokens"),
-        **_CALLING,
-        "reasoning": members(
-            effort=table.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
-        ),
-        "text": table.lifted(
-            format=replace(table.OBJECT, ours="response_format"), verbosity=_VERBOSITY
-        ),
-        **_INCLUDE,
-        **table.STREAM,
-        **table.STREAM_OPTIONS,
-        **table.SAMPLING,
-        **table.STRUCTURE,
-        **table.pick(table.TEMPLATE, "chat_template_kwargs"),
-        "reasoning_effort": table.EFFORT,
-        **table.USER,
-        **table.LABELS,
-        "client_metadata": table.Labels(),
-        **table.SERVING,
-        # Responses are one each, of max_output_tokens:
-        **{name: kind for name, kind in GENERATION.items() if name not in ("n_cmpl", "n_predict")},
-        **{name: kind for name, kind in REASONING.items() if name != "reasoning"},
-        "access_programs": ignored_field(NO_SERVICE),
-        "background": refused_field("a reply is computed while its client waits", False),
-        "context_management": ignored_field("contexts are not edited", []),
-        "conversation": refused_field("use previous_response_id"),
-        "image": refused_field(_TEXT_ONLY),
-        "max_tool_calls": ignored_field(NO_SERVICE),
-        "prompt": refused_field("prompts are not stored"),
-        "top_logprobs": refused_field("use chat completions for log probabilities", 0),
-        "truncation": ignored_field("a conversation is never shortened", "disabled"),
-        **_IGNORED,
-    },
-    required=("input",),
-)
-INPUT_TOKENS = FieldTable(
-    {
-        **RESPONSES.fields,
-        "personality": refused_field("ask for it in the prompt"),
-    },
-    required=("input",),
-)
-STORED_RESPONSE = FieldTable(  # of a query
-    {**_INCLUDE, "stream": refused_field("a stored response is sent as one object", "false")}
-)
-STORED_ITEMS = FieldTable(
-    {
-        **_INCLUDE,
-        "limit": table.integer_from(1, MAX_LISTED),
-        "order": table.one_of("asc", "desc"),
-        "after": table.STRING,
-    }
-)
-EMBEDDINGS = FieldTable(
-    {
-        **table.MODEL,
-        "input": table.texts_or_ids(),
-        "encoding_format": table.one_of("float", "base64"),
-        "dimensions": table.integer_from(1),
-        **table.USER,
-        **table.SERVING,
-    },
-    required=("input",),
-)
+VERBOSITY = ignored_field("ask for it in the prompt", "medium")
