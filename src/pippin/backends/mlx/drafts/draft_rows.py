@@ -22,12 +22,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 
 from pippin.backends.base import DecodeRow, Proposal
-from pippin.backends.mlx.attention.decode_step import (
-    DraftsShape,
-    PackedShape,
-    StepShape,
-    Tree,
-)
+from pippin.backends.mlx.attention.decode_step import DraftsShape, PackedShape, StepShape, Tree
 from pippin.backends.mlx.attention.packed_rows import AttentionPaths
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState

@@ -18,13 +18,7 @@ from pippin.backends.base import DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.cpu.layers import HeadOperation
 from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.drafts.draft_model import DraftModel
-from pippin.backends.mlx.drafts.rings import (
-    RingKV,
-    Rings,
-    RingShape,
-    RingStep,
-    SlotRings,
-)
+from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.sampler import MLXSampler, noise_words, send
 from pippin.backends.step.drafts import MOST_FED, DraftTexts, Missing
