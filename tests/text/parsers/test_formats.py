@@ -636,6 +636,11 @@ def test_a_long_call_does_not_make_each_further_token_dearer() -> None:
     assert FoldedText.of(pieces).content == opening + "x" * 100_000
 
 
+def test_arguments_that_are_no_object_do_not_hold_the_next_call() -> None:
+    bad = '<tool_call>{"name": "get_weather", "arguments": '
+    assert read("hermes", bad + HERMES) == (bad.strip(), [WEATHER])
+
+
 def test_a_quoted_value_that_never_ends_is_no_argument_of_the_next_call() -> None:
     folded = fold(
         ReplyFormats("gemma4"),
