@@ -421,6 +421,11 @@ CALLED_WITH_CONTAINERS = {"list": ["a"], "tree": {"a": [1, None]}}
             {"count": 1},
         ),
         ("gemma4", "<|tool_call>call:f{count :1,}<tool_call|>", {"count": 1}),
+        (
+            "glm",
+            '<tool_call>{"name": "f", "arguments": {"count": 1}}</tool_call>',
+            {"count": 1},
+        ),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"count": 1}}}]', {"count": 1}),
         (
             "deepseek_v32",
