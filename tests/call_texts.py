@@ -45,7 +45,7 @@ TOOLS = [
             },
         },
     }
-    for name in ("get_weather", "write-file", "mcp__search.v2")
+    for name in ("get_weather", "write-file", "mcp__search.v2", "f")
 ]
 NAMES = [tool["function"]["name"] for tool in TOOLS]
 STRINGS = [

@@ -100,12 +100,6 @@ class Report:
         quarter = len(sizes) // 4
         return float(np.median(sizes[-quarter:]) - np.median(sizes[quarter : 2 * quarter]))
 
-    @property
-    def slope_mb_per_minute(self) -> float:
-        """Of the server's resident memory after the first quarter."""
-        at, sizes = np.array(self.server_mb[len(self.server_mb) // 4 :]).T
-        return float(np.polyfit(at / 60, sizes, 1)[0])
-
     def lines(self) -> list[str]:
         ends = ", ".join(f"{count:,} {name}" for name, count in self.ends.most_common())
         seconds = [taken for _, taken in self.recoveries]
@@ -120,7 +114,7 @@ class Report:
             f"greedy probes: {self.probes}, {self.same_tokens} of {self.probe_tokens} tokens as a "
             "fresh server's, the others after a tie",
             f"server's memory: {self.server_mb[0][1]:.0f} MB at first, {self.server_mb[-1][1]:.0f} "
-            f"MB at last, {self.slope_mb_per_minute:+.2f} MB a minute; engines at most "
+            f"MB at last, {self.growth_mb:+.1f} MB since the second quarter; engines at most "
             f"{max(size for _, size in self.engine_mb):.0f} MB",
         ]
 

@@ -145,19 +145,6 @@ def test_the_banner_holds_a_curl_that_works_and_ctrl_c_ends_both_processes() -> 
         assert not is_running(engine_pid)
 
 
-def test_a_fresh_server_answers_is_healthy_and_a_signal_ends_both_processes() -> None:
-    with serve() as served:
-        url, body = f"{served.url}/v1/chat/completions", {**CHAT, "max_tokens": 4}
-        reply = httpx.post(url, json=body)
-        assert reply.status_code == 200
-        assert reply.json()["usage"]["completion_tokens"] == 4
-        assert httpx.get(f"{served.url}/health").status_code == 200
-        engine_pid = served.engine_pid
-        served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(PATIENCE_SECONDS) == 0
-        assert not is_running(engine_pid)
-
-
 def test_a_signal_lets_requests_finish_and_takes_no_more() -> None:
     with serve(*NEVER_HUNG) as served, stopped(served.engine_pid) as engine_pid:
         with waiting_request(served) as read:

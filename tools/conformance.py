@@ -14,14 +14,17 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-URL = "http://127.0.0.1:8000"
-PATIENCE_SECONDS = 120.0
+TOOLS = Path(__file__).parent
+sys.path[:0] = [str(TOOLS), str(TOOLS / "bench")]
+
+from loopback import isolate
+from servers import pippin_server
+
+from pippin.config import ModelConfig
+
 STORIES = "needs a model that follows instructions: the demo model writes until max_tokens cuts it"
 APART = "Anthropic counts cached tokens apart from input_tokens; here the whole prompt was cached"
 KNOWN = {
@@ -33,50 +36,23 @@ KNOWN = {
     "messages-usage-input": APART,
     "messages-usage-cached-bound": APART,
 }
-INSIDE = "PIPPIN_CONFORMANCE_INSIDE"
 
 
 def main(arguments: list[str]) -> int:
     if not arguments:
         print(__doc__, file=sys.stderr)
         return 2
-    if INSIDE not in os.environ:
-        again = [sys.executable, str(Path(__file__).resolve()), *arguments]
-        os.execvpe("unshare", ["unshare", "-rn", *again], {**os.environ, INSIDE: "1"})
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    if not (network := isolate()).startswith("isolated"):
+        sys.exit(f"conformance: {network}")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     folder, *options = arguments[:split]
     program = Path(folder) / "node_modules" / "llmprobe" / "bin" / "dist" / "llmprobe.mjs"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "pippin", "serve", "--port", "8000", *arguments[split + 1 :]],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        wait_until_ready(server)
-        with tempfile.TemporaryDirectory() as home:
-            report = Path(home) / "report.json"
-            fixed = ["--no-bench", "--no-save", "--no-color", "--save", str(report)]
-            subprocess.run(
-                ["node", str(program), URL, *fixed, *options],
-                env={**os.environ, "HOME": home},
-                stdin=subprocess.DEVNULL,
-                check=False,
-            )
-            return print_failed(json.loads(report.read_text()))
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def wait_until_ready(server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{URL}/ready", timeout=1):
-                return
-        except (urllib.error.URLError, TimeoutError):
-            time.sleep(0.2)
-    raise SystemExit("conformance: the server did not start")
+    with pippin_server(ModelConfig.model, arguments[split + 1 :]) as served, tempfile.TemporaryDirectory() as home:
+        report = Path(home) / "report.json"
+        fixed = ["--no-bench", "--no-save", "--no-color", "--save", str(report)]
+        command = ["node", str(program), served.url, *fixed, *options]
+        subprocess.run(command, env={**os.environ, "HOME": home}, stdin=subprocess.DEVNULL, check=False)
+        return print_failed(json.loads(report.read_text()))
 
 
 def print_failed(report: dict[str, Any]) -> int:

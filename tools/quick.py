@@ -28,8 +28,10 @@ SLOW_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def changed_files() -> set[Path]:
-    """Raises CalledProcessError where git cannot tell."""
-    (base,) = _git("merge-base", "HEAD", "main")
+    """Raises CalledProcessError or FileNotFoundError where git cannot tell."""
+    branches = _git("branch", "--all", "--format=%(refname:short)")
+    main = next((name for name in ("main", "origin/main") if name in branches), "HEAD")
+    (base,) = _git("merge-base", "HEAD", main)
     names = _git("diff", "--name-only", base) + _git("ls-files", "--others", "--exclude-standard")
     return {ROOT / name for name in names}
 
@@ -68,7 +70,11 @@ def _is_traced(path: Path) -> bool:
 def main(args: list[str]) -> int:
     every = sorted(TESTS.rglob("test_*.py"))
     files = [path for path in every if not SLOW_FILE.search(path.read_text(encoding="utf-8"))]
-    changed = changed_files()
+    try:
+        changed = changed_files()
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        print(f"git does not tell what has changed: {error}")
+        changed = set()
     chosen = sorted(choose(changed, files))
     if "--list" in args:
         print(*(path.relative_to(ROOT) for path in chosen), sep="\n")

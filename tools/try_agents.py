@@ -31,11 +31,11 @@ TOOLS = Path(__file__).parent
 sys.path[:0] = [str(TOOLS), str(TOOLS / "bench")]
 
 from forcing import DONE, MARK, RESULT, Exchange, forcing_proxy
+from loopback import isolate
 from servers import pippin_server
 
 from pippin.cli.coding_agents import CODING_AGENTS, Target
 
-ISOLATED = "PIPPIN_TRY_AGENTS_ISOLATED"  # set in the process that has a network namespace
 TURN_SECONDS = 300
 
 
@@ -174,18 +174,6 @@ def version(agent: Agent) -> str:
     done = subprocess.run([agent.command, "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"\d+\.\d+[\w.]*", done.stdout)
     return found[0] if found else "?"
-
-
-def isolate() -> str:
-    """Starts this program again in a network of loopback only; says why not, where it cannot."""
-    if ISOLATED in os.environ:
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        return "isolated: loopback only"
-    command = ["unshare", "--map-root-user", "--net"]
-    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
-        return "not isolated: `unshare --net` is not permitted"
-    os.environ[ISOLATED] = "1"
-    os.execvp("unshare", [*command, sys.executable, *sys.argv])
 
 
 def main() -> int:

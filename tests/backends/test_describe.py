@@ -11,12 +11,12 @@ from families import build
 from pippin.backends import fake
 from pippin.backends.fake import FakeDevice
 from pippin.backends.fallbacks import Fallback, Fallbacks, note_fallback, noted_in
-from pippin.backends.mlx import describe as describe_module
-from pippin.backends.mlx.describe import attention, describe
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.load import prepare
 from pippin.config import ModelConfig
 from pippin.errors import ConfigError
+from pippin.terminal.doctor import on_mlx
+from pippin.terminal.doctor.on_mlx import attention_of, described
 from pippin.types import Component
 
 PLAIN = LayerCache(0, Component.ATTENTION, reads=Reads.PIECES)
@@ -33,30 +33,30 @@ def layout(*caches: LayerCache) -> Layout:
 
 
 def test_a_model_that_attends_in_its_own_way_is_said_to_be_slower() -> None:
-    assert attention(layout(PLAIN, STATE)) == (
+    assert attention_of(layout(PLAIN, STATE)) == (
         "1 layer through mlx-lm's function: KV is not copied"
     )
-    assert attention(layout(PLAIN, STATE), gathers=True) == (
+    assert attention_of(layout(PLAIN, STATE), gathers=True) == (
         "1 layer through mlx-lm's function: plain operations copy KV in each step, slower"
     )
-    assert attention(layout(PLAIN, OWN_WAY, STATE)) == (
+    assert attention_of(layout(PLAIN, OWN_WAY, STATE)) == (
         "1 of 2 layers attend in their own way: concatenated KV each step, slower"
     )
-    assert attention(layout(replace(PLAIN, reads=Reads.LATENT))) == (
+    assert attention_of(layout(replace(PLAIN, reads=Reads.LATENT))) == (
         "1 layer over latents through mlx-lm's function: KV is not copied"
     )
-    assert attention(layout(STATE)) == "none: every layer is recurrent"
+    assert attention_of(layout(STATE)) == "none: every layer is recurrent"
 
 
 @pytest.mark.parametrize("metal", [False, True])
 def test_a_loaded_model_is_described_whole(metal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = prepare(*build("qwen3_5"))
-    monkeypatch.setattr(describe_module, "on_metal", lambda: metal)
-    described = dict(describe(loaded))
-    assert set(described) == {"attention", "recurrence"}
-    assert described["recurrence"].startswith("mlx-lm's kernels" if metal else "ours: ")
-    assert "--safe" in dict(describe(replace(loaded, safe=True)))["recurrence"]
-    assert "recurrence" not in dict(describe(prepare(*build("qwen3"))))
+    monkeypatch.setattr(on_mlx, "on_metal", lambda: metal)
+    found = dict(described(loaded))
+    assert set(found) == {"attention", "recurrence"}
+    assert found["recurrence"].startswith("mlx-lm's kernels" if metal else "ours: ")
+    assert "--safe" in dict(described(replace(loaded, safe=True)))["recurrence"]
+    assert "recurrence" not in dict(described(prepare(*build("qwen3"))))
 
 
 def test_a_fallback_is_logged_once_and_listed(caplog: pytest.LogCaptureFixture) -> None:

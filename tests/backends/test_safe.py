@@ -113,7 +113,6 @@ def test_safe_torch_has_no_kernels_and_no_graphs(monkeypatch: pytest.MonkeyPatch
         raise Used("kernels")
 
     monkeypatch.setattr(torch_backend, "suit_kernels", used)
-    monkeypatch.setattr(torch_backend.agreement, "our_kernels_agree", used)
     load = torch_backend.TorchBackend.load
     assert load(BUNDLED_PATH, num_slots=2, dtype="float32", safe=True).shapes_to_warm_up == []
 

@@ -84,7 +84,7 @@ def test_engines_beside_each_other_share_a_model_and_nothing_else() -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     prompt = list(range(1, 90))
     with LLM(config=TOY) as llm:
-        plain = engine_beside(llm, prefix_cache=False, overlap=False)
+        plain = engine_beside(llm, prefix_cache=False)
         texts = [engine.generate(prompt, params)[0] for engine in (llm, plain, llm, plain)]
         assert len({tuple(text.tokens) for text in texts}) == 1
         assert [text.cached_tokens > 0 for text in texts] == [False, False, True, False]

@@ -232,23 +232,6 @@ def test_what_a_store_evicts_costs_the_same_in_a_tree_of_any_size(layout: str, o
 
 
 @over_layouts
-def test_an_entry_that_was_split_is_removed_as_fast(layout: str) -> None:
-    lines = []
-    for num_leaves in SIZES:
-        tree, keys = make_tier(layout, num_leaves)
-        longer = np.concatenate([conversation(0, 3), [5] * BLOCK]).astype(np.int32)
-        tree.add(longer, tree.entries(longer, [Run(A, 3 * BLOCK, len(longer), ())]))
-        middle, last = (key for key in keys[0] if key.component is A)
-        tree.lose([last])
-        remove_all_lost(tree)
-        tree.lose([middle])
-        lines.append(num_lines(tree.remove_lost))
-        assert middle not in tree._owned
-        check_tier(tree)
-    assert lines[1] < 1.5 * lines[0] + 10
-
-
-@over_layouts
 def test_a_step_removes_a_bounded_number_of_nodes_however_much_was_evicted(layout: str) -> None:
     """A whole segment, and the entry that all others hang below."""
     worst = []

@@ -27,66 +27,37 @@ NUMBER, BOOLEAN, NULL = {"type": "number"}, {"type": "boolean"}, {"type": "null"
 WORD = {"type": "string", "pattern": "^[a-z]{1,6}$"}
 
 PLAIN: dict[str, Schema] = {
-    "boolean": BOOLEAN,
-    "null": NULL,
-    "integer": INTEGER,
-    "number": NUMBER,
-    "short string": STRING,
     "string or null": {"type": ["string", "null"], "maxLength": 5},
     "const string": {"const": 'a "quoted" \\ backslash'},
-    "const unicode": {"const": "naïve – 日本語 🍎"},
-    "enum of strings": {"enum": ["red", "green", "blue", "re", "r"]},
     "enum of everything": {"enum": [None, 1, 1.5, "1", [1], {"a": 1}, True]},
     "enum with marks": {"enum": ["<|im_end|>", "<think>", "</s>"]},
     "enum with controls": {"enum": ["tab\t", "line\n", "nul\u0000", "\u007f", "\u2028"]},
     "empty object": closed({}),
-    "empty array": array(INTEGER, maxItems=0),
 }
 STRINGS: dict[str, Schema] = {
-    "exact length": {"type": "string", "minLength": 5, "maxLength": 5},
-    "pattern": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
     "pattern without anchors": {"type": "string", "pattern": "[0-9]{2}", "maxLength": 9},
-    "pattern anchored left": {"type": "string", "pattern": "^ab", "maxLength": 6},
     "pattern with alternatives": {"type": "string", "pattern": "^(cat|dog|bird)s?$"},
-    "pattern of unicode": {"type": "string", "pattern": "^[α-ω]{2,4}$"},
     "pattern that needs escapes": {"type": "string", "pattern": '^["\\\\/]{1,4}$'},
     "pattern with a class of classes": {"type": "string", "pattern": "^[\\w.]{1,5}@[a-z]+\\.com$"},
     "pattern and length": {"type": "string", "pattern": "^[ab]+$", "minLength": 4, "maxLength": 6},
     "two patterns": {"allOf": [{"type": "string", "pattern": "^a.{0,4}$"}, {"pattern": "z$"}]},
-    "date": {"type": "string", "format": "date"},
     "date-time": {"type": "string", "format": "date-time"},
-    "uuid": {"type": "string", "format": "uuid"},
-    "ipv4": {"type": "string", "format": "ipv4"},
     "email": {"type": "string", "format": "email", "maxLength": 20},
 }
 NUMBERS: dict[str, Schema] = {
-    "small range": {"type": "integer", "minimum": 3, "maximum": 7},
     "range over zero": {"type": "integer", "minimum": -12, "maximum": 105},
-    "one integer": {"type": "integer", "minimum": 42, "maximum": 42},
     "exclusive bounds": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 3},
-    "no upper bound": {"type": "integer", "minimum": 1_000_000},
-    "share": {"type": "number", "minimum": 0, "maximum": 1},
-    "open share": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     "fraction bounds": {"type": "number", "minimum": -0.25, "maximum": 0.125},
     "multiples of seven": {"type": "integer", "multipleOf": 7, "minimum": 10, "maximum": 1000},
 }
 OBJECTS: dict[str, Schema] = {
-    "many keys": closed({f"key_{number}": BOOLEAN for number in range(25)}),
-    "all optional": closed({"a": INTEGER, "b": BOOLEAN, "c": NULL}, []),
     "some optional": closed({"a": INTEGER, "b": BOOLEAN, "c": NULL, "d": WORD}, ["b", "d"]),
     "keys that share beginnings": closed({"a": NULL, "ab": NULL, "abc": NULL, "b": NULL}, ["ab"]),
-    "unicode keys": closed({"имя": WORD, "年齢": INTEGER, "🍎": BOOLEAN}),
     "keys that need escapes": closed({'"': NULL, "\\": NULL, "\n": NULL, "a/b": NULL, "": NULL}),
     "keys like keywords": closed(
         {"type": WORD, "properties": WORD, "required": WORD, "$ref": WORD}
     ),
-    "deeply nested": closed({"a": closed({"b": closed({"c": closed({"d": array(INTEGER)})})})}),
     "dictionary of integers": {"type": "object", "additionalProperties": INTEGER},
-    "pattern properties": {
-        "type": "object",
-        "patternProperties": {"^n_[a-z]{1,3}$": INTEGER, "^s_[a-z]{1,3}$": WORD},
-        "additionalProperties": False,
-    },
     "pattern properties beside named ones": {
         "type": "object",
         "properties": {"id": INTEGER},
@@ -96,11 +67,8 @@ OBJECTS: dict[str, Schema] = {
     },
 }
 ARRAYS: dict[str, Schema] = {
-    "at least two": array(BOOLEAN, minItems=2, maxItems=4),
-    "exactly three": array(WORD, minItems=3, maxItems=3),
     "array of arrays": array(array(array(BOOLEAN, maxItems=2), maxItems=2), maxItems=2),
     "array of objects": array(closed({"id": INTEGER, "tags": array(WORD, maxItems=2)}), maxItems=3),
-    "tuple": {"type": "array", "prefixItems": [INTEGER, WORD, BOOLEAN], "items": False},
     "tuple with a tail": {
         "type": "array",
         "prefixItems": [WORD],
@@ -114,12 +82,9 @@ ARRAYS: dict[str, Schema] = {
         "items": [INTEGER, WORD],
         "additionalItems": False,
     },
-    "enum items": array({"enum": ["x", "y", "xy"]}, minItems=1, maxItems=5),
 }
 CHOICES: dict[str, Schema] = {
-    "anyOf types": {"anyOf": [INTEGER, WORD, BOOLEAN]},
     "anyOf objects": {"anyOf": [closed({"a": INTEGER}), closed({"b": WORD}), closed({"a": WORD})]},
-    "oneOf types": {"oneOf": [INTEGER, WORD, array(INTEGER, maxItems=2)]},
     "oneOf by a constant": {
         "oneOf": [
             closed({"kind": {"const": "circle"}, "radius": INTEGER}),
@@ -148,10 +113,6 @@ CHOICES: dict[str, Schema] = {
     },
 }
 REFERENCES: dict[str, Schema] = {
-    "ref": {
-        "$defs": {"w": WORD},
-        **closed({"a": {"$ref": "#/$defs/w"}, "b": {"$ref": "#/$defs/w"}}),
-    },
     "ref with a sibling": {
         "$defs": {"n": INTEGER},
         "$ref": "#/$defs/n",
@@ -168,22 +129,6 @@ REFERENCES: dict[str, Schema] = {
         "$ref": "#/$defs/list",
     },
     "recursive root": closed({"v": BOOLEAN, "next": {"$ref": "#"}}, ["v"]),
-    "expression": {
-        "$defs": {
-            "e": {
-                "anyOf": [
-                    {"type": "integer", "minimum": 0, "maximum": 9},
-                    closed(
-                        {
-                            "op": {"enum": ["+", "*"]},
-                            "args": array({"$ref": "#/$defs/e"}, minItems=2, maxItems=2),
-                        }
-                    ),
-                ]
-            }
-        },
-        "$ref": "#/$defs/e",
-    },
 }
 REAL: dict[str, Schema] = {
     "person": closed(

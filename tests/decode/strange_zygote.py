@@ -58,14 +58,10 @@ def _is_open(descriptor: int) -> bool:
 
 
 if __name__ == "__main__":
-    line = b""
-    while not line.endswith(b"\n"):
-        line += os.read(0, 1)
-    setup = json.loads(line)
+    setup = json.loads(sys.stdin.readline())
     prover.CPU_SECONDS = setup.get("cpu_seconds", prover.CPU_SECONDS)
     prover.WALL_SECONDS = setup.get("wall_seconds", prover.WALL_SECONDS)
     if setup.get("vocabulary"):
         bundled_vocabulary()
-    os.write(1, b"ready\n")
-    prover.Zygote(prove, 0, os.dup(1)).run()
+    prover.run_zygote(prove, [int(fd) for fd in sys.argv[1:]])
     sys.exit(0)

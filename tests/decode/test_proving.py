@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from walks import CountingProver, bundled_vocabulary
 from bundled import BUNDLED_PATH
 from hostile_grammars import FAMILIES
 from pippin.decode.compile import GrammarCompiler
-from pippin.decode.prover import STACK_BYTES, Prover, Verdict, lost
+from pippin.decode.prover import NUM_SERVERS, STACK_BYTES, Prover, Verdict, lost
 from pippin.errors import ContextOverflow, NotReady, PippinError, RequestError
 from pippin.types import GrammarPart, GrammarSpec
 from processes import children_of, environment, wait_until, wait_until_gone
@@ -128,9 +129,10 @@ def test_each_grammar_has_a_child_of_its_own_and_none_is_left_behind(
     with strange_prover(monkeypatch) as prover, ThreadPoolExecutor(8) as threads:
         seen = list(threads.map(lambda _: told(prover), range(40)))
         assert len({each["pid"] for each in seen}) == 40
-        [zygote] = {each["parent"] for each in seen}
-        wait_until(lambda: len(children_of(zygote)) == 2)
-    for pid in (zygote, *(each["pid"] for each in seen)):
+        servers = {each["parent"] for each in seen}
+        assert len(servers) <= NUM_SERVERS
+        wait_until(lambda: all(len(children_of(server)) == 1 for server in servers))
+    for pid in (*servers, *(each["pid"] for each in seen)):
         wait_until_gone(pid)
 
 
@@ -150,11 +152,15 @@ prover.prove(GrammarSpec("regex", "sleep 1000"))
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
-        zygote = json.loads(engine.stdout.readline())["parent"]
-        wait_until(lambda: len(children_of(zygote)) >= 2 + busy)
-        children = children_of(zygote)
+        assert engine.stdout.readline()
+        [zygote] = children_of(engine.pid)
+        servers = children_of(zygote)
+        wait_until(lambda: all(children_of(server) for server in servers))
+        time.sleep(0.2 * busy)
+        children = [child for server in servers for child in children_of(server)]
+        assert len(children) == NUM_SERVERS
         engine.kill()
-    for pid in (zygote, *children):
+    for pid in (zygote, *servers, *children):
         wait_until_gone(pid)
 
 

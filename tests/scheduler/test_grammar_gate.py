@@ -106,19 +106,6 @@ def test_a_ghost_does_not_move_its_grammar() -> None:
     assert client.loop.scheduler.metrics.ghost_rows == 1
 
 
-@both_modes
-def test_a_grammar_that_raises_fails_its_step_and_not_the_loop(overlap: bool) -> None:
-    class Broken(ToyGrammar):
-        def fill_mask(self, mask: np.ndarray) -> None:
-            raise ValueError("no token is allowed")
-
-    client, _ = make_recording_client(overlap)
-    reply = client.ask(make_prompt(5), grammar=Broken())
-    assert (reply.finish, reply.error) == ("error", "the grammar failed: no token is allowed")
-    assert client.ask(make_prompt(5)).finish == "length"
-    check_idle(client)
-
-
 # ---- slow grammars: threads follow these -----------------------------------------------------
 
 

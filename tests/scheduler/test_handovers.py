@@ -304,7 +304,7 @@ def test_what_arrives_while_all_of_the_store_is_being_read_waits_for_room() -> N
     store = pair.wire.store
     assert store is not None
     for area in store._areas:
-        area.num_readers, area.end = 1, area.size
+        area.num_readers, area.end = 1, area.memory.nbytes
     reply = pair.decode.submit(prompt)
     pair.step(30)
     assert not store.entries()

@@ -174,14 +174,6 @@ def test_a_flush_frees_a_bounded_number_of_nodes_a_step(monkeypatch: pytest.Monk
     assert client.loop.idle
 
 
-def test_closing_a_loop_with_a_step_in_flight() -> None:
-    client = make_client()
-    client.submit(make_prompt(10))
-    client.step()
-    client.loop.close()
-    assert client.loop._in_flight is None
-
-
 @both_modes
 def test_committing_is_timed_apart_from_planning_the_next_step(
     overlap: bool, monkeypatch: pytest.MonkeyPatch

@@ -260,17 +260,6 @@ def test_what_memory_has_no_room_for_comes_back_from_disk() -> None:
     check_idle(client)
 
 
-def test_a_full_disk_costs_hits_and_nothing_else() -> None:
-    store = make_store()
-    store.fails = True
-    client = start(store)
-    prompt = make_prompt(300)
-    assert client.ask(prompt).tokens == oracle(prompt)[0]
-    client.loop.close()
-    assert disk_of(client)["failed_spills"] != 0
-    assert not store.entries()
-
-
 def test_a_sequence_that_the_disk_cannot_hold_is_written_once() -> None:
     store = make_store(max_bytes=1_000)
     client = start(store, batch_bytes=600)

@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +34,7 @@ from pippin.config import Config, ModelConfig
 from pippin.metrics import StepRecord, read_step_log
 from pippin.startup.checkpoint import find_checkpoint
 from prompts import Prompts, count_with
-from servers import as_options, pippin_server, write_endless_copy
+from servers import as_options, pippin_server
 from shared import Positive, run, verdict, without_collections
 
 PROMPT_TOKENS = (5, 2500)  # of a request's own; every order of magnitude is as likely
@@ -181,14 +181,11 @@ def _churn_here(config: Config, load: Load, seed: int, step_log: Path | None) ->
     notes = busy_note()
     model_dir = find_checkpoint(config.model)
     with TemporaryDirectory(prefix="pippin-bench-") as folder:
-        copy, log = Path(folder) / model_dir.name, step_log or Path(folder) / "steps"
-        copy.mkdir()
-        write_endless_copy(model_dir, copy, float32=False)
-        config = replace(config, model=replace(config.model, model=str(copy)))
+        log = step_log or Path(folder) / "steps"
         model, *options = as_options(config)
         say("starting a server")
         with pippin_server(model, [*options, "--step-log", str(log)]) as target:
-            outcome = _run(target, load, Prompts(f"churn {seed}", count_with(copy)))
+            outcome = _run(target, load, Prompts(f"churn {seed}", count_with(model_dir)))
         records = read_step_log(log)
         served = [r for r in records if outcome.began <= r.planned and r.resumed <= outcome.ended]
         rates = measure_rates(config, widths_to_measure(r.decode_rows for r in served))

@@ -59,17 +59,14 @@ def pippin_server(
         yield Target(url, first_model(url), extra={"ignore_eos": True})
 
 
-def as_options(config: Config, without: Sequence[str] = ()) -> list[str]:
-    """What `pippin serve` reads this config's model and engine from; the model comes first.
-
-    Commands that lack some of these options name them in `without`.
-    """
+def as_options(config: Config) -> list[str]:
+    """What `pippin serve` reads this config's model and engine from; the model comes first."""
     options = [config.model.model]
     for section in (config.model, config.engine):
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
             flag = field.name.replace("_", "-")
-            if field.name in ("model", *without) or value is None:
+            if field.name == "model" or value is None:
                 continue
             if isinstance(value, bool):
                 options.append(f"--{flag}" if value else f"--no-{flag}")

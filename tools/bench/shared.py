@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from cyclopts import App
 
@@ -46,7 +46,6 @@ from prompts import Prompts
 
 Names = Annotated[list[str] | None, LIST]
 Positive = Annotated[float, POSITIVE]
-T = TypeVar("T")
 Part = tuple[Table, Any]  # what is printed, and the numbers behind it
 WARM_UPS = 2
 FEWEST_STEPS = 8
@@ -56,7 +55,6 @@ def engine_beside(
     llm: LLM,
     *,
     prefix_cache: bool = True,
-    overlap: bool = True,
     speculate: Speculate | None = None,
 ) -> LLM:
     """Another engine over the same loaded model, with its own requests, cache and metrics.
@@ -67,7 +65,6 @@ def engine_beside(
     engine = replace(
         llm.config.engine,
         prefix_cache=prefix_cache,
-        overlap=overlap,
         speculate=speculate or llm.config.engine.speculate,
         host_cache=None,  # which one engine has to itself
         cache_dir=None,  # likewise

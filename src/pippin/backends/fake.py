@@ -37,7 +37,7 @@ from pippin.backends.base import (
     loaded_bytes,
 )
 from pippin.backends.masks import allowed_ids
-from pippin.backends.step.pending import Arrival, SpilledArrays, StepOutputs
+from pippin.backends.step.pending import Arrival, Evaluated, SpilledArrays, StepOutputs
 from pippin.backends.step.runner import StepRunner
 from pippin.backends.step.slots import Arrays, FutureMap
 from pippin.cache.entries import ArraySpec, Bytes
@@ -281,16 +281,6 @@ ARRAYS: Arrays[np.ndarray] = Arrays(
 )
 
 
-@dataclass(frozen=True)
-class Here:
-    """What the tree holds has been written: it is read at once."""
-
-    arrays: Sequence[np.ndarray]
-
-    def wait(self) -> Sequence[np.ndarray]:
-        return self.arrays
-
-
 @dataclass(kw_only=True)
 class FakePending(StepOutputs):
     """A step in flight: its result is there when the device has run it."""
@@ -301,7 +291,7 @@ class FakePending(StepOutputs):
     masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
 
     def bring(self, arrays: Sequence[np.ndarray]) -> Arrival:
-        return Here(arrays)
+        return Evaluated(arrays)
 
     def spill(self, spill: Spill, arrays: Sequence[np.ndarray]) -> None:
         spilled = SpilledArrays(self.bring(arrays))

@@ -17,13 +17,9 @@ logger = logging.getLogger(__name__)
 
 def compute_capability() -> tuple[int, int] | None:
     """Of the first GPU that CUDA_VISIBLE_DEVICES leaves, such as (9, 0); None without a GPU."""
-    if (opened := _first_gpu()) is None:
-        return None
-    driver, device = opened
     found = [ctypes.c_int() for _ in COMPUTE_CAPABILITY]
     for number, attribute in zip(found, COMPUTE_CAPABILITY, strict=True):
-        if status := driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device):
-            logger.info("cuDeviceGetAttribute says %d: no GPU", status)
+        if not _asked("cuDeviceGetAttribute", ctypes.byref(number), attribute):
             return None
     major, minor = (number.value for number in found)
     return major, minor
@@ -31,26 +27,25 @@ def compute_capability() -> tuple[int, int] | None:
 
 def memory_bytes() -> int | None:
     """Of the same GPU, in all."""
-    if (opened := _first_gpu()) is None:
-        return None
-    driver, device = opened
     found = ctypes.c_size_t()
-    if status := driver.cuDeviceTotalMem_v2(ctypes.byref(found), device):
-        logger.info("cuDeviceTotalMem says %d: no GPU", status)
-        return None
-    return found.value
+    return found.value if _asked("cuDeviceTotalMem_v2", ctypes.byref(found)) else None
 
 
 def gpu_name() -> str | None:
     """Of the same GPU, such as "NVIDIA H200"."""
-    if (opened := _first_gpu()) is None:
-        return None
-    driver, device = opened
     name = ctypes.create_string_buffer(MAX_NAME_BYTES)
-    if status := driver.cuDeviceGetName(name, MAX_NAME_BYTES, device):
-        logger.info("cuDeviceGetName says %d: no GPU", status)
-        return None
-    return name.value.decode(errors="replace")
+    known = _asked("cuDeviceGetName", name, MAX_NAME_BYTES)
+    return name.value.decode(errors="replace") if known else None
+
+
+def _asked(call: str, *arguments: Any) -> bool:
+    """Of the GPU, which is the last argument; False: there is none."""
+    if (opened := _first_gpu()) is None:
+        return False
+    driver, device = opened
+    if status := getattr(driver, call)(*arguments, device):
+        logger.info("%s says %d: no GPU", call, status)
+    return not status
 
 
 def gpu_ids() -> list[str] | None:

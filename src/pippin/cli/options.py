@@ -20,7 +20,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -253,7 +253,16 @@ class Setting:
     name: str  # as the option is spelt, without its dashes
     value: Any
     place: str  # file:line
-    places: Mapping[tuple[str, str], str] = field(default_factory=dict)  # of a models table's keys
+    text: str = ""  # of the file, for a models table
+
+    def place_of(self, model: str, key: str = "") -> str:
+        """Of a model's table, or of a key in it."""
+        header = rf"""^[ \t]*\[[ \t]*{MODELS}[ \t]*\.[ \t]*["']?{re.escape(model)}["']?[ \t]*\]"""
+        found = re.search(header, self.text, re.MULTILINE)
+        start = found.start() if found else 0
+        before = self.text.count("\n", 0, start)
+        line = _line_of(key, self.text[start:]) if key else 1
+        return f"{self.place.rpartition(':')[0]}:{before + line}"
 
 
 def default_paths() -> list[Path]:
@@ -293,7 +302,7 @@ def read_config_file(
         spelt = key.replace("_", "-")
         place = f"{path}:{_line_of(key, text)}"
         if spelt == MODELS and isinstance(value, dict):
-            settings[MODELS] = Setting(MODELS, value, place, dict(_places(path, value, text)))
+            settings[MODELS] = Setting(MODELS, value, place, text)
             continue
         if spelt in sections:
             settings[spelt] = Setting(spelt, value, place)
@@ -329,19 +338,6 @@ def _unknown(name: str, value: Any, known: Iterable[str], sections: Collection[s
 def near_name(name: str, known: Iterable[str], otherwise: str) -> str:
     near = difflib.get_close_matches(name, sorted(known), n=1)
     return f"did you mean {near[0]}?" if near else otherwise
-
-
-def _places(
-    path: Path, models: Mapping[str, Any], text: str
-) -> Iterator[tuple[tuple[str, str], str]]:
-    for name, table in models.items():
-        header = rf"""^[ \t]*\[[ \t]*{MODELS}[ \t]*\.[ \t]*["']?{re.escape(name)}["']?[ \t]*\]"""
-        found = re.search(header, text, re.MULTILINE)
-        start = found.start() if found else 0
-        before = text.count("\n", 0, start)
-        for key in ("", *table) if isinstance(table, dict) else ("",):
-            line = _line_of(key, text[start:]) if key else 1
-            yield (name, key), f"{path}:{before + line}"
 
 
 def _line_of(key: str, text: str) -> int:
@@ -581,8 +577,7 @@ def _config_of(
     except ConfigError as error:
         if table is None:
             raise
-        place = table.places.get((name, ""), table.place)
-        raise ConfigError(f"{place}: models.{name}: {error.message}") from error
+        raise ConfigError(f"{table.place_of(name)}: models.{name}: {error.message}") from error
 
 
 def _checked(name: str, given: Any, table: Setting) -> dict[str, Any]:
@@ -595,7 +590,7 @@ def _checked(name: str, given: Any, table: Setting) -> dict[str, Any]:
     known = {key: field for key, field in known.items() if field in OF_ONE_MODEL}
     values: dict[str, Any] = {}
     for key, value in given.items():
-        place = f"{table.places.get((name, key), table.place)}: models.{name}.{key}"
+        place = f"{table.place_of(name, key)}: models.{name}.{key}"
         field = known.get(spelt := key.replace("_", "-"))
         if field is None:
             meant = near_name(spelt, known, f"known are {', '.join(sorted(known))}")

@@ -31,7 +31,7 @@ from pippin.decode.json_schema import (
     in_one_line,
     regex_terminal,
 )
-from pippin.decode.prover import STACK_BYTES, Prover, Verdict
+from pippin.decode.prover import NUM_SERVERS, STACK_BYTES, Prover, Verdict
 from pippin.decode.size import check_size
 from pippin.errors import RequestError
 from pippin.types import GrammarPart, GrammarSpec
@@ -289,7 +289,6 @@ T = TypeVar("T")
 REMEMBERED_GRAMMARS = 64
 REMEMBERED_GROWTH = 0.5  # CPU seconds that built lexer states of grammars: some 100 MB
 REMEMBERED_REFUSALS = 1024
-NUM_THREADS = 2  # a large grammar does not hold up a small one
 
 
 class GrammarCompiler:
@@ -301,7 +300,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
         self._compiling: dict[GrammarSpec, Future[CompiledGrammar]] = {}
         self._refused: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest of the grammar
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(NUM_SERVERS, thread_name_prefix="grammar")
 
     def start_loading(self) -> None:
         """Build the vocabulary, in a thread. `compile` reports a failure."""

@@ -1,32 +1,34 @@
 """Compiles each grammar in a child process first: what it does there costs one request an error.
 
-    engine (Prover)  ── [number, grammar] ──▶  zygote  ── the same line ──▶  a child
-    engine           ◀─ [number, verdict] ───  zygote  ◀── [verdict] ──────  exits
+    engine (Prover)  ──  grammar  ──▶  server  ── the same line ──▶  a child
+    engine           ◀── verdict ────  server  ◀──   verdict   ────  exits
 
-A zygote has loaded the vocabulary. It forks a child for each grammar, which compiles it within
-limits. For a child that died without an answer the verdict names the limit that it exceeded.
+A zygote has loaded the vocabulary, and forks servers, each with a channel to the engine. A server
+forks a child for each grammar, one after the other, which compiles it within limits. For a child
+that died without an answer the verdict names the limit that it exceeded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import json
 import os
+import queue
 import resource
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from pippin.errors import STATUSES, NotReady, PippinError, RequestError, error_of
 from pippin.types import GrammarPart, GrammarSpec
@@ -97,20 +99,22 @@ def lost(why: str) -> Verdict:
     )
 
 
-def encode_line(*values: object) -> bytes:
-    return json.dumps(values).encode() + b"\n"
+def encode_line(value: GrammarSpec | Verdict) -> bytes:
+    return json.dumps(asdict(value)).encode() + b"\n"
 
 
-def decode_job(line: bytes) -> tuple[int, GrammarSpec]:
-    number, spec = json.loads(line)
+def decode_spec(line: bytes) -> GrammarSpec:
+    spec = json.loads(line)
     parts = tuple(GrammarPart(**part) for part in spec["parts"])
-    return number, GrammarSpec(spec["kind"], spec["text"], parts)
+    return GrammarSpec(spec["kind"], spec["text"], parts)
 
 
-START_SECONDS = 300.0  # for a vocabulary to be built, on a machine that has much else to do
-GRACE_SECONDS = 30.0  # beyond a child's deadline: then the zygote itself hangs
+# For a vocabulary to be built, on a machine that has much else to do, and then for an answer:
+# beyond that the zygote itself hangs.
+ANSWER_SECONDS = 300.0 + WALL_SECONDS
 EXIT_SECONDS = 0.5
 ATTEMPTS = 2  # a zygote may be killed for another reason than the grammar
+NUM_SERVERS = 2  # a large grammar does not hold up a small one
 
 
 class Prover:
@@ -169,85 +173,64 @@ class Prover:
 
 class _ZygoteProcess:
     def __init__(self, command: Sequence[str]) -> None:
-        # A session of its own: Ctrl-C in a program with an `LLM` is for that program.
+        pairs = [socket.socketpair() for _ in range(NUM_SERVERS)]
+        theirs = [their.fileno() for _, their in pairs]
+        # A session of its own: Ctrl-C in a program with an `LLM` is for that program. What a
+        # library prints goes to stderr.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            [*command, *map(str, theirs)],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            pass_fds=theirs,
+            start_new_session=True,
         )
-        self._numbers = itertools.count()
-        self._waiting: dict[int, Future[Verdict]] = {}
-        self._sending = threading.Lock()
-        self._is_set_up = False
-        self._is_ready = threading.Event()
+        self._servers: list[tuple[socket.socket, BinaryIO]] = []
+        self._idle: queue.SimpleQueue[tuple[socket.socket, BinaryIO]] = queue.SimpleQueue()
+        for ours, their in pairs:
+            their.close()
+            ours.settimeout(ANSWER_SECONDS)
+            self._servers.append((ours, ours.makefile("rb")))
+            self._idle.put(self._servers[-1])
         self.ended = False
-        self._reader = threading.Thread(target=self._read, name="grammar-verdicts", daemon=True)
-        self._reader.start()
 
     def set_up(self, setup: dict[str, Any]) -> None:
-        if not self._is_set_up:
-            self._is_set_up = True
-            self._send(json.dumps(setup).encode() + b"\n")
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as setting_up:
+                setting_up.write(json.dumps(setup).encode() + b"\n")
 
     def prove(self, spec: GrammarSpec) -> Verdict:
-        self._is_ready.wait(START_SECONDS)
-        number, answer = next(self._numbers), Future[Verdict]()
-        self._waiting[number] = answer
-        self._send(encode_line(number, asdict(spec)))
-        if self.ended:  # perhaps before the answer could be listed
-            self._lose_all()
+        server = channel, answers = self._idle.get()
+        why, line = "ended", b""
         try:
-            return answer.result(WALL_SECONDS + GRACE_SECONDS)
+            channel.sendall(encode_line(spec))
+            line = answers.readline()
         except TimeoutError:
-            self._process.kill()
-            return lost("the process that has the vocabulary does not answer")
+            why = "does not answer"
+        except OSError:  # it ended before it could read all of the grammar
+            pass
         finally:
-            self._waiting.pop(number, None)
+            self._idle.put(server)
+        if line.endswith(b"\n"):
+            return Verdict(**json.loads(line))
+        self.close()
+        return lost(f"the process that has the vocabulary {why}")
 
     def close(self) -> None:
-        self._close_inbox()
+        """Its servers end where their channels do, and it ends after them."""
+        self.ended = True
+        self.set_up({})
+        for channel, answers in self._servers:
+            with contextlib.suppress(OSError):  # of a channel whose server is gone
+                channel.shutdown(socket.SHUT_RDWR)
+            answers.close()
+            channel.close()
         try:
             self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._reader.join()
-
-    def _send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        with self._sending:
-            if self.ended:
-                return
-            try:
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
-            except BrokenPipeError:
-                return  # `_read` handles its end
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                if not self._is_ready.is_set():
-                    self._is_ready.set()
-                    continue
-                number, verdict = json.loads(line)
-                if (waiting := self._waiting.get(number)) is not None:
-                    waiting.set_result(Verdict(**verdict))
-        self._process.wait()
-        self._close_inbox()
-        self._is_ready.set()
-        self._lose_all()
-
-    def _close_inbox(self) -> None:
-        assert self._process.stdin is not None
-        with self._sending:
-            self.ended = True
-            with contextlib.suppress(BrokenPipeError):  # what was written last was never read
-                self._process.stdin.close()
-
-    def _lose_all(self) -> None:
-        with self._sending:
-            for waiting in list(self._waiting.values()):
-                if not waiting.done():
-                    waiting.set_result(lost("the process that has the vocabulary ended"))
+            with contextlib.suppress(PermissionError):  # macOS's, if it ends just now
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 # ---- the zygote, and its children -------------------------------------------------------------
@@ -257,36 +240,35 @@ RESERVED_BYTES = 192 << 20  # addresses that a thread's stack and malloc's arena
 Prove = Callable[[GrammarSpec], None]
 
 
-def work(zygote: socket.socket, prove: Prove) -> NoReturn:
-    """Wait for a grammar, or for the zygote's end; answer; exit."""
+def work(server: socket.socket, prove: Prove) -> NoReturn:
+    """Wait for a grammar, or for the server's end; answer; exit."""
     try:
-        _drop_inherited(zygote.fileno())
+        _drop_inherited(server.fileno())
         _limit()
-        with zygote.makefile("rb") as jobs:
+        with server.makefile("rb") as jobs:
             line = jobs.readline()
         if line:
-            _, spec = decode_job(line)
             # Smaller than the stacks of the engine's threads; a main thread's size is not known.
             threading.stack_size(STACK_BYTES)
-            thread = threading.Thread(target=_answer, args=(zygote, prove, spec))
+            thread = threading.Thread(target=_answer, args=(server, prove, decode_spec(line)))
             thread.start()
             thread.join()
     finally:
         os._exit(0)
 
 
-def _answer(zygote: socket.socket, prove: Prove, spec: GrammarSpec) -> None:
+def _answer(server: socket.socket, prove: Prove, spec: GrammarSpec) -> None:
     try:
         prove(spec)
         verdict = Verdict()
     except BaseException as error:  # a panic of Rust's is no Exception
         verdict = verdict_on(spec, error)
-    with contextlib.suppress(OSError):  # the zygote is gone, and with it the engine
-        zygote.sendall(encode_line(asdict(verdict)))
+    with contextlib.suppress(OSError):  # the server is gone, and with it the engine
+        server.sendall(encode_line(verdict))
 
 
 def _drop_inherited(own: int) -> None:
-    """Close the channels to the engine and to other children, which only the zygote may keep."""
+    """Close the channels to the engine and to other children, which only the server may keep."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nothing, descriptor)
@@ -307,115 +289,92 @@ def _limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-NUM_IDLE = 2  # children that are forked before a grammar arrives
 CHUNK_BYTES = 1 << 16
+
+
+def run_zygote(prove: Prove, channels: Sequence[int]) -> None:
+    """Until the engine is gone."""
+    gc.collect()
+    gc.freeze()  # so that a child's collector does not write to pages that all share
+    for channel in channels:
+        if os.fork() == 0:
+            try:
+                engine = socket.socket(fileno=os.dup(channel))
+                for each in channels:
+                    os.close(each)
+                _serve(engine, prove)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+    for channel in channels:
+        os.close(channel)
+    for _ in channels:
+        os.wait()
+
+
+def _serve(engine: socket.socket, prove: Prove) -> None:
+    with engine.makefile("rb") as jobs:
+        while True:
+            with _forked(prove) as child:  # before there is a grammar for it
+                line = jobs.readline()
+                if not line or not child.ask(line, engine):
+                    return
+            try:
+                engine.sendall(encode_line(child.verdict(decode_spec(line).kind)))
+            except BrokenPipeError:  # the engine does not wait for a verdict any more
+                return
 
 
 @dataclass
 class _Child:
     pid: int
     channel: socket.socket
-    number: int | None = None  # of the grammar that it compiles; None: it waits for one
-    kind: str = ""
-    deadline: float = float("inf")
     late: bool = False
     answer: bytes = b""
+    status: int = 0  # as `os.waitstatus_to_exitcode` has it
+
+    def ask(self, line: bytes, engine: socket.socket) -> bool:
+        """Wait for its answer, or its end; False if the engine is gone."""
+        with contextlib.suppress(OSError):  # it was killed while it waited
+            self.channel.sendall(line)
+        deadline = time.monotonic() + WALL_SECONDS
+        while not self.answer.endswith(b"\n"):
+            patience = None if self.late else max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self.channel, engine], [], [], patience)
+            if engine in ready:
+                return False
+            if not ready:
+                self.late = True
+                os.kill(self.pid, signal.SIGKILL)
+                continue
+            try:
+                received = self.channel.recv(CHUNK_BYTES)
+            except ConnectionResetError:
+                received = b""
+            if not received:
+                break
+            self.answer += received
+        return True
+
+    def verdict(self, kind: str) -> Verdict:
+        if self.answer.endswith(b"\n"):
+            return Verdict(**json.loads(self.answer))  # no child answers for another one
+        return verdict_of_death(kind, self.status, late=self.late)
 
 
-class Zygote:
-    def __init__(self, prove: Prove, inbox: int, outbox: int) -> None:
-        self._prove = prove
-        self._inbox = inbox
-        self._outbox = outbox
-        self._unread = b""
-        self._idle: list[_Child] = []
-        self._busy: list[_Child] = []
-        self._selector = selectors.DefaultSelector()
-
-    def run(self) -> None:
-        """Until the engine is gone."""
-        gc.collect()
-        gc.freeze()  # so that a child's collector does not write to pages that all share
-        self._selector.register(self._inbox, selectors.EVENT_READ)
-        try:
-            while True:
-                while len(self._idle) < NUM_IDLE:
-                    self._idle.append(self._fork())
-                for key, _ in self._selector.select(self._patience):
-                    if key.data is not None:
-                        self._receive(key.data)
-                    elif not self._take_jobs():
-                        return
-                self._kill_late()
-        except BrokenPipeError:  # the engine does not wait for a verdict any more
-            return
-        finally:
-            for child in (*self._idle, *self._busy):
-                os.kill(child.pid, signal.SIGKILL)
-                os.waitpid(child.pid, 0)
-
-    @property
-    def _patience(self) -> float | None:
-        first = min((child.deadline for child in self._busy if not child.late), default=None)
-        return None if first is None else max(0.0, first - time.monotonic())
-
-    def _take_jobs(self) -> bool:
-        """False once the engine is gone."""
-        received = os.read(self._inbox, CHUNK_BYTES)
-        *lines, self._unread = (self._unread + received).split(b"\n")
-        for line in lines:
-            self._start(line)
-        return bool(received)
-
-    def _start(self, line: bytes) -> None:
-        child = self._idle.pop(0) if self._idle else self._fork()
-        child.number, spec = decode_job(line)
-        child.kind = spec.kind
-        child.deadline = time.monotonic() + WALL_SECONDS
-        self._busy.append(child)
-        try:
-            child.channel.sendall(line + b"\n")
-        except OSError:  # it was killed while it waited: `_receive` handles its end
-            return
-
-    def _receive(self, child: _Child) -> None:
-        """Part of its answer, or that it ended."""
-        try:
-            received = child.channel.recv(CHUNK_BYTES)
-        except ConnectionResetError:
-            received = b""
-        if received:
-            child.answer += received
-            return
-        self._selector.unregister(child.channel)
-        child.channel.close()
-        status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-        if child.number is None:
-            self._idle.remove(child)
-            return
-        self._busy.remove(child)
-        if child.answer.endswith(b"\n"):
-            [answer] = json.loads(child.answer)
-            verdict = Verdict(**answer)  # no child answers for another one
-        else:
-            verdict = verdict_of_death(child.kind, status, late=child.late)
-        frame = encode_line(child.number, asdict(verdict))
-        while frame:
-            frame = frame[os.write(self._outbox, frame) :]
-
-    def _kill_late(self) -> None:
-        now = time.monotonic()
-        for child in self._busy:
-            if child.deadline <= now and not child.late:
-                child.late = True
-                os.kill(child.pid, signal.SIGKILL)
-
-    def _fork(self) -> _Child:
-        ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            work(theirs, self._prove)
-        theirs.close()
-        child = _Child(pid, ours)
-        self._selector.register(ours, selectors.EVENT_READ, child)
-        return child
+@contextmanager
+def _forked(prove: Prove) -> Iterator[_Child]:
+    """A child, which has ended behind the block."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        work(theirs, prove)
+    theirs.close()
+    child = _Child(pid, ours)
+    try:
+        yield child
+    finally:
+        ours.close()
+        os.kill(pid, signal.SIGKILL)  # without effect where it ends already
+        child.status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

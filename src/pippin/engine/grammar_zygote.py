@@ -1,6 +1,6 @@
 """The process whose children compile grammars: loads a checkpoint's vocabulary.
 
-    python -m pippin.engine.grammar_zygote      reads its setup from the first line of stdin
+    python -m pippin.engine.grammar_zygote FD...    channels to the engine; its setup is on stdin
 
 Started by an engine while its model loads. It imports neither a model library nor numpy, whose
 threads could not be forked.
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from pippin.decode.compile import Vocabulary, prove_grammar
-from pippin.decode.prover import Zygote
+from pippin.decode.prover import run_zygote
 from pippin.errors import PippinError, UnsupportedField
 from pippin.text.tokenizer import Tokenizer
 
@@ -42,38 +42,17 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     )
 
 
-STDIN, STDOUT, STDERR = 0, 1, 2
-
-
 def main() -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads
-    outbox = os.dup(STDOUT)
-    os.dup2(STDERR, STDOUT)  # what a library prints is no verdict
-    line = _first_line()
-    if not line:
-        return 0
-    setup = json.loads(line)
+    setup = json.loads(sys.stdin.readline() or "{}")
+    if not setup:
+        return 0  # the engine is gone
     try:
         vocabulary = load_vocabulary(Path(setup["model_dir"]), setup["vocab_size"])
     except PippinError:
         return 0  # the engine builds the same, and says why there can be no grammars
-    try:
-        os.write(outbox, b"ready\n")
-    except BrokenPipeError:  # the engine ended while the vocabulary was loaded
-        return 0
-    Zygote(lambda spec: prove_grammar(spec, vocabulary), STDIN, outbox).run()
+    run_zygote(lambda spec: prove_grammar(spec, vocabulary), [int(fd) for fd in sys.argv[1:]])
     return 0
-
-
-def _first_line() -> bytes:
-    """And not a byte more: what follows is read elsewhere."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(STDIN, 1)
-        if not byte:
-            return b""
-        line += byte
-    return line
 
 
 if __name__ == "__main__":

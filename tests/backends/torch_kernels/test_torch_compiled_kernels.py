@@ -111,7 +111,7 @@ others |= {name: "*i32" for name in ("states_in", "states_out", "counts")}
 aligned = ()
 """,
     "place heads": """
-from pippin.backends.torch.kernels.attention.heads import _place_heads as kernel
+from pippin.backends.torch.kernels.attention.step import _place_heads as kernel
 
 constants = dict(HEADS=4, KV_HEADS=2, GATED=True, NORM=True, D=64, ROTATED=32, FIRST=0, PDL=True)
 values, aligned = ("qkv", "queries", "kv"), ()
@@ -119,7 +119,7 @@ others = {name: "*fp32" for name in ("q_norm", "k_norm", "cos_table", "sin_table
 others |= dict(positions="*i32", cells="*i32", eps="fp32")
 """,
     "place keys": """
-from pippin.backends.torch.kernels.attention.heads import _place_heads as kernel
+from pippin.backends.torch.kernels.attention.step import _place_heads as kernel
 
 constants = dict(HEADS=4, KV_HEADS=2, GATED=True, NORM=True, D=64, ROTATED=32, FIRST=4, PDL=True)
 constants |= dict(queries=None)

@@ -217,7 +217,7 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
     """The kernels themselves are left out: which are launched, and in how many programs, is not."""
     from pippin.backends.torch.kernels import experts, rows
     from pippin.backends.torch.kernels.attention import blocks as attention_blocks
-    from pippin.backends.torch.kernels.attention import heads
+    from pippin.backends.torch.kernels.attention import step as attention_step
     from pippin.backends.torch.kernels.recurrent import convolution, delta_blocks
 
     found = []
@@ -232,7 +232,7 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
                 self._launches.seen.append((self._name, grid))
                 return lambda *args, **options: None
 
-        for module in (attention_blocks, heads, delta_blocks, convolution, rows, experts):
+        for module in (attention_blocks, attention_step, delta_blocks, convolution, rows, experts):
             names = (
                 "_attend_blocks",
                 "_sum_stretches",

@@ -21,6 +21,7 @@ from pippin.backends.fallbacks import note_fallback
 from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.attention.head_ropes import head_norms
 from pippin.backends.mlx.attention.packed_rows import AttentionPaths
+from pippin.backends.mlx.cpu.blas import load_fast_blas
 from pippin.backends.mlx.cpu.layers import pack_linear_layers
 from pippin.backends.mlx.cpu.operations import (
     compile_without_fusing,
@@ -110,11 +111,13 @@ def load(
 ) -> LoadedModel:
     """`safe`: plain operations of mlx alone. `mtp`: with the checkpoint's head for drafts, where it
     has one."""
-    if on_cpu() and not safe:
+    is_linux_cpu = on_cpu() and platform.system() == "Linux"
+    if is_linux_cpu and (slow := load_fast_blas().reason) is not None:
+        note_fallback("mlx's own BLAS is used, some fifty times slower", slow)
+    if is_linux_cpu and not safe:
         progress("preparing CPU operations, which are compiled once on a machine")
-        reason = find_operations().reason
-        if reason is not None and platform.system() == "Linux":
-            note_fallback("mlx's own operations are used", reason)
+        if (missing := find_operations().reason) is not None:
+            note_fallback("mlx's own operations are used", missing)
     progress("reading the checkpoint")
     try:
         config = json.loads((path / "config.json").read_bytes())

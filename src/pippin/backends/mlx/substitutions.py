@@ -119,10 +119,11 @@ def _row_view(keys: mx.array, cache: Any, mask: Any) -> RowKV | None:
     It may be another layer's than the one that `cache` is of.
     """
     source = mask if isinstance(mask, RowMask) else cache
-    rows = source.step.lender(keys) if isinstance(source, RowMask | RowKV) else None
+    knows = isinstance(source, RowMask | RowKV)
+    rows: RowKV | None = source.step.lender(keys) if knows else None
     if rows is None and isinstance(cache, RowKV) and cache.layer_cache.splits:
         raise TypeError(NOT_ITS_KEYS)
-    return rows if isinstance(rows, RowKV) else None
+    return rows
 
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {

@@ -67,9 +67,13 @@ class SlotSampling:
     def of(cls, admit: Admit) -> SlotSampling:
         return cls(admit.params, admit.stop_ids, stream_of(admit.seed))
 
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW
+
     def draw(self, vocab_size: int) -> Draw:
         params = self.params
-        if params.temperature < GREEDY_BELOW:
+        if self.is_greedy:
             return Draw.GREEDY
         if 0 < params.top_k < vocab_size:
             return Draw.SHORT_TOP_K if params.top_k <= SHORT else Draw.LONG_TOP_K

@@ -66,6 +66,10 @@ class SlotTable(Generic[A]):
         found: np.ndarray = ends - self.prompt_lens[slots]
         return found
 
+    def are_greedy(self, slots: np.ndarray) -> bool:
+        """Whether none of them draws noise."""
+        return all(self.sampler.of(slot).is_greedy for slot in slots.tolist())
+
     def sample_row(self, row: DecodeRow | PrefillRow) -> SampleRow:
         return SampleRow(row.slot, row.end - int(self.prompt_lens[row.slot]))
 

@@ -21,6 +21,7 @@ from pippin.backends.step.drafts import NOT_DETERMINISTIC, affordable_depth
 from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.config import lacks_draft_kernels, suit_kernels
 from pippin.backends.torch.device import arrays_on, device_info, to_device
+from pippin.backends.torch.forwards import Ways
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.kernels import checks
 from pippin.backends.torch.kernels.checks import Agreed
@@ -37,7 +38,7 @@ from pippin.backends.torch.memory import (
 )
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.payloads import host_memory, payload_arrays
-from pippin.backends.torch.runner import Runner, Ways
+from pippin.backends.torch.runner import Runner
 from pippin.backends.torch.step.filters import in_top_p_by
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots

@@ -55,6 +55,11 @@ READERS: dict[str, Callable[[Json], ModelShape]] = {
     "nemotron_h": read_nemotron_h,
 }
 FAMILIES = (*FAMILY, *READERS)
+NO_DRAFT_KERNELS = {
+    LatentShape: "latent attention",
+    MambaShape: "Mamba-2 layers",
+    ConvShape: "short convolutions",
+}
 ACTIVATIONS: dict[str, ActivationKind] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -127,13 +132,10 @@ def suit_kernels(shape: ModelShape) -> bool:
 
 def lacks_draft_kernels(shape: ModelShape) -> str | None:
     """Which of its layers our kernels of steps with drafts do not take; None: they take all."""
-    if shape.mixers(LatentShape):
-        return "latent attention"
-    match shape.recurrent:
-        case MambaShape():
-            return "Mamba-2 layers"
-        case ConvShape():
-            return "short convolutions"
+    mixers = [layer.mixer for layer in shape.layers]
+    for kind, name in NO_DRAFT_KERNELS.items():
+        if any(isinstance(mixer, kind) for mixer in mixers):
+            return name
     return None
 
 

@@ -11,7 +11,7 @@ drafts depends on is on the device: the host reads it with the step's result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pippin.backends.base import DecodeRow, PrefillRow, Restore, StepPlan
+from pippin.backends.base import DecodeRow, PrefillRow, Restore, StepPlan, WarmUpShape
 from pippin.backends.chunking import cut_chunk, grid_blocks
 from pippin.backends.torch.drafts.row_drafts import RowDrafts
+from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.graphs.steps import CapturedSteps, Ran
-from pippin.backends.torch.models.parts import Linear
 from pippin.backends.torch.plain.forward import PlainForward, accepted, noise_words
 from pippin.backends.torch.pools.layout import ZERO_SLAB
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
@@ -43,6 +43,10 @@ from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.words import (
+    MIXED_ROOMS,
+    MIXED_WIDTHS,
+    MOST_VERIFIED,
+    ROOMS,
     WIDTHS,
     StepSize,
     StepWords,
@@ -58,32 +62,120 @@ from pippin.types import Component
 _NO_CELLS = np.zeros(0, dtype=np.int32)
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How steps are run."""
+
+    num_slots: int
+    max_len: int
+    prefill_tokens: int  # of the largest step
+    deterministic: bool
+    kernels: bool  # Triton's
+    chunk_kernels: bool  # those of prompts, too
+    draft_kernels: bool  # and those of steps with drafts
+    recorder: CudaGraphs | None  # captures what is made of them; None: on GPUs CUDA graphs do
+    chunk_graphs: bool
+    mixed: bool  # decode rows beside chunks in one forward
+    fingerprints: bool
+    max_depth: int  # drafts of a row
+    drafts_itself: bool
+
+    def num_graphs(self) -> int:
+        """That there can be."""
+        if not self.kernels:
+            return 0
+        shapes = self.shapes_to_warm_up()
+        drafted = [shape for shape in shapes if shape.depth]
+        num_sizes = len(shapes) + self.drafts_itself * len(drafted)  # with drafts left, without
+        if drafted:
+            num_sizes += len(self._widths)  # of steps without drafts, behind some
+        return len(Choice) * num_sizes
+
+    def shapes_to_warm_up(self) -> list[WarmUpShape]:
+        if not self.kernels:
+            return []
+        shapes = [WarmUpShape(num_rows, num_tokens=1, num_steps=1) for num_rows in self._widths]
+        for room in ROOMS if self.chunk_graphs else ():
+            num_rows = room.least_chunks
+            if num_rows <= self.num_slots:
+                shapes.append(WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows))
+        if self.mixed:
+            shapes += self._mixed_shapes()
+        if not self.draft_kernels:
+            return shapes
+        return shapes + [
+            WarmUpShape(num_rows, 1, num_steps=3, depth=depth, drafts_itself=self.drafts_itself)
+            for num_rows in self._widths
+            for depth in range(1, self.max_depth + 1)
+            if width_for(num_rows) * (1 + depth) <= MOST_VERIFIED
+        ]
+
+    def _mixed_shapes(self) -> list[WarmUpShape]:
+        """One chunk in each room beside rows of each width."""
+        most = self.num_slots - 1
+        narrower = zip(MIXED_WIDTHS, (0, *MIXED_WIDTHS), strict=False)
+        beside = [min(width, most) for width, less in narrower if less < most]
+        return [
+            WarmUpShape(1, num_tokens=room.num_tokens, beside=num)
+            for num in beside
+            for room in MIXED_ROOMS
+        ]
+
+    @property
+    def _widths(self) -> list[int]:
+        """Rows of decode steps, of each width."""
+        most = width_for(self.num_slots)
+        return [min(width, self.num_slots) for width in WIDTHS if width <= most]
+
+    def largest_sizes(self) -> list[StepSize]:
+        """Of each kind that can be captured. Of steps behind some with drafts, those that are
+        wider than any that has drafts."""
+        if not self.kernels:
+            return []
+        sizes = [StepSize(width_for(self.num_slots))]
+        if self.chunk_graphs:
+            sizes.append(ROOMS[-1])
+        if self.mixed:
+            num_decodes = min(self.num_slots - 1, MIXED_WIDTHS[-1])
+            size = mixed_size_for(num_decodes, MIXED_ROOMS[-1].num_tokens, 1)
+            sizes += [] if size is None else [size]
+        if self.draft_kernels and (depth := self.max_depth):
+            span, widths = span_for(depth), [width_for(num) for num in self._widths]
+            sizes += [StepSize(width, 0, span) for width in widths if 2 * width > MOST_VERIFIED]
+            width = max(width for width in WIDTHS if width * (1 + depth) <= MOST_VERIFIED)
+            sizes.append(StepSize(width, depth, span, depth if self.drafts_itself else 0))
+        return sizes
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of steps that are run by kernels (`StepSize.kind`)."""
+        known = {
+            StepSize(1): self.kernels,
+            ROOMS[0]: self.chunk_kernels,
+            MIXED_ROOMS[0]._replace(num_rows=1): self.mixed,
+            StepSize(1, span=1): self.draft_kernels and self.max_depth > 0,
+        }
+        return frozenset(size.kind for size, has_kernels in known.items() if has_kernels)
+
+
 class Forwards:
     def __init__(
         self,
         parts: StepParts,
         plain: PlainForward,
-        head: Linear,
         steps: CapturedSteps | None,  # None: plain operations
-        *,
-        kinds: frozenset[str],  # of steps that are run by kernels, see `StepSize.kind`
-        chunk_graphs: bool,  # captured, too
-        deterministic: bool,
-        max_tokens: int,  # of a chunk, where layers have a window
-        max_depth: int,
+        ways: Ways,
         drafts: RowDrafts | None = None,  # by the backend itself
     ) -> None:
         self._parts = parts
         self._plain = plain
-        self._head = head
+        self._head = plain.decoder.head
         self.steps = steps
-        self.kinds = kinds
-        self.chunk_graphs = chunk_graphs
-        self._deterministic = deterministic
-        self._max_tokens = max_tokens
-        self._max_depth = max_depth
+        self.kinds = ways.kinds
+        self.chunk_graphs = ways.chunk_graphs
+        self._ways = ways
         self._drafts = drafts
-        self._scores = TorchPromptScores(parts, head, pads=chunk_graphs)
+        self._scores = TorchPromptScores(parts, self._head, pads=self.chunk_graphs)
 
     def retire(self, slot: int) -> None:
         self._scores.retire(slot)
@@ -93,7 +185,7 @@ class Forwards:
         sized = self._mixed_size(decodes, groups[0]) if decodes and groups else None
         if sized is not None:
             self._replay_both(step, decodes, groups.pop(0), *sized)
-        elif self._deterministic:  # so that no row's company matters
+        elif self._ways.deterministic:  # so that no row's company matters
             for decode in decodes:
                 self._run_decodes(step, [decode])
         elif decodes:
@@ -236,7 +328,7 @@ class Forwards:
         num_unsure = positions - self._parts.rows.least_lengths[slots]
         is_left = self._choices(decodes) == Choice.LOGITS
         has_drafts = (num_unsure > 0) | [row.depth + row.num_drafts > 0 for row in decodes]
-        is_alone = (is_left & has_drafts) | (num_unsure > self._max_depth)
+        is_alone = (is_left & has_drafts) | (num_unsure > self._ways.max_depth)
         alone, together = (
             [row for row, own in zip(decodes, is_alone.tolist(), strict=True) if own is wanted]
             for wanted in (True, False)
@@ -261,7 +353,7 @@ class Forwards:
         if num_drafts := max(decode.num_drafts for decode in decodes):
             # Where they differ, drafting begins or its depth changes: no graphs of their own.
             depth = num_drafts = max(depth, num_drafts)
-        return StepSize(width_for(len(decodes)), depth, span_for(self._max_depth), num_drafts)
+        return StepSize(width_for(len(decodes)), depth, span_for(self._ways.max_depth), num_drafts)
 
     def _replay_verified(
         self, step: TorchPending, steps: CapturedSteps, decodes: Sequence[DecodeRow], size: StepSize
@@ -409,7 +501,9 @@ class Forwards:
 
     def _sample_restored(self, step: TorchPending, rows: Sequence[PrefillRow]) -> None:
         """Prompts that are restored whole: the head is all that is computed of them."""
-        for group in [[row] for row in rows] if self._deterministic else [rows] if rows else []:
+        for group in (
+            [[row] for row in rows] if self._ways.deterministic else [rows] if rows else []
+        ):
             hidden = torch.stack([_hidden_of(row) for row in group])
             self._read_hidden(step, group, hidden)
             # As many rows as a decode step has: a product of another size may be the first.
@@ -421,11 +515,11 @@ class Forwards:
                 self._drafts.behind_restored(group, hidden)
 
     def _chunk_groups(self, chunks: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
-        if self._deterministic:  # every block of the absolute grid by itself, always
+        if self._ways.deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
-        if self.chunk_graphs and self.steps is not None and self.steps.works(sizes.ROOMS[-1]):
+        if self.chunk_graphs and self.steps is not None and self.steps.works(ROOMS[-1]):
             return [*group_by_room(chunks)]
-        most = self._max_tokens
+        most = self._ways.prefill_tokens
         if self._parts.rows.windows is None or all(len(chunk.tokens) <= most for chunk in chunks):
             return [chunks] if chunks else []
         # No row may hold more of a window than `row_bytes` says.

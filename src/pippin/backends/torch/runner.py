@@ -6,7 +6,6 @@ Pools are written in place, in the order of launches, on the forward stream.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +16,6 @@ from pippin.backends.base import (
     Retire,
     Spill,
     StepPlan,
-    WarmUpShape,
 )
 from pippin.backends.fallbacks import Fallbacks
 from pippin.backends.step.runner import StepRunner
@@ -25,7 +23,7 @@ from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.device import arrays_on
 from pippin.backends.torch.drafts.drafters import StepDrafter
 from pippin.backends.torch.drafts.row_drafts import RowDrafts, make_drafts
-from pippin.backends.torch.forwards import Forwards
+from pippin.backends.torch.forwards import Forwards, Ways
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.models.decoder import Decoder
@@ -37,119 +35,16 @@ from pippin.backends.torch.pools.memory import KeptInputs, Pools
 from pippin.backends.torch.pools.payloads import Transfers
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.captures import Captures
-from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import Draws, TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.words import (
-    MIXED_ROOMS,
-    MIXED_WIDTHS,
-    MOST_VERIFIED,
-    ROOMS,
-    WIDTHS,
     StepSize,
-    mixed_size_for,
     span_for,
     width_for,
 )
 from pippin.backends.torch.streams import Streams
 from pippin.types import Payload
-
-
-@dataclass(frozen=True)
-class Ways:
-    """How steps are run."""
-
-    num_slots: int
-    max_len: int
-    prefill_tokens: int  # of the largest step
-    deterministic: bool
-    kernels: bool  # Triton's
-    chunk_kernels: bool  # those of prompts, too
-    draft_kernels: bool  # and those of steps with drafts
-    recorder: CudaGraphs | None  # captures what is made of them; None: on GPUs CUDA graphs do
-    chunk_graphs: bool
-    mixed: bool  # decode rows beside chunks in one forward
-    fingerprints: bool
-    max_depth: int  # drafts of a row
-    drafts_itself: bool
-
-    def num_graphs(self) -> int:
-        """That there can be."""
-        if not self.kernels:
-            return 0
-        shapes = self.shapes_to_warm_up()
-        drafted = [shape for shape in shapes if shape.depth]
-        num_sizes = len(shapes) + self.drafts_itself * len(drafted)  # with drafts left, without
-        if drafted:
-            num_sizes += len(self._widths)  # of steps without drafts, behind some
-        return len(Choice) * num_sizes
-
-    def shapes_to_warm_up(self) -> list[WarmUpShape]:
-        if not self.kernels:
-            return []
-        shapes = [WarmUpShape(num_rows, num_tokens=1, num_steps=1) for num_rows in self._widths]
-        for room in ROOMS if self.chunk_graphs else ():
-            num_rows = room.least_chunks
-            if num_rows <= self.num_slots:
-                shapes.append(WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows))
-        if self.mixed:
-            shapes += self._mixed_shapes()
-        if not self.draft_kernels:
-            return shapes
-        return shapes + [
-            WarmUpShape(num_rows, 1, num_steps=3, depth=depth, drafts_itself=self.drafts_itself)
-            for num_rows in self._widths
-            for depth in range(1, self.max_depth + 1)
-            if width_for(num_rows) * (1 + depth) <= MOST_VERIFIED
-        ]
-
-    def _mixed_shapes(self) -> list[WarmUpShape]:
-        """One chunk in each room beside rows of each width."""
-        most = self.num_slots - 1
-        narrower = zip(MIXED_WIDTHS, (0, *MIXED_WIDTHS), strict=False)
-        beside = [min(width, most) for width, less in narrower if less < most]
-        return [
-            WarmUpShape(1, num_tokens=room.num_tokens, beside=num)
-            for num in beside
-            for room in MIXED_ROOMS
-        ]
-
-    @property
-    def _widths(self) -> list[int]:
-        """Rows of decode steps, of each width."""
-        most = width_for(self.num_slots)
-        return [min(width, self.num_slots) for width in WIDTHS if width <= most]
-
-    def largest_sizes(self) -> list[StepSize]:
-        """Of each kind that can be captured. Of steps behind some with drafts, those that are
-        wider than any that has drafts."""
-        if not self.kernels:
-            return []
-        sizes = [StepSize(width_for(self.num_slots))]
-        if self.chunk_graphs:
-            sizes.append(ROOMS[-1])
-        if self.mixed:
-            num_decodes = min(self.num_slots - 1, MIXED_WIDTHS[-1])
-            size = mixed_size_for(num_decodes, MIXED_ROOMS[-1].num_tokens, 1)
-            sizes += [] if size is None else [size]
-        if self.draft_kernels and (depth := self.max_depth):
-            span, widths = span_for(depth), [width_for(num) for num in self._widths]
-            sizes += [StepSize(width, 0, span) for width in widths if 2 * width > MOST_VERIFIED]
-            width = max(width for width in WIDTHS if width * (1 + depth) <= MOST_VERIFIED)
-            sizes.append(StepSize(width, depth, span, depth if self.drafts_itself else 0))
-        return sizes
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """Of steps that are run by kernels (`StepSize.kind`)."""
-        known = {
-            StepSize(1): self.kernels,
-            ROOMS[0]: self.chunk_kernels,
-            MIXED_ROOMS[0]._replace(num_rows=1): self.mixed,
-            StepSize(1, span=1): self.draft_kernels and self.max_depth > 0,
-        }
-        return frozenset(size.kind for size, has_kernels in known.items() if has_kernels)
 
 
 class Runner(StepRunner[TorchPending]):
@@ -188,18 +83,9 @@ class Runner(StepRunner[TorchPending]):
         if ways.max_depth:
             made = make_drafts(parts, decoder, draft, ways.num_slots, kernels=ways.draft_kernels)
             self._drafts, drafter = made or (None, None)
-        self.forwards = Forwards(
-            parts,
-            PlainForward(decoder, self.pools, kept),
-            decoder.head,
-            self._make_steps(kept, drafter) if ways.kernels else None,
-            kinds=ways.kinds,
-            chunk_graphs=ways.chunk_graphs,
-            deterministic=ways.deterministic,
-            max_tokens=ways.prefill_tokens,
-            max_depth=ways.max_depth,
-            drafts=self._drafts,
-        )
+        steps = self._make_steps(kept, drafter) if ways.kernels else None
+        plain = PlainForward(decoder, self.pools, kept)
+        self.forwards = Forwards(parts, plain, steps, ways, self._drafts)
 
     # ---- a step ----------------------------------------------------------------------------
 

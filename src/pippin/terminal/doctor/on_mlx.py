@@ -17,13 +17,15 @@ from mlx.nn.layers.quantized import QuantizedLinear
 from pippin import LLM
 from pippin.amounts import show_bytes
 from pippin.backends.host import num_threads
+from pippin.backends.mlx.attention.views import reads_table
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import load_fast_blas
 from pippin.backends.mlx.cpu.layers import PackedLinear
 from pippin.backends.mlx.cpu.operations import OperationsReport, find_operations
-from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info, max_buffers, on_cpu, on_metal
 from pippin.backends.mlx.environment import TF32, products_are_exact
+from pippin.backends.mlx.layout import Layout, Reads
+from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.recurrent.recurrences import gated_delta_chunked, gated_delta_step
 from pippin.config import Config
 from pippin.terminal.doctor import ISSUE, Finding, checked
@@ -43,8 +45,44 @@ def choices(llm: LLM) -> Iterator[Finding]:
     steps = decode_steps(config, compiled=compiled, can_compile=can_compile)
     yield Finding("decode steps", steps)
     yield Finding("products", products(backend.loaded.model))
-    for name, value in describe(backend.loaded):
+    for name, value in described(backend.loaded):
         yield Finding(name, value)
+
+
+def described(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
+    """The name of each thing chosen, and a line about it."""
+    with loaded.operating():
+        by_table = reads_table(loaded.layout)
+    gathers = loaded.attention.kernel is None and not by_table
+    yield "attention", attention_of(loaded.layout, gathers=gathers)
+    if loaded.layout.state_indices:
+        yield "recurrence", recurrence_of(safe=loaded.safe)
+
+
+def attention_of(layout: Layout, *, gathers: bool = False) -> str:
+    caches = [cache for cache in layout.caches if not cache.is_state]
+    own = sum(not cache.splits for cache in caches)
+    if not caches:
+        return "none: every layer is recurrent"
+    if own == 0:
+        latent = any(cache.reads is Reads.LATENT for cache in caches)
+        layers = f"{_count(len(caches), 'layer')}{' over latents' if latent else ''}"
+        how = "plain operations copy KV in each step, slower" if gathers else "KV is not copied"
+        return f"{layers} through mlx-lm's function: {how}"
+    attend = "layer attends in its" if len(caches) == 1 else "layers attend in their"
+    return f"{own} of {len(caches)} {attend} own way: concatenated KV each step, slower"
+
+
+def recurrence_of(*, safe: bool) -> str:
+    if safe:
+        return "ours, in plain operations: --safe"
+    if on_metal():
+        return "mlx-lm's kernels for the shapes that they take, else ours"
+    return "ours: mlx-lm has no kernels here"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def products(model: Module) -> str:

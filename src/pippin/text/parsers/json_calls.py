@@ -42,13 +42,16 @@ class JsonReader:
 
     def call_arguments(self, name: str, id: str | None = None) -> Steps[None]:
         """An object, or an object's text as a string, or null. Opens the call before the first."""
-        if (yield from self._lexer.peek()) == "{":
+        first = yield from self._lexer.peek()
+        if first == "{":
             self._parser.sink.begin_call(name, id)
             _as_object((yield from self._object(self._parser.sink.arguments)))
-        else:
-            arguments = _as_object((yield from self.value()))
-            self._parser.sink.begin_call(name, id)
-            self._parser.sink.arguments(arguments)
+            return
+        if first != '"':  # nothing else may stand here: the next call might be part of it
+            yield from self._lexer.expect("null")
+        arguments = "{}" if first != '"' else _as_object((yield from self.value()))
+        self._parser.sink.begin_call(name, id)
+        self._parser.sink.arguments(arguments)
 
     def string(self) -> Steps[str]:
         """A string's value."""

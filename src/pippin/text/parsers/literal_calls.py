@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser
-from pippin.text.parsers.schema_types import argument_types, as_json, unquoted
+from pippin.text.parsers.schema_types import argument_types, as_json, escaped, unquoted
 from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
 _BARE_TYPES = frozenset({"number", "boolean", "null"})  # what is none of them is a string
@@ -25,12 +25,46 @@ _NUM_HEX = {"x": 2, "u": 4, "U": 8}
 
 class LiteralCallParser(CallParser):
     quotes: tuple[str, ...]
+    has_escapes = False  # in strings; then also quotes as they are
     after_bare: Marks  # where a value without quotes ends
     after_key: Marks
 
     def string(self, quote: str, nexts: tuple[str, ...]) -> Steps[None]:
-        """A string; one of `nexts` must follow it."""
-        raise NotImplementedError
+        """A string; one of `nexts` must follow it, where quotes may stand in strings."""
+        yield from self.lexer.expect(quote)
+        self.sink.arguments('"')
+        escape = "\\" if self.has_escapes else ""
+        marks = Marks.of(quote, *escape, *self.format.ends)
+        lexer = self.lexer
+        while not (yield from lexer.is_followed(quote, nexts) if escape else lexer.is_next(quote)):
+            if text := (yield from self.lexer.text_before(marks)):
+                self.sink.arguments(escaped(text))
+            elif escape and (yield from self.lexer.accept(escape)):
+                yield from self._escape()
+            else:
+                for end in self.format.ends:
+                    if (yield from self.lexer.is_followed(end, self.format.begins)):
+                        raise Malformed  # the quote was never closed
+                self.sink.arguments(escaped((yield from self.lexer.char())))
+        yield from self.lexer.expect(quote)
+        self.sink.arguments('"')
+
+    def _escape(self) -> Steps[None]:
+        char = yield from self.lexer.char()
+        if char not in _NUM_HEX:
+            known = _ESCAPES.get(char)
+            text = escaped("\\" + char) if known is None else known
+            self.sink.arguments(text)
+            return
+        digits = ""
+        for _ in range(_NUM_HEX[char]):
+            digits += yield from self.lexer.char()
+        if not set(digits) <= set("0123456789abcdefABCDEF") or int(digits, 16) > 0x10FFFF:
+            raise Malformed
+        if char == "U":
+            self.sink.arguments(json.dumps(chr(int(digits, 16)))[1:-1])
+        else:  # of a pair of surrogates each half comes alone
+            self.sink.arguments(f"\\u{digits:0>4}")
 
     def items(
         self,
@@ -121,20 +155,6 @@ class GemmaParser(LiteralCallParser):
         yield from self.lexer.space()
         yield from self.lexer.accept_any(self.format.ends)
 
-    def string(self, quote: str, nexts: tuple[str, ...]) -> Steps[None]:
-        yield from self.lexer.expect(quote)
-        self.sink.arguments('"')
-        (end,) = self.format.ends
-        marks = Marks.of(quote, end)
-        while not (yield from self.lexer.accept(quote)):
-            if text := (yield from self.lexer.text_before(marks)):
-                self.sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
-            elif (yield from self.lexer.is_followed(end, self.format.begins)):
-                raise Malformed  # the quote was never closed
-            elif not (yield from self.lexer.is_next(quote)):
-                self.sink.arguments((yield from self.lexer.char()))
-        self.sink.arguments('"')
-
 
 class PythonicParser(LiteralCallParser):
     """Calls as Python writes them: `[f(a="x", b=2), g()]`; behind a mark also without brackets.
@@ -145,6 +165,7 @@ class PythonicParser(LiteralCallParser):
 
     style = "keywords"
     quotes = ("'", '"')
+    has_escapes = True
     after_bare = after_key = Marks.of(",", *")]}([{:\n\"'")
     declared_only = False  # another name is no call
 
@@ -189,43 +210,6 @@ class PythonicParser(LiteralCallParser):
         yield from self.lexer.expect("=")
         self.sink.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
         return key
-
-    def string(self, quote: str, nexts: tuple[str, ...]) -> Steps[None]:
-        yield from self.lexer.expect(quote)
-        self.sink.arguments('"')
-        marks = Marks.of(quote, "\\", *self.format.ends)
-        while True:
-            if text := (yield from self.lexer.text_before(marks)):
-                self.sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
-            elif (yield from self.lexer.accept("\\")):
-                yield from self._escape()
-            elif (yield from self.lexer.is_followed(quote, nexts)):
-                yield from self.lexer.expect(quote)
-                self.sink.arguments('"')
-                return
-            else:
-                for end in self.format.ends:
-                    if (yield from self.lexer.is_followed(end, self.format.begins)):
-                        raise Malformed  # the quote was never closed
-                char = yield from self.lexer.char()
-                self.sink.arguments(json.dumps(char, ensure_ascii=False)[1:-1])
-
-    def _escape(self) -> Steps[None]:
-        char = yield from self.lexer.char()
-        if char not in _NUM_HEX:
-            known = _ESCAPES.get(char)
-            text = json.dumps("\\" + char, ensure_ascii=False)[1:-1] if known is None else known
-            self.sink.arguments(text)
-            return
-        digits = ""
-        for _ in range(_NUM_HEX[char]):
-            digits += yield from self.lexer.char()
-        if not set(digits) <= set("0123456789abcdefABCDEF") or int(digits, 16) > 0x10FFFF:
-            raise Malformed
-        if char == "U":
-            self.sink.arguments(json.dumps(chr(int(digits, 16)))[1:-1])
-        else:  # of a pair of surrogates each half comes alone
-            self.sink.arguments(f"\\u{digits:0>4}")
 
 
 class BarePythonicParser(PythonicParser):

@@ -95,6 +95,11 @@ def as_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def escaped(text: str) -> str:
+    """As part of a string of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def unquoted(sink: PieceSink, string: Steps[None], types: frozenset[str]) -> Steps[None]:
     """A string of JSON that is being read; where none is allowed, the value that is written in it.
 

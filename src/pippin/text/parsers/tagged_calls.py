@@ -14,7 +14,7 @@ import re
 from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser
 from pippin.text.parsers.json_calls import JsonReader
-from pippin.text.parsers.schema_types import argument_types, as_json
+from pippin.text.parsers.schema_types import argument_types, as_json, escaped
 
 STRING = frozenset({"string"})
 MAX_ATTRIBUTES = 8  # of one tag
@@ -70,7 +70,7 @@ class TaggedCallParser(CallParser):
             if types == STRING:
                 held = "\n" if self.pads_values and value.endswith("\n") else ""
                 shown, value = value.removesuffix(held), held
-                self.sink.arguments(json.dumps(shown, ensure_ascii=False)[1:-1])
+                self.sink.arguments(escaped(shown))
         value = value.removesuffix("\n") if self.pads_values else value
         self.sink.arguments('"' if types == STRING else as_json(value, types))
 

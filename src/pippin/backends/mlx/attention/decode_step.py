@@ -8,7 +8,7 @@ view.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -25,14 +25,6 @@ Tree = dict[str, Any]
 
 NOT_ITS_KEYS = "attention was given keys that no cache had returned"
 WITHOUT_ITS_MASK = "attention was not given both a cache and the mask of that cache"
-
-
-class Lender(Protocol):
-    """A layer's view, which other layers may read too."""
-
-    def lends(self, keys: mx.array) -> bool:
-        """Whether these are what its `update_and_fetch` returned."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,8 @@ class DecodeStep:
         self.layout = layout
         self.shape = shape
         self.tree = tree
-        self.lenders: WeakValueDictionary[int, Lender] = WeakValueDictionary()  # by id of keys
+        # Layers' views, by the id of the keys that they returned: other layers may read them too.
+        self.lenders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.given: list[mx.array] = []  # masks that models were given
         self._columns: dict[int, tuple[mx.array, mx.array]] = {}  # by window class
         self._masks: dict[object, mx.array] = {}
@@ -115,7 +108,7 @@ class DecodeStep:
             )
         return self._packed[number]
 
-    def lender(self, keys: mx.array) -> Lender | None:
+    def lender(self, keys: mx.array) -> Any:
         """The view whose keys these are: of the layer that attends, or of another one."""
         rows = self.lenders.get(id(keys))
         return rows if rows is not None and rows.lends(keys) else None

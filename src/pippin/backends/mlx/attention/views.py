@@ -87,6 +87,7 @@ class RowKV:
         return keys, _identity(values.shape[-1], keys.dtype) if self._is_latent else values
 
     def lends(self, keys: mx.array) -> bool:
+        """Whether these are what `update_and_fetch` returned."""
         return self._new is not None and keys is self._new[0]
 
     def make_mask(

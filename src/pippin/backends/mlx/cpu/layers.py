@@ -39,11 +39,7 @@ from pippin.backends.mlx.cpu.operations import (
 from pippin.backends.mlx.linear_groups import SharedResults
 from pippin.backends.mlx.recurrent.recurrences import BLOCK_TOKENS
 from pippin.backends.mlx.recurrent.replay import DraftStates, ReplayedDeltaNet
-from pippin.backends.mlx.recurrent.taps import (
-    active_taps,
-    record_block_states,
-    record_conv_input,
-)
+from pippin.backends.mlx.recurrent.taps import active_taps, record_block_states, record_conv_input
 
 EMBEDDINGS = ("embed_tokens", "embeddings", "wte")
 

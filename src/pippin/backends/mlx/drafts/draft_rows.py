@@ -22,12 +22,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 
 from pippin.backends.base import DecodeRow, Proposal
-from pippin.backends.mlx.attention.decode_step import (
-    DraftsShape,
-    PackedShape,
-    StepShape,
-    Tree,
-)
+from pippin.backends.mlx.attention.decode_step import DraftsShape, PackedShape, StepShape, Tree
 from pippin.backends.mlx.attention.packed_rows import AttentionPaths
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
@@ -36,7 +31,6 @@ from pippin.backends.mlx.rows.decode_forward import StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.sampler import noise_words, send
-from pippin.backends.sampling.rules import Draw
 from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.step.drafts import NOT_DETERMINISTIC
 from pippin.backends.step.slots import FutureMap, SlotTable
@@ -362,7 +356,9 @@ class Verifier:
     def _sample(self, step: MLXPending, ran: VerifyStep, lines: Sequence[SampleRow]) -> mx.array:
         """int32 [width, tokens]"""
         width, num_tokens, vocab_size = ran.logits.shape
-        logits, keys = ran.logits.reshape(-1, vocab_size), self._keys(ran, lines)
+        logits = ran.logits.reshape(-1, vocab_size)
+        words = noise_words(self._slots, ran.slots, ran.lengths + 1, num_tokens)
+        keys = words.reshape(-1, 2)
         chosen = [number for number, row in enumerate(lines) if row.slot]
         if len(chosen) > len(lines) // 2:  # nothing is copied
             sampled = self._slots.sampler.sample(logits, lines, keys=keys)
@@ -377,18 +373,6 @@ class Verifier:
         step.bring_logprobs([row.slot for row in lines], sampled)
         step.written += sampled.arrays
         return tokens.reshape(width, num_tokens)
-
-    def _keys(self, ran: VerifyStep, lines: Sequence[SampleRow]) -> mx.array:
-        """uint32 [lines, 2]"""
-        _, num_tokens, vocab_size = ran.logits.shape
-        states = [self._slots.sampler.of(row.slot) for row in lines[::num_tokens]]
-        if all(state.draw(vocab_size) is Draw.GREEDY for state in states):
-            return mx.zeros((len(lines), 2), mx.uint32)  # none is made
-        # Where drafts are in flight the device alone knows a token's number in its reply.
-        first = ran.lengths + 1 - mx.array(self._slots.prompt_lens[ran.slots])
-        numbers = first[:, None] + mx.arange(num_tokens)
-        streams = np.array([state.stream for state in states], dtype=np.uint64)
-        return noise_words(streams.repeat(num_tokens), numbers.flatten())
 
     def _read(
         self,

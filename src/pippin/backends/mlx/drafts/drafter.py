@@ -18,16 +18,9 @@ from pippin.backends.base import DecodeRow, PrefillRow, StepPlan
 from pippin.backends.mlx.cpu.layers import HeadOperation
 from pippin.backends.mlx.cpu.operations import operations
 from pippin.backends.mlx.drafts.draft_model import DraftModel
-from pippin.backends.mlx.drafts.rings import (
-    RingKV,
-    Rings,
-    RingShape,
-    RingStep,
-    SlotRings,
-)
+from pippin.backends.mlx.drafts.rings import RingKV, Rings, RingShape, RingStep, SlotRings
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.sampler import MLXSampler, noise_words, send
-from pippin.backends.sampling.rules import Draw
 from pippin.backends.step.drafts import MOST_FED, DraftTexts, Missing
 from pippin.backends.step.slots import FutureMap, SlotTable
 
@@ -217,17 +210,7 @@ class StepDrafter:
 
     def _noise(self, ran: Ran, num_drafts: int) -> mx.array:
         """uint32 [width, drafts, 2]: that of the tokens which the drafts are guesses of."""
-        slots = ran.slots.tolist()
-        states = [self._sampler.of(slot) for slot in slots]
-        vocab_size = self._reader.vocab_size
-        if all(state.draw(vocab_size) is Draw.GREEDY for state in states):
-            return mx.zeros((len(slots), num_drafts, 2), mx.uint32)
-        # Of the first draft behind the first token, and of those behind it.
-        first = ran.lengths + ran.counts + 2 - mx.array(self._slots.prompt_lens[ran.slots])
-        numbers = first[:, None] + mx.arange(num_drafts)
-        streams = np.array([state.stream for state in states], dtype=np.uint64)
-        words = noise_words(streams.repeat(num_drafts), numbers.flatten())
-        return words.reshape(len(slots), num_drafts, 2)
+        return noise_words(self._slots, ran.slots, ran.lengths + ran.counts + 2, num_drafts)
 
 
 class ModelDrafter(StepDrafter):

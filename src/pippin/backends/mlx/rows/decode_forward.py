@@ -15,11 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.attention.decode_step import DecodeStep, StepShape, Tree
 from pippin.backends.mlx.attention.head_ropes import DeferredRopes, deferring
-from pippin.backends.mlx.attention.views import (
-    PackedRowKV,
-    RowKV,
-    TableRowKV,
-)
+from pippin.backends.mlx.attention.views import PackedRowKV, RowKV, TableRowKV
 from pippin.backends.mlx.gpu.added_norms import adding_later
 from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV

@@ -14,18 +14,8 @@ from pippin.backends.base import Capture, StepResult
 from pippin.backends.mlx.cpu.operations import check_operations
 from pippin.backends.mlx.payloads.packing import payload_arrays
 from pippin.backends.mlx.payloads.payload import MLXFingerprints, sum_words
-from pippin.backends.step.pending import Pending
+from pippin.backends.step.pending import Evaluated, Pending
 from pippin.types import Payload
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """Read from their own buffers, which is no new device work."""
-
-    arrays: Sequence[mx.array]
-
-    def wait(self) -> Sequence[np.ndarray]:
-        return [np.asarray(array) for array in self.arrays]
 
 
 @dataclass(kw_only=True)

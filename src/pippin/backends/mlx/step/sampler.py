@@ -29,7 +29,7 @@ from pippin.backends.sampling.sampler import (
     Sampler,
     SampleRow,
 )
-from pippin.backends.step.slots import Arrays
+from pippin.backends.step.slots import Arrays, SlotTable
 
 BEYOND_FAR = FAR * 100
 
@@ -140,9 +140,16 @@ _ONE = 0x3F800000  # the bits of 1.0; the 23 below the exponent count in steps o
 _ALL_BUT_NINE = 0xFFFFFE00
 
 
-def noise_words(streams: np.ndarray, numbers: mx.array) -> mx.array:
-    """uint32 [n, 2]: `noise_keys` of streams, uint64 [n], and of tokens' numbers on the device."""
-    return (mx.array(streams) + numbers.astype(mx.uint64))[:, None].view(mx.uint32)
+def noise_words(
+    slots: SlotTable[mx.array], owners: np.ndarray, firsts: mx.array, num_tokens: int
+) -> mx.array:
+    """uint32 [rows, num_tokens, 2]: `noise_keys` of tokens from positions `firsts` [rows] on, in
+    rows of these slots: where drafts are in flight, the device alone knows a token's number."""
+    if not num_tokens or slots.are_greedy(owners):
+        return mx.zeros((len(owners), num_tokens, 2), mx.uint32)  # none is made
+    numbers = (firsts - mx.array(slots.prompt_lens[owners]))[:, None] + mx.arange(num_tokens)
+    words = mx.array(slots.streams[owners])[:, None] + numbers.astype(mx.uint64)
+    return words.view(mx.uint32).reshape(len(owners), num_tokens, 2)
 
 
 def add_gumbel_noise(x: mx.array, keys: mx.array) -> mx.array:

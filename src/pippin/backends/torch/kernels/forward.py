@@ -22,9 +22,12 @@ from pippin.backends.step.slots import FutureMap
 from pippin.backends.torch.drafts.drafters import Entries, StepDrafter
 from pippin.backends.torch.graphs.steps import Forwarded
 from pippin.backends.torch.kernels.attention.blocks import attend_blocks
-from pippin.backends.torch.kernels.attention.heads import place_heads, place_keys
-from pippin.backends.torch.kernels.attention.latent_step import latent_step
-from pippin.backends.torch.kernels.attention.step import attention_step
+from pippin.backends.torch.kernels.attention.step import (
+    attention_step,
+    latent_step,
+    place_heads,
+    place_keys,
+)
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.epilogues import ConvStep
 from pippin.backends.torch.kernels.layers import first_of, most_fused, run_fused, run_layers

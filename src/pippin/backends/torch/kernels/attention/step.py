@@ -1,12 +1,16 @@
-"""One token's attention over cells: norms, rotation, the new cell, the softmax, the gate.
+"""One token's attention over cells: norms, rotation, the new cell, the softmax, the gate; and of
+latents, the softmax alone. Beside it heads of several tokens: norms, rotation, their cells.
 
-Two kernels. Of the first, one program takes one stretch of one row's tokens, for all query heads
-that share a key head; that of the last stretch also makes the new token's key and value and writes
-them into their cell, while it uses its own copy of them. The second adds the stretches up.
+Two kernels attend. Of the first, one program takes one stretch of one row's tokens, for all query
+heads that share a key head; that of the last stretch also makes the new token's key and value and
+writes them into their cell, while it uses its own copy of them. The second adds the stretches up.
 Lengths are looked up, so a captured graph serves rows of any length: there are as many programs as
 a long row needs, and those for which a short one has no stretch end at once. Keys and values of a
 few rows are read into registers a block ahead; those of many, with many programs at a time, by
 asynchronous copies, of which more are under way.
+
+Of latents a program takes a few heads, which read the same cells: queries were brought to the
+latents, and the new token's cell has been written.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import triton.language as tl
 from pippin.backends.torch.kernels.attention.blocks import add_values, capped
 from pippin.backends.torch.kernels.dependent import allow_next, dependent, wait_for_previous
 from pippin.backends.torch.kernels.products import precision_of
-from pippin.backends.torch.models.mixers import AttentionLayer
+from pippin.backends.torch.models.mixers import AttentionLayer, LatentLayer
 from pippin.backends.torch.step.decode_inputs import Inputs
 
 PROGRAMS = 264  # of the first kernel that work, about: two for each processor of a large GPU
@@ -344,3 +348,225 @@ def attention_step(
         **dependent(qkv.device),
     )
     return out
+
+
+LATENT_GROUP = 16  # heads of a program
+LATENT_BLOCK = 32  # tokens
+MOST_SUMMED = 16384  # channels of stretches that are added up at once
+
+
+@triton.jit
+def _attend_latents(
+    q,
+    kv,
+    table,
+    slots,
+    positions,
+    partial,
+    tops,
+    masses,
+    kv_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    TURNED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    stretch = _stretch(position + 1, SPLITS, BLOCK, LEAST)
+    first = split * stretch
+    if first > position:
+        return
+    end = tl.minimum(first + stretch, position + 1)
+    head = tl.minimum(part * GROUP + tl.arange(0, GROUP), HEADS - 1)
+    i, j = tl.arange(0, RANK), tl.arange(0, TURNED)
+    queries = q + (row * HEADS + head[:, None]).to(tl.int64) * (RANK + TURNED)
+    q_latent = tl.load(queries + i[None, :])
+    q_turned = tl.load(queries + RANK + j[None, :])
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    mass = tl.zeros([GROUP], tl.float32)
+    found = tl.zeros([GROUP, RANK], tl.float32)
+    cells_of = table + tl.load(slots + row).to(tl.int64) * table_stride
+    for start in range(first, end, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        inside = t < end
+        cell = kv + tl.load(cells_of + t, mask=inside, other=0).to(tl.int64) * kv_stride
+        latent = tl.load(cell[:, None] + i[None, :], mask=inside[:, None], other=0.0)
+        key = tl.load(cell[:, None] + RANK + j[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
+        scores += tl.dot(q_turned, tl.trans(key), input_precision=PRECISION)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        top, mass, found = add_values(scores, latent, top, mass, found, PRECISION)
+    at = (row * HEADS + head) * SPLITS + split
+    tl.store(partial + at[:, None] * RANK + i[None, :], found)
+    tl.store(tops + at, top)
+    tl.store(masses + at, mass)
+
+
+def latent_step(
+    q: torch.Tensor,  # [rows, heads, channels of a cell]
+    layer: LatentLayer,
+    kv: torch.Tensor,  # [cells, channels], a view of the pool
+    table: torch.Tensor,  # int32 [slots, positions]
+    inputs: Inputs,
+) -> torch.Tensor:
+    """[rows, heads, rank]: sums of latents."""
+    shape = layer.shape
+    num_rows, heads, rank = q.shape[0], shape.num_heads, shape.rank
+    num_parts = triton.cdiv(heads, LATENT_GROUP)
+    splits, least = splits_for(num_rows * num_parts)
+    splits = min(splits, max(1, MOST_SUMMED // rank))
+    options = {"dtype": torch.float32, "device": q.device}
+    parts = [torch.empty(num_rows, heads, splits, *size, **options) for size in ((rank,), (), ())]
+    out = torch.empty(num_rows, heads, rank, dtype=q.dtype, device=q.device)
+    sizes = {"HEADS": heads, "SPLITS": splits, "BLOCK": LATENT_BLOCK, "LEAST": least}
+    _attend_latents[(num_rows, num_parts, splits)](
+        (q * shape.scale).contiguous(),
+        kv,
+        table,
+        inputs.slot,
+        inputs.position,
+        *parts,
+        kv.stride(0),
+        table.stride(0),
+        **sizes,
+        RANK=rank,
+        TURNED=shape.rope.dim,
+        GROUP=LATENT_GROUP,
+        PRECISION=precision_of(q.dtype),
+        num_warps=8,
+        num_stages=2 if q.element_size() == 2 else 1,
+    )
+    _combine[(num_rows, heads)](
+        q,  # there are no gates, no sinks and no windows
+        *parts,
+        inputs.position,
+        out,
+        0,
+        None,
+        0,
+        **sizes,
+        GATED=False,
+        D=rank,
+        SINKS=False,
+        WINDOW=False,
+        **dependent(q.device),
+    )
+    return out
+
+
+@triton.jit
+def _place_heads(
+    qkv,
+    q_norm,
+    k_norm,
+    cos_table,
+    sin_table,
+    queries,
+    kv,
+    positions,
+    cells,
+    row_stride,
+    kv_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    FIRST: tl.constexpr,  # HEADS: none of the queries
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) + FIRST
+    half: tl.constexpr = ROTATED // 2
+    position = tl.load(positions + row)
+    i = tl.arange(0, D)
+    rotates = i < ROTATED
+    partner = tl.where(rotates, tl.where(i < half, i + half, i - half), i)
+    turn = position.to(tl.int64) * half + tl.where(i < half, i, i - half)
+    cos = tl.load(cos_table + turn, mask=rotates, other=1.0)
+    sin = tl.load(sin_table + turn, mask=rotates, other=0.0)
+    x = qkv + row * row_stride
+    if FIRST < HEADS:  # noqa: SIM102 (one is known when it is compiled)
+        if head < HEADS:
+            q = normed_heads(
+                x + head * D, q_norm, i, partner, rotates, cos, sin, eps, half, NORM, D
+            )
+            tl.store(queries + (row * HEADS + head) * D + i, q.to(queries.dtype.element_ty))
+    if head >= HEADS:
+        kv_head = head - HEADS
+        keys = x + HEADS * D * (2 if GATED else 1) + kv_head * D
+        k = normed_heads(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
+        v = tl.load(keys + KV_HEADS * D + i)
+        new = kv + kv_head * D + tl.load(cells + row).to(tl.int64) * kv_stride + i
+        tl.store(new, k.to(kv.dtype.element_ty))
+        tl.store(new + KV_HEADS * D, v.to(kv.dtype.element_ty))
+
+
+def place_heads(
+    qkv: torch.Tensor,  # [tokens, ..]: queries | gates, if there are any | keys | values
+    layer: AttentionLayer,
+    kv: torch.Tensor,  # [cells, 2, kv heads, channels], a view of the pool
+    positions: torch.Tensor,  # integers [tokens]
+    cells: torch.Tensor,
+) -> torch.Tensor:
+    """[tokens, heads, channels]: queries. Keys and values go into the cells."""
+    shape = layer.shape
+    queries = qkv.new_empty(qkv.shape[0], shape.num_heads, shape.head_dim)
+    _place(qkv, layer, kv, positions, cells, queries)
+    return queries
+
+
+def place_keys(
+    qkv: torch.Tensor,
+    layer: AttentionLayer,
+    kv: torch.Tensor,
+    positions: torch.Tensor,
+    cells: torch.Tensor,
+) -> None:
+    """Keys and values alone: of several tokens of a row, of which the later see the earlier, before
+    `attention_step`, which writes each of them once more."""
+    _place(qkv, layer, kv, positions, cells, None)
+
+
+def _place(
+    qkv: torch.Tensor,
+    layer: AttentionLayer,
+    kv: torch.Tensor,
+    positions: torch.Tensor,
+    cells: torch.Tensor,
+    queries: torch.Tensor | None,
+) -> None:
+    shape, norms = layer.shape, layer.head_norms or (None, None)
+    first = shape.num_heads if queries is None else 0
+    _place_heads[(qkv.shape[0], shape.num_heads + shape.num_kv_heads - first)](
+        qkv,
+        norms[0].weight if norms[0] else None,
+        norms[1].weight if norms[1] else None,
+        layer.rope.cos,
+        layer.rope.sin,
+        queries,
+        kv,
+        positions,
+        cells,
+        qkv.stride(0),
+        kv.stride(0),
+        norms[0].eps if norms[0] else 0.0,
+        HEADS=shape.num_heads,
+        KV_HEADS=shape.num_kv_heads,
+        GATED=shape.gated,
+        NORM=norms[0] is not None,
+        D=shape.head_dim,
+        ROTATED=layer.rope.dim,
+        FIRST=first,
+        num_warps=1,
+        **dependent(qkv.device),
+    )

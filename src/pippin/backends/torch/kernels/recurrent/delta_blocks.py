@@ -1,6 +1,6 @@
 """Many tokens of Gated DeltaNet after their convolution, in two kernels over blocks of 64 tokens.
 
-The algebra is that of `plain/gated_delta.py`. The first kernel does all that needs no state,
+The algebra is that of `plain/recurrent.py`. The first kernel does all that needs no state,
 for every block and head at once: it solves the triangular system and decays queries and keys. The
 second goes through a row's blocks from state to state, in four products each; it writes what the
 tokens read, and the states that are kept straight into their slots. What lies between the two is
