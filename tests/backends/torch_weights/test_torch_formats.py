@@ -25,7 +25,6 @@ from packed_checkpoints import GROUP, Packing, awq, compressed, fp8, gptq, integ
 from pippin.backends.torch.checkpoint import open_weights
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.formats import (
-    Quantization,
     find_weight,
     read_awq,
     read_compressed,
@@ -36,6 +35,7 @@ from pippin.backends.torch.formats import (
 )
 from pippin.backends.torch.load import load
 from pippin.backends.torch.models.packed import MOST_DENSE, Packed, Stacked, cat, dense, times
+from pippin.backends.torch.shapes import Quantization
 from pippin.errors import LoadError
 from torch_families import TORCH_CONFIGS, checkpoint
 

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from pippin.backends.torch.formats import Quantization
 from pippin.types import Component
 
 # Norms of queries and keys: of each head, or of all heads' channels together.
@@ -17,6 +16,12 @@ QkNorm = Literal["head", "all"]
 ActivationKind = Literal["silu", "gelu_tanh", "clamped"]
 # How routers weigh experts. `sigmoid`: each by itself, and a bias helps to choose.
 Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
