@@ -180,8 +180,9 @@ def test_what_has_no_equal_is_refused_or_left_out(
     schema: dict[str, Any], keyword: str, vocabulary: Vocabulary
 ) -> None:
     whole = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
-    with pytest.raises(RequestError, match=keyword):
+    with pytest.raises(RequestError, match=rf"\b{keyword}\b") as caught:
         compiled(whole, vocabulary)
+    assert (caught.value.status, caught.value.param) == (400, "json_schema")
     left_out: list[str] = []
     found = expressed(whole, left_out.append)
     assert left_out == [keyword]

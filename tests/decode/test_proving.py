@@ -114,6 +114,19 @@ def test_a_zygote_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -
         assert told(prover)["parent"] != first
 
 
+def test_servers_that_hang_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strange_prover(monkeypatch) as prover:
+        servers = {told(prover)["parent"] for _ in range(NUM_SERVERS)}
+        assert prover._zygote is not None
+        for channel, _ in prover._zygote._servers:
+            channel.settimeout(0.1)
+        for server in servers:
+            os.kill(server, signal.SIGSTOP)
+        assert told(prover)["parent"] not in servers
+        for server in servers:
+            wait_until_gone(server)
+
+
 def test_a_child_has_nothing_open_but_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     with strange_prover(monkeypatch) as prover:
         for _ in range(3):

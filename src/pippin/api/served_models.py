@@ -21,7 +21,6 @@ from pippin.switching import Lease, ModelEngines
 from pippin.text.bundle import TextBundle
 
 LATEST = ":latest"  # Ollama's tag of a name that has none
-NOT_LOADED = "the model is not loaded"
 
 
 @dataclass(frozen=True)

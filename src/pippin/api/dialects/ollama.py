@@ -36,14 +36,13 @@ from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, 
 from pippin.api.requests.sampling_fields import num_logprobs, read_options
 from pippin.api.requests.shared_fields import ROLES
 from pippin.api.requests.tools import read_tools
-from pippin.api.served_models import ModelLease
+from pippin.api.served_models import LATEST, ModelLease
 from pippin.errors import ModelNotFound, PippinError, cut
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallEnd, FoldedCall, members_of
 from pippin.text.tokenizer import Tokenizer
 
 MAX_HUB_ID_CHARS = 256
-LATEST = ":latest"  # the tag of a name that has none
 THINK_LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 _TEXT_ONLY = "only text is generated"
 

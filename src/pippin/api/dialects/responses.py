@@ -45,7 +45,7 @@ from pippin.api.requests.tools import (
     output_text,
     read_tools,
 )
-from pippin.api.response_store import StoredTurn
+from pippin.api.response_store import Item, StoredTurn
 from pippin.api.served_models import ModelLease
 from pippin.errors import PippinError, RequestError, cut
 
@@ -133,9 +133,6 @@ STORED_ITEMS = table.FieldTable(
         "after": table.STRING,
     }
 )
-
-
-Item = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pippin.api.job import TIERS
 from pippin.api.served_models import ServedModel, ServedModels
 from pippin.engine.engine_client import RequestEngine
 from pippin.errors import PippinError
@@ -144,7 +145,6 @@ class _TimedRequest:
 
 
 REPLICA, MODEL_NAME = "replica", "model_name"  # labels; the second is vLLM's
-TIERS = ("host", "disk", "peer")  # of the prefix cache, below the device's memory
 PATIENCE_SECONDS = 1.0  # for the engine's answer; scrapes often time out after ten
 
 # Each metric, its path in `Engine.counters`, and its help. A path with {tier} or {drafter} has a

@@ -22,7 +22,6 @@ from pippin.api.dialects.ollama import (
     EMBED,
     EMBEDDINGS,
     HEARTBEAT,
-    LATEST,
     PULL,
     SHOW,
     LoadRequest,
@@ -43,7 +42,7 @@ from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.fields import FieldTable
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest
-from pippin.api.served_models import ModelLease, ServedModel, ServedText
+from pippin.api.served_models import LATEST, ModelLease, ServedModel, ServedText
 from pippin.errors import LoadError, Overloaded, RequestError, cut
 from pippin.hub import HUB_ID, delete_cached_model, find_cached_model, pull_progress
 
