@@ -310,3 +310,15 @@ def test_the_engines_threads_have_more_stack_than_a_child(monkeypatch: pytest.Mo
     compiler.close()
     assert sizes
     assert min(sizes) > STACK_BYTES
+
+
+def test_a_zygote_whose_engine_was_killed_ends_without_a_word() -> None:
+    """The engine had a verdict to read: its end resets the connection."""
+    script = (
+        "import socket; from pippin.decode import prover; a, b = socket.socketpair(); "
+        "b.sendall(b'verdict'); a.close(); prover._serve(b, None)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -314,16 +314,14 @@ def run_zygote(prove: Prove, channels: Sequence[int]) -> None:
 
 
 def _serve(engine: socket.socket, prove: Prove) -> None:
-    with engine.makefile("rb") as jobs:
+    gone = contextlib.suppress(BrokenPipeError, ConnectionResetError)  # an engine that was killed
+    with engine.makefile("rb") as jobs, gone:
         while True:
             with _forked(prove) as child:  # before there is a grammar for it
                 line = jobs.readline()
                 if not line or not child.ask(line, engine):
                     return
-            try:
-                engine.sendall(encode_line(child.verdict(decode_spec(line).kind)))
-            except BrokenPipeError:  # the engine does not wait for a verdict any more
-                return
+            engine.sendall(encode_line(child.verdict(decode_spec(line).kind)))
 
 
 @dataclass
