@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from asks import Answer, running
-from qwen35_server import ARGUMENTS, CALL, THOUGHT, WEATHER, prompt_text, says, serving_qwen
+from asks import Answer
+from qwen35_server import ARGUMENTS, CALL, THOUGHT, WEATHER, prompt_text
 from scripted_engine import ScriptedEngine, answer_anything, serving
-
-from call_texts import write_calls
+from served_asks import FORM, ROME, asking_fixture, call_of_form, served
 
 pytestmark = pytest.mark.slow
 KINDS = ["openai_chat", "openai_responses", "anthropic_messages", "ollama_chat"]
 TOOL = {"title": "get_weather", "description": "The weather of some days.", **WEATHER}
-ROME = {"name": "Rome", "inhabitants": 3}
-FORM = json.dumps(ROME)
-FORM_CALL = write_calls("qwen3_coder", [("City", ROME)])
-
-
-@pytest.fixture(scope="module")
-def ask() -> Iterator[Answer]:
-    with running("langchain_asks.py") as ask:
-        yield ask
-
-
-@contextmanager
-def served(*replies: str) -> Iterator[tuple[str, ScriptedEngine]]:
-    with serving_qwen(*(says(THOUGHT + reply) for reply in replies)) as (url, engine):
-        yield url, engine
+FORM_CALL = call_of_form("City")
+ask = asking_fixture("langchain_asks.py")
 
 
 @pytest.mark.parametrize("kind", KINDS)
