@@ -196,8 +196,9 @@ def test_a_dead_engine_is_replaced_and_what_waited_is_served(gate: Gate) -> None
         assert served.engine_pid != engine_pid
 
 
-def test_a_server_whose_engines_keep_dying_ends_with_a_status() -> None:
-    with serve("--engine-restarts", "0", stderr=subprocess.PIPE) as served:
+def test_a_server_whose_engines_keep_dying_ends_with_a_status(tmp_path: Path) -> None:
+    own = ("--batch-dir", str(tmp_path))  # else it may warn of a server of another test
+    with serve("--engine-restarts", "0", *own, stderr=subprocess.PIPE) as served:
         os.kill(served.engine_pid, signal.SIGKILL)
         assert served.process.wait(PATIENCE_SECONDS) == 1
         assert served.process.stderr is not None

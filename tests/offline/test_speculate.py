@@ -177,6 +177,8 @@ def replies_of(engine: LLM) -> Replies:
     prompts = [f"{DOG} The {name}" for name in FEATURES]
     params = [replace(PLAIN, **fields) for fields in FEATURES.values()]
     replies = iter(engine.generate(prompts, params))
+    assert engine.loop.scheduler.compiler is not None
+    engine.loop.scheduler.compiler.close()  # not the backend, which others share
     return {
         name: [next(replies) for _ in range(p.n)] for name, p in zip(FEATURES, params, strict=True)
     }

@@ -34,7 +34,11 @@ class PoolLayout:
 
     def cell_bytes(self, kind: Component) -> int:
         """0 where a model has no such layers."""
-        return sum(map(self._kv_bytes, self._attending(kind)))
+        return self._cell_bytes.get(kind, 0)
+
+    @cached_property
+    def _cell_bytes(self) -> dict[Component, int]:
+        return {kind: sum(map(self._kv_bytes, self._attending(kind))) for kind in KV_KINDS}
 
     def cell_shape(self, kind: Component) -> tuple[int, ...]:
         """[layers, parts of each]; where layers differ, [elements]."""
@@ -61,7 +65,7 @@ class PoolLayout:
         every = (mixer for kind in KV_KINDS for mixer in self._attending(kind))
         return max(map(self._kv_bytes, every), default=0)
 
-    @property
+    @cached_property
     def num_recurrent_layers(self) -> int:
         return sum(layer.kind is Component.STATE for layer in self.shape.layers)
 
@@ -70,7 +74,7 @@ class PoolLayout:
         recurrent = self.shape.recurrent
         return (0, 0, 0) if recurrent is None else recurrent.state_parts
 
-    @property
+    @cached_property
     def conv_shape(self) -> tuple[int, int]:
         """The last inputs, oldest first."""
         recurrent = self.shape.recurrent
@@ -123,7 +127,7 @@ class PoolLayout:
             + self.state_bytes
         )
 
-    @property
+    @cached_property
     def waste_cell(self) -> int:
         return WASTE_SLAB * self.cells_per_slab(Component.ATTENTION)
 

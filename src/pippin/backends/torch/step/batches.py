@@ -205,9 +205,9 @@ def take_rows(
 ) -> TakenRows:
     """Takes the cells and states that the rows write. `send`: False: the device's table learns of
     the cells in the step."""
-    slots, positions, depths = (
-        np.array([getattr(row, name) for row in rows]) for name in ("slot", "position", "depth")
-    )
+    slots = np.array([row.slot for row in rows])
+    positions = np.array([row.position for row in rows])
+    depths = np.array([row.depth for row in rows])
     least, num_kept = held.least_lengths[slots], held.num_kept[slots]
     num_cells = held.num_missing(slots, positions + 1 + depths)
     pools.arena.make_room(num_cells, held.num_new_states(slots))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -165,20 +166,9 @@ class StepWords:
     def __init__(self, size: StepSize, layout: PoolLayout) -> None:
         self._layout, num_taps = layout, _num_taps(layout)
         self.size = size
-        sizes = (height * width for height, width in _tables(size, num_taps))
-        self.words = np.zeros(sum(sizes), dtype=np.int32)
+        self.words = _padding(size, num_taps, layout.waste_cell).copy()
         self.rows, self.tokens, self.blocks, chunks = _split(self.words, size, num_taps)
         self.chunks, self.samples = chunks[: len(CHUNK_FIELDS)], chunks[len(CHUNK_FIELDS) :]
-        waste_cell = layout.waste_cell
-        self.rows[: len(FIELDS)] = pack_inputs(size.num_rows, NO_ROWS, waste_cell)
-        if size.span:
-            self.rows[len(FIELDS)] = 1
-            self.rows[FIRST_STOP:FIRST_CELL] = NO_TOKEN
-            self.rows[FIRST_CELL : FIRST_CELL + size.span] = waste_cell
-            self.rows[FIRST_CELL + size.span :] = NO_TOKEN
-        self.tokens[2] = waste_cell
-        self.tokens[3:] = size.num_chunks * layout.conv_shape[0] + np.arange(size.num_tokens)
-        self.samples[:] = pack_inputs(size.num_chunks, NO_ROWS, waste_cell)
 
     def put_rows(self, taken: TakenRows, slots: Slots) -> None:
         """Rows whose lengths are known, each with one token."""
@@ -331,6 +321,25 @@ def _split(words: Words, size: StepSize, num_taps: int) -> list[Words]:
         found.append(words[first : first + height * width].reshape(height, width))
         first += height * width
     return found
+
+
+@lru_cache(maxsize=256)  # a step of one row is ready in 0.1 ms
+def _padding(size: StepSize, num_taps: int, waste_cell: int) -> np.ndarray:
+    """Of no rows and no chunks."""
+    sizes = (height * width for height, width in _tables(size, num_taps))
+    words = np.zeros(sum(sizes), dtype=np.int32)
+    rows, tokens, _, chunks = _split(words, size, num_taps)
+    rows[: len(FIELDS)] = pack_inputs(size.num_rows, NO_ROWS, waste_cell)
+    if size.span:
+        rows[len(FIELDS)] = 1
+        rows[FIRST_STOP:FIRST_CELL] = NO_TOKEN
+        rows[FIRST_CELL : FIRST_CELL + size.span] = waste_cell
+        rows[FIRST_CELL + size.span :] = NO_TOKEN
+    tokens[2] = waste_cell
+    if num_taps:
+        tokens[3:] = size.num_chunks * (num_taps - 1) + np.arange(size.num_tokens)
+    chunks[len(CHUNK_FIELDS) :] = pack_inputs(size.num_chunks, NO_ROWS, waste_cell)
+    return words
 
 
 def _tables(size: StepSize, num_taps: int) -> tuple[tuple[int, int], ...]:
