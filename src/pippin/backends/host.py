@@ -1,4 +1,4 @@
-"""The machine that a process runs on. Knows no devices and no arrays."""
+"""The machine that a process runs on."""
 
 from __future__ import annotations
 

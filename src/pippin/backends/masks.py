@@ -1,4 +1,4 @@
-"""Packed masks of tokens: what a grammar allows next, 32 tokens a word. Knows no grammars.
+"""Packed masks of tokens: what a grammar allows next, 32 tokens a word.
 
     word  i // 32 of a row, bit  i % 32, the lowest first:  1 where token i may come next
 

@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint are its MTP head, and how they are stored. Knows no arrays.
+"""Which weights of a checkpoint are its MTP head, and how they are stored.
 
 The head of Qwen3.5 and Qwen3-Next drafts the token behind the next one:
 

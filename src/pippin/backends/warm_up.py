@@ -1,4 +1,4 @@
-"""Runs shapes that are new to a device before a request needs them. Knows no model and no arrays.
+"""Runs shapes that are new to a device before a request needs them.
 
 On GPUs a shape that was never seen costs far more than a known one: kernels are built, chosen and
 loaded. A backend says which shapes it has, most likely first; made-up requests then go through the

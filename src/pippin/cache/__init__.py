@@ -1,1 +1,1 @@
-"""The unified radix prefix cache: tokens and opaque payloads. Knows no arrays."""
+"""The unified radix prefix cache: tokens and opaque payloads."""

@@ -1,4 +1,4 @@
-"""The contract between the scheduler and a backend. Knows no arrays.
+"""The contract between the scheduler and a backend.
 
 A plan carries every device-side effect of a step, and a backend executes it in this order:
 

@@ -1,4 +1,4 @@
-"""What a step is to do, in full: a backend adds nothing of its own. Knows no device."""
+"""What a step is to do, in full: a backend adds nothing of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step returns: tokens, what it captured and moved between tiers. Knows no device."""
+"""What a step returns: tokens, what it captured and moved between tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mlx computes on here, and how much memory that has. Knows no models."""
+"""What mlx computes on here, and how much memory that has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ladders: few lengths for many, so that little is ever new to a GPU. Knows no arrays.
+"""Ladders: few lengths for many, so that little is ever new to a GPU.
 
 There a shape that was never seen costs far more than a known one: libraries choose and load
 kernels, graphs are built. Lengths are rounded up to the next rung; the finer the ladder, the less

@@ -1,4 +1,4 @@
-"""Chooses tokens: logits in, one token a row out, on the device. Knows no model and no text.
+"""Chooses tokens: logits in, one token a row out, on the device.
 
 The stages and their order are here, for every backend; a backend's sampler writes each stage in
 its own operations (`rules.py` says what they compute). Rows are grouped by how they choose, and

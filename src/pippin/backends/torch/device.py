@@ -1,4 +1,4 @@
-"""What torch computes on here, in which type, and how much memory that has. Knows no models."""
+"""What torch computes on here, in which type, and how much memory that has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executes plans over one memory: its pools, rows, forwards and graphs. Knows no budget.
+"""Executes plans over one memory: its pools, rows, forwards and graphs.
 
 Pools are written in place, in the order of launches, on the forward stream.
 """

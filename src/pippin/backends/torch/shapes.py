@@ -1,4 +1,4 @@
-"""What a model is made of, layer by layer, as numbers and switches. Knows no config and no weights.
+"""What a model is made of, layer by layer, as numbers and switches.
 
 Layers of one model may differ in everything that is said of a layer here.
 """

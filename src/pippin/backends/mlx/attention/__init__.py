@@ -1,1 +1,1 @@
-"""What a model sees of decode rows in one step, and how its layers attend. Knows no slots."""
+"""What a model sees of decode rows in one step, and how its layers attend."""

@@ -3,7 +3,7 @@
 A model calls `mx.fast.rms_norm` and `mx.fast.rope` on its queries and on its keys: four launches a
 layer. In a step whose kernel computes these itself, the norm gives back what it was given and the
 rotation a stand-in, and the kernel does what is left. Whether a model passes these on untouched is
-tried at load (trial_run.py); a step in which it does not is an error. Knows no kernel and no rows.
+tried at load (trial_run.py); a step in which it does not is an error.
 """
 
 from __future__ import annotations

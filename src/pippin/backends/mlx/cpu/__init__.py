@@ -1,1 +1,1 @@
-"""What mlx lacks on CPUs: a fast BLAS, operations. Knows no requests."""
+"""What mlx lacks on CPUs: a fast BLAS, operations."""

@@ -1,4 +1,4 @@
-"""Fast matrix products on Linux CPUs. Knows no models.
+"""Fast matrix products on Linux CPUs.
 
 mlx's Linux wheel links the reference BLAS, some fifty times slower than OpenBLAS. PyPI's OpenBLAS
 (`scipy-openblas32`) prefixes its symbols, so the dynamic linker never binds to it, and one that the

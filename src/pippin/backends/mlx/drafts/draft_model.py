@@ -1,4 +1,4 @@
-"""A second, smaller model of the same tokenizer, as a drafter reads with it. Knows no rows.
+"""A second, smaller model of the same tokenizer, as a drafter reads with it.
 
 It reads tokens alone. Of each slot it keeps keys of the last tokens, and of the first ones that it
 was fed: models without a window attend to those whatever follows, and do badly without.

@@ -1,4 +1,4 @@
-"""Decode rows whose steps verify drafts. Knows no sampling.
+"""Decode rows whose steps verify drafts.
 
     one row's tail:   [ tokens that the row holds | input token, drafts | what was rejected ]
                         length less its main        this step's           overwritten later

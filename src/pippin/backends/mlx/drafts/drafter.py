@@ -1,4 +1,4 @@
-"""Drafts in the launch of the step before, by whatever reads tokens. Knows no plans and no weights.
+"""Drafts in the launch of the step before, by whatever reads tokens.
 
 A step's tokens are fed to the reader: those of accepted drafts, and the one behind them. What it
 makes of the last gives the first draft, and a draft gives the next, with the noise that the model

@@ -1,4 +1,4 @@
-"""The checkpoint's MTP head beside the model: mlx-lm drops its weights. Knows no rows and no steps.
+"""The checkpoint's MTP head beside the model: mlx-lm drops its weights.
 
 What it computes is in backends/mtp_weights.py.
 """

@@ -1,4 +1,4 @@
-"""Keys and values of a drafter, by slot: those of a row's last tokens. Knows no weights.
+"""Keys and values of a drafter, by slot: those of a row's last tokens.
 
     place of a token    its position, less where the slot's ring starts
     cell of a place     the first `num_first` places keep theirs; then round and round

@@ -1,1 +1,1 @@
-"""Fewer launches a step: products that share an input, packed attention. Knows no requests."""
+"""Fewer launches a step: products that share an input, packed attention."""

@@ -5,7 +5,7 @@
 
 In a decode step layers are given a stand-in for their input. A sum with it is not computed before
 something asks for it: a norm asks for the sum and for what it makes of it at once. Whether the
-layers of a model can be given one is tried at load (trial_run.py). Knows no model.
+layers of a model can be given one is tried at load (trial_run.py).
 """
 
 from __future__ import annotations

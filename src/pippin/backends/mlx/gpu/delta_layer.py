@@ -1,4 +1,4 @@
-"""One token of a Gated DeltaNet layer between its products as one Metal kernel. Knows no rows.
+"""One token of a Gated DeltaNet layer between its products as one Metal kernel.
 
     in_proj -> [ conv, silu, norms of q and k, gates, recurrence, gated norm ] -> out_proj
 

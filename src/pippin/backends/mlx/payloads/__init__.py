@@ -1,1 +1,1 @@
-"""What passes between slots and the prefix cache, as payloads. Knows no tree and no forward."""
+"""What passes between slots and the prefix cache, as payloads."""

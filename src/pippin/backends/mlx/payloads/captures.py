@@ -1,4 +1,4 @@
-"""States and KV of slots as payloads, and back. Knows no forward and no prefix cache."""
+"""States and KV of slots as payloads, and back."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prompts in the making: which chunks share a forward, and the forward. Knows no decode rows."""
+"""Prompts in the making: which chunks share a forward, and the forward."""

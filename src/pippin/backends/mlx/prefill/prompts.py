@@ -1,4 +1,4 @@
-"""Prompts in the making: what slots hold that have not decoded yet. Knows no rows and no order.
+"""Prompts in the making: what slots hold that have not decoded yet.
 
 Restores what was matched, runs chunks, and adds to a step what it is to sample, keep and check.
 Nothing here is launched: the backend decides when.

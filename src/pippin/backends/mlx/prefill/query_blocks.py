@@ -1,4 +1,4 @@
-"""Prefill attention whose scores would be too large, in blocks of queries. Knows no model.
+"""Prefill attention whose scores would be too large, in blocks of queries.
 
 Where mlx has no fused kernel for a shape, or has one that it does not use, it computes all scores
 at once, [rows, heads, queries, keys]: 2 GB a layer for 2,048 queries and 32,000 keys of 16 heads.

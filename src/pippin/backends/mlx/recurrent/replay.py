@@ -1,4 +1,4 @@
-"""Gated DeltaNet over drafts: what a step accepted is replayed from its inputs. Knows no rows.
+"""Gated DeltaNet over drafts: what a step accepted is replayed from its inputs.
 
     [ conv state | accepted drafts of the last step | input token | drafts ]
                    kept: their inputs                 state here    inputs are kept

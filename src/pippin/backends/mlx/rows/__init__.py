@@ -1,1 +1,1 @@
-"""What running requests hold, and one token of each of them. Knows no prefix cache."""
+"""What running requests hold, and one token of each of them."""

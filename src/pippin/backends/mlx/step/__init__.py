@@ -1,1 +1,1 @@
-"""A launched step: sampling, its results, tokens by slot. Knows no model."""
+"""A launched step: sampling, its results, tokens by slot."""

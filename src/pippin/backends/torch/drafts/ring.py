@@ -1,4 +1,4 @@
-"""Keys and values of a drafter, by slot: those of a row's last tokens. Knows no weights.
+"""Keys and values of a drafter, by slot: those of a row's last tokens.
 
     cell of a token    its place, modulo the length; the first `num_first` places keep theirs
     tags[slot, cell]   whose keys these are: a place, or NOTHING

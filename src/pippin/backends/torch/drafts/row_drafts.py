@@ -1,4 +1,4 @@
-"""Drafts behind the rows of a step, left in the future map for their next ones. Knows no weights.
+"""Drafts behind the rows of a step, left in the future map for their next ones.
 
 Whatever a step accepted or sampled is read on the device; the host knows which rows it has.
 """

@@ -1,4 +1,4 @@
-"""Work that is recorded once and replayed: CUDA graphs. Knows no model and no steps.
+"""Work that is recorded once and replayed: CUDA graphs.
 
 A capture that fails leaves nothing behind: neither the stream nor torch's allocator is in capture
 mode afterwards, and the same work can be launched instead.

@@ -1,4 +1,4 @@
-"""Steps as captured CUDA graphs: one copy of a step's words and one replay. Knows no kernels.
+"""Steps as captured CUDA graphs: one copy of a step's words and one replay.
 
 Tokens come from the future map and the next ones go back there inside the graph, so all that the
 host adds is which rows a step has. There is a graph for each size out of a few (`step/words.py`)

@@ -1,1 +1,1 @@
-"""What the served families compute, in plain torch operations. Knows no slots and no plans."""
+"""What the served families compute, in plain torch operations."""

@@ -1,5 +1,5 @@
 """What stands around attention and recurrences in each kind of layer: products, norms, gates,
-convolutions, rotation. Knows no pools.
+convolutions, rotation.
 
 Of latent attention a token is kept as one small vector that all heads share:
 

@@ -1,4 +1,4 @@
-"""A decoder over the pools, in plain torch operations. Knows no requests and no sampling.
+"""A decoder over the pools, in plain torch operations.
 
 Every write to a pool is here, or in the kernels that stand in for it, and runs where the forward
 runs: in the order of launches. A recurrent layer runs the kept drafts that a row's last step

@@ -1,1 +1,1 @@
-"""A launched step: what it reads, samples and returns. Knows no model."""
+"""A launched step: what it reads, samples and returns."""

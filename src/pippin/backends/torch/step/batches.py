@@ -1,5 +1,5 @@
 """A step's rows: what they take on the host, and as index arrays what a forward in plain operations
-looks up and where it writes. Knows no model and no sampling.
+looks up and where it writes.
 
 The host decides all but how many drafts are accepted: of a row that has some it knows two bounds of
 its length, and the rest is looked up on the device. Nothing is read back.

@@ -1,4 +1,4 @@
-// A conversation is a tree of messages; one path of it is shown. Knows no elements and no network.
+// A conversation is a tree of messages; one path of it is shown.
 //
 //   nodes   id -> { id, parent, role, content, ... }
 //   chosen  parent's id ("" above the first message) -> the child that is shown

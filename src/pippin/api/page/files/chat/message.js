@@ -1,4 +1,4 @@
-// One message as an element, and what can be done with it. Knows no network.
+// One message as an element, and what can be done with it.
 
 import { copy, h, icon, submitOnEnter } from "../lib/dom.js";
 import { count, percent, plural, rate, seconds } from "../lib/format.js";

@@ -1,4 +1,4 @@
-// One reply as it comes: text, reasoning, calls, and how long all of it took. Knows no elements.
+// One reply as it comes: text, reasoning, calls, and how long all of it took.
 
 import { ApiError, errorIn, events, request } from "../lib/api.js";
 
@@ -68,7 +68,7 @@ function statsOf({ asked, first, last, usage, before }) {
   return stats;
 }
 
-// Replies in flight, at most one for each conversation. Knows no elements.
+// Replies in flight, at most one for each conversation.
 export class Replies {
   #running = new Map(); // conversation -> { node, controller }
   #handlers;

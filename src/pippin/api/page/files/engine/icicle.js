@@ -3,7 +3,7 @@
 import { h } from "../lib/dom.js";
 import { plural } from "../lib/format.js";
 
-// Where each node of the tree lies: x in tokens, y in leaves. Knows no elements.
+// Where each node of the tree lies: x in tokens, y in leaves.
 //
 //   0 ........ 64 ....... 128      x: positions in a prompt; a node is as wide as its tokens
 //   [ system  ][ first question ]  y: a node is as high as the leaves below it

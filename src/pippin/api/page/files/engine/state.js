@@ -1,4 +1,4 @@
-// What the engine view knows, put together of the feed's messages. Knows no elements.
+// What the engine view knows, put together of the feed's messages.
 // Everything is bounded: what is older than a window is forgotten.
 
 import { events, ofChosen, request } from "../lib/api.js";

@@ -155,7 +155,7 @@ function parse(record) {
   return data.length ? { event, data: data.join("\n") } : null;
 }
 
-// The models of the server, and the one that is chosen. Knows no elements.
+// The models of the server, and the one that is chosen.
 let models = []; // { id, max_model_len }
 let chosen = null;
 

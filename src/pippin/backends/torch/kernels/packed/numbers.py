@@ -1,4 +1,4 @@
-"""What the bits of packed weights mean, inside kernels. Knows no products.
+"""What the bits of packed weights mean, inside kernels.
 
 Nothing here needs a type that a GPU may lack: floats of 4 and 8 bits are half precision's with a
 shorter exponent, and integers are put into a float's mantissa.
