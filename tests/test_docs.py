@@ -253,7 +253,7 @@ def imported_files(path: Path) -> set[Path]:
     found: set[Path] = set()
     for module in re.findall(r"^ *from (pippin[\w.]*) import", path.read_text(), re.MULTILINE):
         target = ROOT.joinpath("src", *module.split("."))
-        if target.is_dir():
+        if (target / "__init__.py").exists():
             found |= {target / "__init__.py"} | imported_files(target / "__init__.py")
         else:
             found.add(target.with_suffix(".py"))
